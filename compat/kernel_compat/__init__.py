@@ -1,0 +1,71 @@
+"""One attention choice that means the same on every supported transformers, torch and FlashAttention.
+
+    import kernel_compat
+
+    kernel_compat.register_attention("my_flash_attention", kernel="flash_attention_2")
+    kernel_compat.install()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="my_flash_attention")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .environment import Device, Environment
+    from .errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
+    from .installer import Report, ShimReport, install, installed, status, uninstall
+    from .kernels import Features, Functions, Kernel, Provider, known_kernels
+    from .names import AttentionName, register_attention, registered_attention, unregister_attention
+    from .seams import Seam, Shim
+
+# Loaded on first use, so that the import costs next to nothing.
+_HOMES = {
+    "environment": ("Device", "Environment"),
+    "errors": ("KernelCompatError", "KernelUnavailableError", "SeamError", "UnsupportedFeatureError"),
+    "installer": ("Report", "ShimReport", "install", "installed", "status", "uninstall"),
+    "kernels": ("Features", "Functions", "Kernel", "Provider", "known_kernels"),
+    "names": ("AttentionName", "register_attention", "registered_attention", "unregister_attention"),
+    "seams": ("Seam", "Shim"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AttentionName",
+    "Device",
+    "Environment",
+    "Features",
+    "Functions",
+    "Kernel",
+    "KernelCompatError",
+    "KernelUnavailableError",
+    "Provider",
+    "Report",
+    "Seam",
+    "SeamError",
+    "Shim",
+    "ShimReport",
+    "UnsupportedFeatureError",
+    "install",
+    "installed",
+    "known_kernels",
+    "register_attention",
+    "registered_attention",
+    "status",
+    "uninstall",
+    "unregister_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

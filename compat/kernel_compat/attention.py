@@ -1,0 +1,406 @@
+"""The attention function behind every registered name: from what transformers hands over to a kernel's keywords."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedFeatureError
+from .kernels import Kernel
+from .kernels.base import instead
+from .masks import as_int, fixed_shapes, longest, packing, padding, reduce_mask, starts_of_sequences
+
+__all__ = ["attention_forward", "flash_attention"]
+
+#: Arguments some models pass that change the scores in ways no flash kernel has.
+_NO_KERNEL_HAS = ("head_mask", "position_bias", "attention_bias", "sinks", "indices", "block_indices")
+
+
+def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function transformers calls for a registered name.
+
+    Args:
+        kernel: what computes it; loaded at the first call.
+        name: for error messages.
+    """
+
+    def forward(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | Tensor | None = None,
+        max_length_k: int | Tensor | None = None,
+        deterministic: bool | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        for unknown in _NO_KERNEL_HAS:
+            if kwargs.get(unknown) is not None:
+                raise UnsupportedFeatureError(
+                    unknown, name, "No flash kernel does: use attn_implementation='eager' for this model."
+                )
+        if kwargs.get("output_attentions"):
+            raise UnsupportedFeatureError(
+                "output_attentions=True", name, "No flash kernel computes them: use attn_implementation='eager'."
+            )
+        if cache is not None:
+            # Continuous batching, from transformers 5.19 on. The cache picks this layer's lengths and pages in place.
+            paging = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **kwargs}
+            key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paging)
+            cu_seq_lens_k, max_length_k = paging["cu_seq_lens_k"], paging["max_length_k"]
+            if paging.get("block_table") is not None:
+                return _paged(kernel, query, key, value, paging, scaling, sliding_window, softcap, s_aux), None
+        if is_causal is None:
+            is_causal = bool(getattr(module, "is_causal", True))
+        dtype = target_dtype(query, module)
+        query, key, value = (x.transpose(1, 2) if dtype is None else x.transpose(1, 2).to(dtype) for x in (query, key, value))
+        output = flash_attention(
+            kernel,
+            query,
+            key,
+            value,
+            attention_mask,
+            causal=is_causal,
+            scale=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            deterministic=deterministic,
+            position_ids=position_ids,
+            cu_seq_lens_q=cu_seq_lens_q,
+            cu_seq_lens_k=cu_seq_lens_k,
+            max_length_q=max_length_q,
+            max_length_k=max_length_k,
+        )
+        return output, None
+
+    forward.__name__ = forward.__qualname__ = f"attention_forward[{name}]"
+    return forward
+
+
+def target_dtype(query: Tensor, module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype float32 inputs are meant to have: autocast's, or that of the module's weights.
+
+    PEFT keeps norms in float32, so that the inputs of a bfloat16 model's attention arrive in float32.
+    """
+    if query.dtype != torch.float32:
+        return None
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    for parameter in module.parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            return parameter.dtype
+    config = getattr(module, "config", None)
+    if getattr(config, "_is_quantized", False) or hasattr(config, "_pre_quantization_dtype"):
+        return getattr(config, "dtype", None) or getattr(config, "_pre_quantization_dtype", None)
+    return None
+
+
+def flash_attention(
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+) -> Tensor:
+    """Attention as transformers asks for it, by a kernel.
+
+    Args:
+        query: (batch, q_len, heads, head_dim).
+        key, value: (batch, kv_len, kv_heads, head_dim); the value's head_dim may be smaller.
+        attention_mask: None; (batch, length) with 1 for tokens and 0 for padding, or a 4D mask that says no more than
+            padding, causality and a window.
+        causal: aligned to the bottom right where q_len and kv_len differ. A 4D mask decides itself.
+        sliding_window: a query sees this many keys, itself included; to both sides where not causal.
+        position_ids: (batch or 1, q_len): where they restart, a new packed sequence begins.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, shape (sequences + 1,).
+        max_length_q, max_length_k: their longest; computed where missing.
+
+    Returns:
+        (batch, q_len, heads, value's head_dim). Padding queries are zero.
+
+    Raises:
+        UnsupportedFeatureError: the kernel can't do what is asked.
+        ValueError: the arguments contradict each other.
+    """
+    functions = kernel.load()
+    batch, q_len, kv_len = query.shape[0], query.shape[1], key.shape[1]
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} key heads")
+    value_dim = value.shape[-1]
+    if scale is None:
+        scale = query.shape[-1] ** -0.5  # before padding
+    query, key, value = _pad_heads(kernel, query, key, value)
+    if sinks is not None:
+        sinks = sinks.to(query.dtype)
+
+    window = _window(sliding_window, causal, kv_len)
+    padded_queries = True
+    if attention_mask is not None and attention_mask.ndim == 4:
+        reduced = reduce_mask(attention_mask, q_len, kv_len)
+        attention_mask, padded_queries = reduced.padding, reduced.padded_queries
+        causal, window, kv_len = reduced.causal, reduced.window, reduced.kv_len
+        key, value = key[:, :kv_len], value[:, :kv_len]
+        position_ids = None  # the mask has told all
+    elif attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(f"an attention mask must have 2 or 4 dimensions, not the shape {tuple(attention_mask.shape)}")
+    if deterministic is None:
+        deterministic = _deterministic_by_default()
+
+    options: dict[str, Any] = {
+        "dropout_p": dropout,
+        "softmax_scale": scale,
+        "causal": causal,
+        "window_size": window,
+        "softcap": softcap or 0.0,
+        "deterministic": deterministic,
+        "s_aux": sinks,
+    }
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if cu_seq_lens_q is None or cu_seq_lens_k is None:
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
+        if attention_mask is not None:
+            raise ValueError("both cu_seq_lens_q and an attention mask with padding: give packed sequences without a mask")
+        output = _packed(functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options)
+    elif attention_mask is not None:
+        output = _padded(functions, query, key, value, attention_mask, padded_queries, options)
+    else:
+        output = _unpadded(functions, query, key, value, position_ids, options)
+    return output[..., :value_dim]
+
+
+def _window(sliding_window: int | None, causal: bool, kv_len: int) -> tuple[int, int]:
+    # Upstream takes 0 for no window as well; a window as long as the keys hides nothing.
+    if not sliding_window or sliding_window >= kv_len:
+        return (-1, -1)
+    if sliding_window < 0:
+        raise ValueError(f"sliding_window must be positive, not {sliding_window}")
+    return (sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def _paged(
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    paging: dict[str, Any],
+    scale: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One new token for each sequence, against pages: query, key and value of shape (1, heads, sequences, head_dim)."""
+    kvcache = kernel.load().flash_attn_with_kvcache
+    if kvcache is None:
+        raise UnsupportedFeatureError("a paged cache", kernel.name, instead(kernel.name, "paged"))
+    q, k, v = (x.squeeze(0).transpose(0, 1).unsqueeze(1) for x in (query, key, value))
+    sequences = q.shape[0]
+    offsets = paging["cu_seq_lens_k"]
+    output: Tensor = kvcache(
+        q,
+        paging["k_cache"],
+        paging["v_cache"],
+        k,
+        v,
+        cache_seqlens=(offsets[1 : sequences + 1] - offsets[:sequences] - 1).to(torch.int32),
+        block_table=paging["block_table"],
+        softmax_scale=scale,
+        causal=True,
+        window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1),
+        softcap=softcap or 0.0,
+        s_aux=sinks if sinks is None else sinks.to(q.dtype),
+    )
+    return output.squeeze(1).unsqueeze(0)
+
+
+def _deterministic_by_default() -> bool:
+    return os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
+
+
+def _pad_heads(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros behind the head dimensions, up to what the kernel takes: they add nothing to the scores, and are cut off the output."""
+    multiple = kernel.features.head_dim_multiple
+    dim = -(-query.shape[-1] // multiple) * multiple
+
+    def pad(x: Tensor) -> Tensor:
+        return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+
+    if value.shape[-1] > dim:
+        raise UnsupportedFeatureError(
+            f"a value head dimension ({value.shape[-1]}) greater than the query's ({dim})", kernel.name, "No kernel does."
+        )
+    return pad(query), pad(key), pad(value)
+
+
+def _packed(
+    functions: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_length_q: int | Tensor | None,
+    max_length_k: int | Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    batch, q_len = query.shape[:2]
+    if fixed_shapes(query):
+        # Asking the device is impossible here; any upper bound is right.
+        max_q = max_length_q if isinstance(max_length_q, int) else batch * q_len
+        max_k = max_length_k if isinstance(max_length_k, int) else batch * key.shape[1]
+    else:
+        max_q = as_int(max_length_q) if max_length_q is not None else longest(cu_seqlens_q)
+        max_k = as_int(max_length_k) if max_length_k is not None else longest(cu_seqlens_k)
+    output: Tensor = functions.flash_attn_varlen_func(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        cu_seqlens_q=cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k=cu_seqlens_k.to(torch.int32),
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        **options,
+    )
+    return output.unflatten(0, (batch, q_len))
+
+
+def _unpadded(
+    functions: Any, query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    batch, q_len = query.shape[:2]
+    if position_ids is not None and q_len > 1 and position_ids.shape[-1] == q_len:
+        if fixed_shapes(query):
+            # How many sequences there are is a value, and values can't decide anything here. The check runs with the
+            # kernel and costs no synchronisation.
+            begins = starts_of_sequences(position_ids, batch, options["causal"])
+            if begins is not None:
+                torch._assert_async(
+                    ~begins.any(),
+                    "packed position_ids under torch.compile or in a CUDA graph: pass cu_seq_lens_q, cu_seq_lens_k, "
+                    "max_length_q and max_length_k",
+                )
+        else:
+            packed = packing(position_ids, batch, options["causal"])
+            if packed is not None:
+                if key.shape[1] != q_len:
+                    raise ValueError("packed position_ids together with cached keys: which key is whose can't be told")
+                return _packed(functions, query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen, options)
+    output: Tensor = functions.flash_attn_func(query, key, value, **options)
+    return output
+
+
+def _padded(
+    functions: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    padded_queries: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    batch, q_len = query.shape[:2]
+    kv_len = key.shape[1]
+    if mask.shape[0] != batch:
+        if mask.shape[0] != 1:
+            raise ValueError(f"an attention mask for {mask.shape[0]} sequences does not fit a batch of {batch}")
+        mask = mask.expand(batch, -1)
+    if mask.shape[1] > kv_len:
+        mask = mask[:, -kv_len:]
+    elif mask.shape[1] < kv_len:  # a static cache's room behind the last key
+        kv_len = mask.shape[1]
+        key, value = key[:, :kv_len], value[:, :kv_len]
+    if padded_queries and kv_len < q_len:
+        raise ValueError(f"an attention mask of length {kv_len} does not fit {q_len} queries")
+    if fixed_shapes(query):
+        return _padded_by_sorting(functions, query, key, value, mask.bool(), padded_queries, options)
+    found = padding(mask, q_len, padded_queries)
+    if found is None:
+        output: Tensor = functions.flash_attn_func(query, key, value, **options)
+        return output
+    if found.holes and options["window_size"] != (-1, -1):
+        raise ValueError("a sliding window over a mask with padding between tokens: distances would shrink with the padding")
+    flat = query.new_zeros(batch * q_len, *query.shape[2:-1], value.shape[-1])
+    if not found.max_seqlen_q:
+        return flat.unflatten(0, (batch, q_len))
+    packed = functions.flash_attn_varlen_func(
+        query.flatten(0, 1)[found.q_index],
+        key.flatten(0, 1)[found.k_index],
+        value.flatten(0, 1)[found.k_index],
+        cu_seqlens_q=found.cu_seqlens_q,
+        cu_seqlens_k=found.cu_seqlens_k,
+        max_seqlen_q=found.max_seqlen_q,
+        max_seqlen_k=found.max_seqlen_k,
+        **options,
+    )
+    return flat.index_copy(0, found.q_index, packed).unflatten(0, (batch, q_len))
+
+
+def _padded_by_sorting(
+    functions: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    padded_queries: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    """As `_padded`, in shapes that don't depend on values: tokens to the front of each row, the padding as a sequence of its own."""
+    batch, q_len = query.shape[:2]
+    kv_len = key.shape[1]
+    queries = mask[:, kv_len - q_len :] if padded_queries else mask.new_ones(batch, q_len)
+    if options["window_size"] != (-1, -1):
+        runs = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
+        torch._assert_async((runs <= 1).all(), "a sliding window over a mask with padding between tokens")
+
+    def offsets(there: Tensor) -> Tensor:
+        lengths = there.sum(1, dtype=torch.int32)
+        pairs = torch.stack([lengths, there.shape[1] - lengths], 1).flatten()
+        return torch.nn.functional.pad(pairs.cumsum(0, dtype=torch.int32), (1, 0))
+
+    def sort(x: Tensor, order: Tensor) -> Tensor:
+        return x.gather(1, order[:, :, None, None].expand_as(x))
+
+    k_order = torch.argsort(~mask, dim=1, stable=True)
+    q_order = torch.argsort(~queries, dim=1, stable=True)
+    packed = functions.flash_attn_varlen_func(
+        sort(query, q_order).flatten(0, 1),
+        sort(key, k_order).flatten(0, 1),
+        sort(value, k_order).flatten(0, 1),
+        cu_seqlens_q=offsets(queries),
+        cu_seqlens_k=offsets(mask),
+        max_seqlen_q=q_len,
+        max_seqlen_k=kv_len,
+        **options,
+    )
+    output = sort(packed.unflatten(0, (batch, q_len)), torch.argsort(q_order, dim=1))
+    return torch.where(queries[:, :, None, None], output, 0)

@@ -1,0 +1,269 @@
+"""What is installed and which devices are there, found without importing any of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+__all__ = ["Device", "Environment"]
+
+#: The distributions this library looks at. Asking for each by name costs microseconds; reading every
+#: installed distribution, as ``packages_distributions()`` does, costs seconds in a large environment.
+DISTRIBUTIONS = (
+    "kernel-compat",
+    "torch",
+    "transformers",
+    "flash-attn",
+    "flash-attn-3",
+    "fa3-fwd",
+    "flash-attn-4",
+    "flash-attn-cute",
+    "kernels",
+    "nvidia-cutlass-dsl",
+)
+
+#: Imports that distributions fight over, with the distributions that may ship each.
+_IMPORTS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "flash_attn": ("flash-attn", "flash-attn-4"),
+    "flash_attn.cute": ("flash-attn", "flash-attn-4"),
+    "flash_attn_interface": ("flash-attn-3",),
+    "fa3_fwd_interface": ("fa3-fwd",),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU: its marketing name and its CUDA compute capability, e.g. ``(9, 0)``."""
+
+    name: str
+    capability: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.name} (sm_{self.capability[0]}{self.capability[1]})"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A frozen description of an installation; `Environment.detect()` describes this one, tests build their own.
+
+    Attributes:
+        python: version of the interpreter.
+        system: operating system and machine, e.g. ``"Linux x86_64"``.
+        packages: version by normalized distribution name, as the metadata gives it.
+        imports: for each contested import that is there, the distributions that ship it, the one whose
+            files are on disk first. Empty tuple: importable, but no distribution claims it.
+        devices: the GPUs that are visible to this process.
+        problems: what is wrong with the installation, one sentence each.
+    """
+
+    python: str = field(default_factory=platform.python_version)
+    system: str = field(default_factory=lambda: f"{platform.system()} {platform.machine()}")
+    packages: Mapping[str, str] = field(default_factory=dict)
+    imports: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    devices: tuple[Device, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packages", MappingProxyType(dict(self.packages)))
+        object.__setattr__(self, "imports", MappingProxyType(dict(self.imports)))
+
+    def version(self, distribution: str) -> Version | None:
+        """The version of a distribution, or None where it isn't installed or its version can't be read."""
+        return self._versions.get(distribution)
+
+    @cached_property
+    def _versions(self) -> dict[str, Version]:
+        versions = {}
+        for name, text in self.packages.items():
+            try:
+                versions[name] = Version(text)
+            except InvalidVersion:
+                continue  # told in `problems`
+        return versions
+
+    @classmethod
+    def detect(cls) -> Environment:
+        """Describe the running interpreter. Reads metadata and asks the NVIDIA driver; imports no framework.
+
+        Never raises for a broken installation: what can't be read is described in `problems`.
+        """
+        problems: list[str] = []
+        found = {name: dist for name in DISTRIBUTIONS if (dist := _distribution(name)) is not None}
+        packages = {}
+        for name, dist in found.items():
+            version = _metadata_version(dist)
+            if version is None:
+                problems.append(f"{name} is installed without a readable version: reinstall it.")
+            else:
+                packages[name] = version
+        imports = _imports(found, problems)
+        problems += _conflicts(found, packages)
+        return cls(packages=packages, imports=imports, devices=_devices(), problems=tuple(problems))
+
+
+def _distribution(name: str) -> importlib.metadata.Distribution | None:
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _metadata_version(dist: importlib.metadata.Distribution) -> str | None:
+    try:
+        version: str | None = dist.version
+        Version(version or "")
+    except (InvalidVersion, KeyError, TypeError):
+        return None
+    return version
+
+
+def _imports(
+    found: Mapping[str, importlib.metadata.Distribution], problems: list[str]
+) -> dict[str, tuple[str, ...]]:
+    imports: dict[str, tuple[str, ...]] = {}
+    for name, candidates in _IMPORTS.items():
+        if not _importable(name):
+            for candidate in candidates:
+                if candidate in found and not name.endswith(".cute"):
+                    problems.append(f"{candidate} is installed but {name} can't be found: reinstall it.")
+            continue
+        owners = [c for c in candidates if c in found and _ships(found[c], name)]
+        owners.sort(key=lambda owner: not _on_disk(found[owner], name))
+        imports[name] = tuple(owners)
+        if not owners and name in ("torch", "transformers"):
+            problems.append(f"{name} can be imported but has no metadata, so its version is unknown.")
+    return imports
+
+
+def _importable(name: str) -> bool:
+    """Whether `name` would be found, without importing its parent."""
+    top, _, rest = name.partition(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    if spec is None:
+        return False
+    if not rest:
+        return True
+    folders = list(spec.submodule_search_locations or ())
+    return any(os.path.isdir(os.path.join(folder, *rest.split("."))) for folder in folders)
+
+
+def _entry(dist: importlib.metadata.Distribution, name: str) -> list[importlib.metadata.PackagePath]:
+    """The files of `dist` that make up the import `name`; a directory's `__init__.py` and `interface.py` suffice."""
+    path = name.replace(".", "/")
+    wanted = {f"{path}.py", f"{path}/__init__.py", f"{path}/interface.py"}
+    try:
+        files = dist.files or []
+    except (OSError, ValueError):  # a damaged RECORD
+        files = []
+    return [file for file in files if file.as_posix() in wanted]
+
+
+def _ships(dist: importlib.metadata.Distribution, name: str) -> bool:
+    # An editable or otherwise unrecorded install lists no files: believe its name.
+    if not dist.files:
+        return "." not in name
+    if name == "flash_attn":  # FA4 ships flash_attn/cute without flash_attn/__init__.py
+        return bool(_entry(dist, name)) or bool(_entry(dist, "flash_attn.cute"))
+    return bool(_entry(dist, name))
+
+
+def _on_disk(dist: importlib.metadata.Distribution, name: str) -> bool:
+    """Whether the files on disk are the ones `dist` recorded: another distribution may have overwritten them."""
+    for file in _entry(dist, name) or _entry(dist, "flash_attn.cute"):
+        if file.hash is None or file.hash.mode != "sha256":
+            continue
+        try:
+            with open(str(file.locate()), "rb") as stream:
+                digest = hashlib.sha256(stream.read()).digest()
+        except OSError:
+            return False
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+            return False
+    return True
+
+
+def _conflicts(found: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> list[str]:
+    problems = []
+    if "flash-attn-cute" in packages and Version(packages["flash-attn-cute"]) <= Version("0.0.1"):
+        problems.append(
+            "flash-attn-cute 0.0.1 is an empty placeholder, not FlashAttention-4: "
+            "uninstall it and install flash-attn-4."
+        )
+    fa4 = found.get("flash-attn-4")
+    if fa4 is not None and _entry(fa4, "flash_attn.cute") and not _on_disk(fa4, "flash_attn.cute"):
+        culprit = "flash-attn" if "flash-attn" in found else "another package"
+        problems.append(
+            f"{culprit} has overwritten flash_attn/cute of flash-attn-4 with its own old copy: "
+            "reinstall flash-attn-4, last (pip install --force-reinstall --no-deps --pre flash-attn-4)."
+        )
+    return problems
+
+
+def _devices() -> tuple[Device, ...]:
+    """The visible NVIDIA GPUs.
+
+    Asks NVML, which neither imports torch nor creates a CUDA context (a context would break later forks);
+    where torch has initialised CUDA already, its answer is the exact one.
+    """
+    torch: Any = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_initialized():
+            return tuple(
+                Device(torch.cuda.get_device_name(i), tuple(torch.cuda.get_device_capability(i)))
+                for i in range(torch.cuda.device_count())
+            )
+    except Exception:  # a half-imported or broken torch must not break the diagnosis
+        pass
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            found.append((str(uuid), Device(str(name), (int(major), int(minor)))))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+    return tuple(_visible(found, visible))
+
+
+def _visible(found: list[tuple[str, Device]], visible: str | None) -> list[Device]:
+    """Apply CUDA_VISIBLE_DEVICES: indices or UUID prefixes; what follows an invalid entry is hidden."""
+    if visible is None:
+        return [device for _, device in found]
+    chosen = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdigit() and int(entry) < len(found):
+            chosen.append(found[int(entry)][1])
+        elif matches := [device for uuid, device in found if entry and uuid.startswith(entry)]:
+            chosen.append(matches[0])
+        else:
+            break
+    return chosen

@@ -1,0 +1,290 @@
+"""Plan, verify every seam, then swap; and back again."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Literal
+
+from packaging.version import Version
+
+from . import names
+from .environment import Environment
+from .errors import KernelCompatError, SeamError
+from .seams import Located, Shim, swap
+
+__all__ = ["Report", "ShimReport", "install", "installed", "status", "uninstall"]
+
+ENTRY_POINT_GROUP = "kernel_compat.shims"
+
+#: Releases of transformers the shims were written against and are tested on.
+TESTED_TRANSFORMERS = (Version("4.54"), Version("5.23"))
+
+State = Literal["applied", "pending", "not needed", "skipped", "failed"]
+
+
+@dataclass(frozen=True)
+class ShimReport:
+    """What became of one shim.
+
+    Attributes:
+        name: of the shim, or of the entry point that could not be loaded.
+        state: ``applied``; ``pending`` (applies here, `install()` hasn't been called); ``not needed``;
+            ``skipped`` (asked for); ``failed`` (nothing of it is in place).
+        reason: why it exists where it is applied or pending, and why not where it isn't.
+        seams: the attributes that it replaces here.
+        foreign: of these, the ones somebody else has replaced since.
+    """
+
+    name: str
+    state: State
+    reason: str
+    seams: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `install()` did, or would do.
+
+    Attributes:
+        environment: what it was decided on.
+        installed: whether `install()` is in force.
+        shims: one entry a shim.
+        attention: state by registered attention name: ``"available"``, or why transformers doesn't know it.
+        left_alone: after `uninstall()`, what others had patched since and still is theirs.
+    """
+
+    environment: Environment
+    installed: bool
+    shims: tuple[ShimReport, ...]
+    attention: dict[str, str] = field(default_factory=dict)
+    left_alone: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed: no shim, and no registered attention name."""
+        pending = ("available", "pending")
+        return all(s.state != "failed" for s in self.shims) and all(s in pending for s in self.attention.values())
+
+    def __getitem__(self, shim: str) -> ShimReport:
+        for entry in self.shims:
+            if entry.name == shim:
+                return entry
+        raise KeyError(shim)
+
+
+@dataclass
+class _Applied:
+    shim: Shim
+    seams: list[Located]
+
+
+class _State:
+    """Of this process: what is in place. Changed under the lock alone."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.installed = False
+        self.skip: frozenset[str] = frozenset()
+        self.applied: dict[str, _Applied] = {}
+        self.failed: dict[str, str] = {}
+
+
+_state = _State()
+
+
+def install(*, skip: Collection[str] = ()) -> Report:
+    """Apply every shim this environment needs and make the registered attention names known to transformers.
+
+    Imports the upstream modules whose seams it replaces. Each shim is applied whole or not at all: one that finds
+    a seam missing or changed is reported as failed, and the others still apply. Calling it again is free and
+    applies what has become applicable since; shims that are in place stay as they are.
+
+    Args:
+        skip: names of shims to leave out, as `status()` lists them. One that an earlier call applied is undone.
+
+    Returns:
+        A report: every shim with its state and the reason.
+
+    Raises:
+        ValueError: `skip` names a shim that doesn't exist.
+        TypeError: `skip` is a single string.
+    """
+    if isinstance(skip, str):
+        raise TypeError(f"skip takes a list of shim names, not the string {skip!r}")
+    shims, broken = _discover()
+    unknown = sorted(set(skip) - {shim.name for shim in shims} - set(broken))
+    if unknown:
+        known = ", ".join(shim.name for shim in shims)
+        raise ValueError(f"skip names unknown shims {unknown}; there are: {known}")
+    environment = Environment.detect()
+    _warn_untested(environment)
+    needed = [shim for shim in shims if shim.name not in skip and shim.not_needed(environment) is None]
+    # Imports the modules before the lock is taken: an import waits for other threads' imports, and one of those may
+    # wait for the lock. What is located counts only once it is located again under the lock.
+    for shim in needed:
+        _locate(shim, environment)
+    with _state.lock:
+        _undo([name for name in _state.applied if name in skip])
+        _state.skip = frozenset(skip)
+        _state.failed = {}
+        for shim in needed:
+            if shim.name in _state.applied:
+                continue
+            outcome = _locate(shim, environment)
+            if isinstance(outcome, KernelCompatError):
+                _state.failed[shim.name] = str(outcome)
+                continue
+            try:
+                _apply(shim, outcome)
+            except Exception as error:
+                _state.failed[shim.name] = f"{type(error).__name__}: {error}"
+        _state.installed = True
+        if "transformers" in environment.packages:
+            names.publish()
+        return _report(environment, shims, broken)
+
+
+def uninstall() -> Report:
+    """Put back the very objects that were there before `install()`, and withdraw the registered attention names.
+
+    An attribute that somebody else has patched since is left as they made it; the report's `left_alone` says so.
+    """
+    shims, broken = _discover()
+    with _state.lock:
+        _state.installed = False  # first: a name registered from now on isn't published any more
+        left = names.withdraw() + _undo(list(_state.applied))
+        _state.skip = frozenset()
+        _state.failed = {}
+        return replace(_report(Environment.detect(), shims, broken), left_alone=tuple(left))
+
+
+def status() -> Report:
+    """The report of `install()` as things stand now; changes nothing and imports no framework."""
+    shims, broken = _discover()
+    with _state.lock:
+        return _report(Environment.detect(), shims, broken)
+
+
+@contextmanager
+def installed(*, skip: Collection[str] = ()) -> Iterator[Report]:
+    """`install()` for the length of a ``with`` block. Inside another installation it changes nothing on leaving."""
+    outermost = not _state.installed
+    report = install(skip=skip)
+    try:
+        yield report
+    finally:
+        if outermost:
+            uninstall()
+
+
+def _discover() -> tuple[list[Shim], dict[str, str]]:
+    """All shims of all installed distributions in a stable order, and the entry points that failed, with the error."""
+    shims: dict[str, Shim] = {}
+    broken: dict[str, str] = {}
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda p: (p.name, p.value)):
+        try:
+            loaded = point.load()
+            for shim in (loaded,) if isinstance(loaded, Shim) else tuple(loaded):
+                if not isinstance(shim, Shim):
+                    raise TypeError(f"{point.value} holds {shim!r}, which is not a Shim")
+                if shims.setdefault(shim.name, shim) is not shim:
+                    raise ValueError(f"{point.value} defines a second shim named {shim.name!r}")
+        except Exception as error:  # somebody else's package; ours must go on
+            broken[point.name] = f"{type(error).__name__}: {error}"
+    return list(shims.values()), broken
+
+
+def _warn_untested(environment: Environment) -> None:
+    version = environment.version("transformers")
+    oldest, newest = TESTED_TRANSFORMERS
+    if version is None or _state.installed:
+        return
+    if version < oldest:
+        warnings.warn(
+            f"transformers {version} is older than {oldest}, the oldest release kernel-compat supports: registered "
+            "attention names are passed on, but no shim applies. Upgrade transformers.",
+            stacklevel=3,
+        )
+    elif version.release[:2] > newest.release[:2]:
+        warnings.warn(
+            f"transformers {version} is newer than {newest}, the newest release kernel-compat was tested on. "
+            "Every seam is still verified before it is replaced: kernel_compat.status() says what applied.",
+            stacklevel=3,
+        )
+
+
+def _locate(shim: Shim, environment: Environment) -> list[Located] | KernelCompatError:
+    version = environment.packages[shim.distribution]
+    try:
+        return [seam.locate(version) for seam in shim.seams_for(version)]
+    except SeamError as error:
+        return error
+
+
+def _apply(shim: Shim, located: list[Located]) -> None:
+    for seam in located:
+        for other in _state.applied.values():
+            if any(seam.owner is theirs.owner and seam.name == theirs.name for theirs in other.seams):
+                raise KernelCompatError(f"{seam.seam.target} is replaced by the shim {other.shim.name} already")
+    replacements = shim.replace({seam.seam.name: seam.original for seam in located})
+    expected = {seam.seam.name for seam in located}
+    if set(replacements) != expected:
+        raise KernelCompatError(
+            f"shim {shim.name} replaces {sorted(replacements)} where its seams are {sorted(expected)}"
+        )
+    for seam in located:
+        seam.replacement = replacements[seam.seam.name]
+    swap(
+        [(seam.owner, seam.name, seam.replacement) for seam in located],
+        [(seam.original, seam.replacement) for seam in located if isinstance(seam.owner, ModuleType)],
+    )
+    _state.applied[shim.name] = _Applied(shim, located)
+
+
+def _undo(shims: list[str]) -> list[str]:
+    """Restore the seams of these shims, last applied first; return the seams that are no longer ours."""
+    left = []
+    for name in [applied for applied in reversed(list(_state.applied)) if applied in shims]:
+        applied = _state.applied[name]
+        ours = [seam for seam in applied.seams if seam.in_place]
+        left += [f"{seam.seam.target} (shim {name})" for seam in applied.seams if not seam.in_place]
+        swap(
+            [(seam.owner, seam.name, seam.original) for seam in ours],
+            [(seam.replacement, seam.original) for seam in applied.seams if isinstance(seam.owner, ModuleType)],
+        )
+        del _state.applied[name]
+    return left
+
+
+def _report(environment: Environment, shims: list[Shim], broken: dict[str, str]) -> Report:
+    entries = [ShimReport(name, "failed", f"its entry point could not be loaded: {e}") for name, e in broken.items()]
+    for shim in shims:
+        entry: Callable[..., ShimReport] = partial(ShimReport, shim.name)
+        if applied := _state.applied.get(shim.name):
+            entries.append(
+                entry(
+                    "applied",
+                    shim.reason,
+                    tuple(seam.seam.target for seam in applied.seams),
+                    tuple(seam.seam.target for seam in applied.seams if not seam.in_place),
+                )
+            )
+        elif shim.name in _state.skip:
+            entries.append(entry("skipped", "asked for by install(skip=...)"))
+        elif shim.name in _state.failed:
+            entries.append(entry("failed", _state.failed[shim.name]))
+        elif reason := shim.not_needed(environment):
+            entries.append(entry("not needed", reason))
+        else:
+            version = environment.packages[shim.distribution]
+            targets = tuple(seam.target for seam in shim.seams_for(version))
+            entries.append(entry("pending", shim.reason, targets))
+    return Report(environment, _state.installed, tuple(entries), names.states(_state.installed))

@@ -1,0 +1,79 @@
+"""The two tables of transformers in which attention names are looked up, and our entries in them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from .attention import attention_forward
+from .masks import attention_mask_function
+from .names import AttentionName
+
+#: What each of our entries replaced: (table, key) -> (our value, the previous value or None).
+_entries: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
+
+
+def add(entry: AttentionName) -> str | None:
+    """Enter a name in transformers' tables; answer why not where somebody else's entry is in the way."""
+    functions, masks = _tables()
+    if entry.name in functions and not entry.override:
+        theirs = functions[entry.name]
+        return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
+    _set(functions, entry.name, entry.forward or attention_forward(entry.kernel, entry.name))
+    paged = _paged_forward()
+    if paged is not None:
+        _set(functions, f"paged|{entry.name}", paged)
+    if masks is not None:
+        mask = entry.mask or attention_mask_function
+        _set(masks, entry.name, mask)
+        if paged is not None:
+            _set(masks, f"paged|{entry.name}", mask)
+    return None
+
+
+def remove(entry: AttentionName) -> bool:
+    """Put back what was there before `add`; False where somebody has replaced our entry since."""
+    functions, masks = _tables()
+    tables = [table for table in (functions, masks) if table is not None]
+    return all(
+        [_unset(table, key) for table in tables for key in (entry.name, f"paged|{entry.name}")]  # all of them
+    )
+
+
+def _tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """``ALL_ATTENTION_FUNCTIONS`` (since 4.48) and ``ALL_MASK_ATTENTION_FUNCTIONS`` (since 4.53).
+
+    Both are views of a dict of their class: models that make an instance of their own share it.
+    """
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    try:
+        masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    except ImportError:
+        return functions._global_mapping, None
+    return functions._global_mapping, masks._global_mapping
+
+
+def _paged_forward() -> Callable[..., Any] | None:
+    """Upstream's forward for ``paged|NAME``: there from 5.0 until 5.19 did away with the prefix."""
+    functions, _ = _tables()
+    forward: Callable[..., Any] | None = functions.get("paged|flash_attention_2")
+    return forward
+
+
+def _set(table: dict[str, Any], key: str, value: Any) -> None:
+    _entries[id(table), key] = (table, value, table.get(key))
+    table[key] = value
+
+
+def _unset(table: dict[str, Any], key: str) -> bool:
+    if (id(table), key) not in _entries:
+        return True
+    _, value, previous = _entries.pop((id(table), key))
+    if table.get(key) is not value:
+        return False
+    if previous is None:
+        del table[key]
+    else:
+        table[key] = previous
+    return True

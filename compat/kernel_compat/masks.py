@@ -1,0 +1,366 @@
+"""From the masks and position ids transformers hands over to the sequence lengths that varlen kernels take.
+
+What reads values off the device is done once for a tensor, not once for a layer: the result is kept for as long as the
+tensor lives and isn't written to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = [
+    "Packing",
+    "Padding",
+    "Reduced",
+    "attention_mask_function",
+    "fixed_shapes",
+    "packing",
+    "padding",
+    "reduce_mask",
+]
+
+
+class Padding(NamedTuple):
+    """Where the tokens of a padded batch are: indices into the flattened (batch, length), and sequence lengths."""
+
+    q_index: Tensor
+    k_index: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    holes: bool
+
+
+class Packing(NamedTuple):
+    """Sequences joined along one row: their offsets, shape (sequences + 1,), int32, and the longest one."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+class Reduced(NamedTuple):
+    """What a 4D mask says, when it says no more than a varlen kernel can.
+
+    Attributes:
+        padding: (batch, kv_len) bool, True for keys that are there; None where all are.
+        padded_queries: whether `padding` is about the queries as well (self-attention), or the keys alone.
+        kv_len: keys behind this one are behind every query: room of a static cache.
+        causal, window: as the kernels take them.
+    """
+
+    padding: Tensor | None
+    padded_queries: bool
+    kv_len: int
+    causal: bool
+    window: tuple[int, int]
+
+
+def fixed_shapes(tensor: Tensor) -> bool:
+    """Whether shapes must not depend on values here: under torch.compile, and while a CUDA graph is captured."""
+    if torch.compiler.is_compiling():
+        return True
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_memo = WeakIdKeyDictionary()
+_memo_lock = threading.Lock()
+_MEMO_SIZE = 8
+
+
+def _once(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+    """`compute()`, or what it answered for this very tensor, if nobody has written to it since.
+
+    Layers are often given views of their own of one mask, so a view counts as its base with an offset.
+    """
+    if tensor.is_inference():  # has no version counter: a write to it would go unnoticed
+        return compute()
+    base = tensor if tensor._base is None else tensor._base
+    geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    key = (purpose, geometry, tensor._version)
+    with _memo_lock:
+        known = _memo.get(base)
+        if known is not None and key in known:
+            return known[key]
+    value = compute()
+    with _memo_lock:
+        known = _memo.setdefault(base, {})
+        while len(known) >= _MEMO_SIZE:
+            del known[next(iter(known))]
+        known[key] = value
+    return value
+
+
+def padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
+    """The tokens of a padded batch; None where there is no padding. Synchronises with the device once a mask.
+
+    Args:
+        mask: (batch, kv_len), 1 or True for tokens that are there. Queries stand at its last q_len places.
+        padded_queries: False for cross-attention, whose queries are all there.
+
+    Raises:
+        ValueError: the mask holds other values than 0 and 1.
+    """
+    return _once(mask, ("padding", q_len, padded_queries), lambda: _padding(mask, q_len, padded_queries))
+
+
+def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
+    there = mask.bool()
+    batch, kv_len = there.shape
+    queries = there[:, kv_len - q_len :] if padded_queries else there.new_ones(batch, q_len)
+    k_lens, q_lens = there.sum(1, dtype=torch.int32), queries.sum(1, dtype=torch.int32)
+    # A second run of tokens in a row: a hole between them.
+    runs = there[:, :1].sum(1) + (there[:, 1:] & ~there[:, :-1]).sum(1)
+    strange = (there != mask).any()
+    facts = torch.stack([k_lens.sum(), k_lens.max(), q_lens.sum(), q_lens.max(), runs.max(), strange])
+    k_total, k_max, q_total, q_max, most_runs, is_strange = facts.tolist()
+    if is_strange:
+        raise ValueError("a 2D attention mask must hold 1 for tokens and 0 for padding, and this one holds other values")
+    if k_total == there.numel():
+        return None
+    return Padding(
+        _true_indices(queries, q_total),
+        _true_indices(there, k_total),
+        _offsets(q_lens),
+        _offsets(k_lens),
+        q_max,
+        k_max,
+        most_runs > 1,
+    )
+
+
+def _true_indices(mask: Tensor, count: int) -> Tensor:
+    """The indices of the True ones in order; unlike ``nonzero``, without asking the device how many they are."""
+    return torch.argsort(~mask.flatten(), stable=True)[:count]
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def starts_of_sequences(position_ids: Tensor, batch: int, causal: bool) -> Tensor | None:
+    """(batch, length - 1) bool: where packed position ids begin a new sequence; None where they can't.
+
+    Positions restart at 0 there, or fall back: those of a sequence that was cut need not start at 0. The second rule, and rows
+    beyond the first, are for causal attention alone: vision encoders number their patches as they like.
+    """
+    if position_ids.ndim == 3 and position_ids.shape[0] == 4:
+        position_ids = position_ids[0]  # Qwen2-VL: text positions before those of time, height and width
+    if position_ids.ndim == 1:
+        position_ids = position_ids[None]
+    if position_ids.ndim != 2 or position_ids.shape[1] < 2 or position_ids.shape[0] not in (1, batch):
+        return None
+    if not causal and batch > 1:
+        return None
+    now, before = position_ids[:, 1:], position_ids[:, :-1]
+    begins = (now == 0) | (now < before) if causal else now == 0
+    return begins.expand(batch, -1)
+
+
+def packing(position_ids: Tensor, batch: int, causal: bool) -> Packing | None:
+    """The packed sequences that position ids tell of; None where none do. Synchronises once a tensor."""
+    return _once(position_ids, ("packing", batch, causal), lambda: _packing(position_ids, batch, causal))
+
+
+def _packing(position_ids: Tensor, batch: int, causal: bool) -> Packing | None:
+    begins = starts_of_sequences(position_ids, batch, causal)
+    if begins is None:
+        return None
+    first = torch.nn.functional.pad(begins, (1, 0), value=True).flatten()
+    index = torch.arange(first.numel(), device=first.device)
+    start = torch.where(first, index, 0).cummax(0).values
+    count, longest = torch.stack([first.sum(), (index - start).max() + 1]).tolist()
+    if count == batch:
+        return None
+    offsets = torch.nn.functional.pad(_true_indices(first, count), (0, 1), value=first.numel())
+    return Packing(offsets.to(torch.int32), longest)
+
+
+def longest(cu_seqlens: Tensor) -> int:
+    """The longest of the sequences between these offsets. Synchronises once a tensor."""
+    return int(_once(cu_seqlens, ("longest",), lambda: cu_seqlens.diff().max().item()))
+
+
+def as_int(length: Any) -> int:
+    """A maximum length as the int that kernels take. Synchronises once a tensor."""
+    if isinstance(length, Tensor):
+        return int(_once(length, ("int",), length.item))
+    return int(length)
+
+
+#: An additive mask hides a key by any number from here down: some models use -1e4 and -1e9, most the dtype's least.
+_HIDDEN = -1e4
+
+
+@torch.compiler.disable
+def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
+    """What a 4D mask says, proved once a mask: padding, causality and a window, and nothing besides.
+
+    Args:
+        mask: (batch or 1, heads or 1, q_len, kv_len or more), bool (True: visible) or float (added to the scores).
+
+    Raises:
+        ValueError: the mask says something else, such as blocks, a prefix or a bias.
+    """
+    return _once(mask, ("reduce", q_len, kv_len), lambda: _reduce(mask, q_len, kv_len))
+
+
+def _reduce(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
+    if mask.shape[-2] != q_len:
+        raise ValueError(f"a 4D attention mask of shape {tuple(mask.shape)} does not fit {q_len} queries")
+    visible = _visible(mask)[..., :kv_len]
+    if visible.shape[1] > 1 and not bool((visible == visible[:, :1]).all()):
+        raise ValueError("a 4D attention mask that differs between heads can't be reduced to padding, causality and window")
+    visible = visible[:, 0]
+    keys = visible.any(1)  # (batch, keys)
+    width = visible.shape[2]
+
+    # Every query sees the same keys: padding of the keys alone, as in cross-attention.
+    if bool((visible == visible[:, :1]).all()):
+        return Reduced(None if bool(keys.all()) else keys, False, width, False, (-1, -1))
+
+    used = int(keys.any(0).nonzero().max()) + 1
+    for kv in dict.fromkeys((width, used)):  # `used` where a static cache has room behind the last key
+        if kv < q_len:
+            continue
+        reduced = _as_causal_or_window(visible[..., :kv], keys[:, :kv], q_len, kv)
+        if reduced is not None:
+            return reduced
+    raise ValueError(
+        "this 4D attention mask is not what padding, causality and a sliding window make: a flash kernel can't honour "
+        "it. Use attn_implementation='sdpa' or 'eager', or give packed sequences as cu_seq_lens_q and cu_seq_lens_k"
+    )
+
+
+def _visible(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise ValueError(f"a 4D attention mask must be bool or float, not {mask.dtype}: 1 may mean either there")
+    visible = mask == 0
+    if not bool((visible | (mask <= _HIDDEN)).all()):
+        raise ValueError("a 4D attention mask that holds a bias, numbers besides 0 and minus infinity, can't be honoured by flash kernels")
+    return visible
+
+
+def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int) -> Reduced | None:
+    offset = kv_len - q_len
+    real = keys[:, offset:]  # a query is padding where its own key is: its row says nothing
+    distance = (
+        torch.arange(q_len, device=visible.device)[:, None] + offset - torch.arange(kv_len, device=visible.device)[None]
+    )
+    shown = visible & real[:, :, None]
+    lowest = torch.iinfo(torch.int64).min
+    left = int(torch.where(shown, distance, lowest).max())
+    right = int(torch.where(shown, -distance, lowest).max())
+    causal = right <= 0
+    hidden_right = 0 if causal else right
+
+    def matches(left: int | None, right: int | None) -> bool:
+        expected = keys[:, None, :]
+        if left is not None:
+            expected = expected & (distance <= left)
+        if right is not None:
+            expected = expected & (-distance <= right)
+        return bool(((expected == visible) | ~real[:, :, None]).all())
+
+    # The weakest description that is exact: no window where none shows.
+    for left_limit, right_limit in ((None, hidden_right if causal else None), (left, hidden_right)):
+        if matches(left_limit, right_limit):
+            window = (-1 if left_limit is None else left_limit, -1 if right_limit is None or causal else right_limit)
+            if causal and left_limit is not None:
+                window = (left_limit, 0)
+            return Reduced(None if bool(keys.all()) else keys, True, kv_len, causal, window)
+    return None
+
+
+def attention_mask_function(
+    *,
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask our attention functions are given: the padding, or None where there is none.
+
+    Called by ``create_causal_mask`` and its like, once a forward and layer type. A pattern that is not causal, bidirectional,
+    windowed or packed is built in full, for the forward to prove or refuse: upstream's own function drops it.
+
+    Returns:
+        None, (batch, length) bool with length at most kv_length, or (batch, 1, q_length, kv_length) bool.
+    """
+    if mask_function is not None and not _told_otherwise(mask_function):
+        given: dict[str, Any] = {"cache_position": cache_position}
+        if cache_position is None:  # from 5.6 on
+            given = {"q_length": q_length, "q_offset": q_offset}
+        return _in_full(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **given,
+            **kwargs,
+        )
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -kv_length:]
+        # Shorter than the keys: those of a static cache, which the forward cuts to the mask's length.
+        if attention_mask.shape[1] < kv_length or fixed_shapes(attention_mask):
+            return attention_mask
+        return None if bool(attention_mask.all()) else attention_mask
+    if cache_position is not None:
+        q_length = cache_position.shape[0]
+    if kv_length == q_length:
+        return None
+    # A cache: a static one has room behind the last key, which must not be attended.
+    end = as_int(cache_position[-1]) + 1 if cache_position is not None else as_int(q_offset) + (q_length or 0)
+    if end - kv_offset >= kv_length:
+        return None
+    device = cache_position.device if cache_position is not None else kwargs.get("device")
+    return torch.ones(batch_size, end - kv_offset, dtype=torch.bool, device=device)
+
+
+#: Mask functions of transformers.masking_utils whose meaning reaches the forward by other ways: ``is_causal``,
+#: ``sliding_window``, ``position_ids``; and those that combine others.
+_TOLD = frozenset(
+    {
+        "causal_mask_function",
+        "bidirectional_mask_function",
+        "sliding_window_overlay.<locals>.inner_mask",
+        "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+        "packed_sequence_mask_function.<locals>.inner_mask",
+    }
+)
+_COMBINING = frozenset(
+    {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+)
+
+
+def _told_otherwise(function: Callable[..., Any]) -> bool:
+    name = function.__qualname__
+    if name in _TOLD:
+        return True
+    if name not in _COMBINING:
+        return False
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    inner = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
+    return all(_told_otherwise(part) for part in inner)
+
+
+def _in_full(**arguments: Any) -> Tensor:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **skips})
+    return mask

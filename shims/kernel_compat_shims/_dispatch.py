@@ -1,0 +1,121 @@
+"""What the shims of several releases share: how a registered name passes upstream's checks and reaches its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+from kernel_compat.environment import Environment
+from kernel_compat.names import AttentionName, resolve
+
+#: `PreTrainedModel._flash_attention_forward`'s parameters that the replacement reads by position or by name.
+FORWARD_PARAMETERS = (
+    "query_states",
+    "key_states",
+    "value_states",
+    "attention_mask",
+    "query_length",
+    "is_causal",
+    "dropout",
+    "position_ids",
+    "softmax_scale",
+    "sliding_window",
+    "use_top_left_mask",
+    "softcap",
+    "deterministic",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "target_dtype",
+)
+
+
+def namespace(entry: AttentionName) -> SimpleNamespace:
+    """The functions of a name's kernel, as an object upstream reads by ``getattr``. Loads the kernel."""
+    return SimpleNamespace(**entry.kernel.load()._asdict())
+
+
+def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+    """A `_flash_attention_forward` that computes registered names itself and leaves the rest to `others`.
+
+    Args:
+        original: upstream's function, for its signature.
+        others: called with all arguments where the name isn't registered.
+    """
+
+    @wraps(original)
+    def _flash_attention_forward(*args: Any, **kwargs: Any) -> Any:
+        # Upstream's 4.x calls the parameter `implementation` and is itself called with the other name.
+        name = kwargs.get("attn_implementation") or kwargs.get("implementation")
+        entry = resolve(name)
+        if entry is None or kwargs.get("block_table") is not None:
+            return others(*args, **kwargs)
+        from kernel_compat.attention import flash_attention
+
+        given = {**dict(zip(FORWARD_PARAMETERS, args, strict=False)), **kwargs}
+        query, key, value = given["query_states"], given["key_states"], given["value_states"]
+        dtype = given.get("target_dtype")
+        if dtype is not None and query.dtype.itemsize == 4:
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        return flash_attention(
+            entry.kernel,
+            query,
+            key,
+            value,
+            given.get("attention_mask"),
+            causal=given["is_causal"],
+            scale=given.get("softmax_scale"),
+            dropout=given.get("dropout") or 0.0,
+            sliding_window=given.get("sliding_window"),
+            softcap=given.get("softcap"),
+            sinks=given.get("s_aux"),
+            deterministic=given.get("deterministic"),
+            position_ids=given.get("position_ids"),
+            cu_seq_lens_q=given.get("cu_seq_lens_q"),
+            cu_seq_lens_k=given.get("cu_seq_lens_k"),
+            max_length_q=given.get("max_length_q"),
+            max_length_k=given.get("max_length_k"),
+        )
+
+    return _flash_attention_forward
+
+
+def with_implementation(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """4.x: the name moved from `attn_implementation`, which is ignored there, to `implementation`, which isn't."""
+    name = kwargs.get("attn_implementation")
+    if kwargs.get("implementation") is None and isinstance(name, str) and name.startswith("flash_attention_"):
+        kwargs["implementation"] = name
+    return kwargs
+
+
+def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lambda name: None) -> Callable[..., Any]:
+    """A method that checks a requested attention name: ours by our rules, all others by `original`.
+
+    Upstream replaces names it doesn't know by hub kernels (4.57), by a model's own preference (5.2 on), or takes
+    them for FlashAttention-2 by a part of the name (5.0 to 5.3).
+    """
+
+    @wraps(original)
+    def check(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        entry = resolve(attn_implementation)
+        if entry is None:
+            return original(self, attn_implementation, *args, **kwargs)
+        _require_support(self, entry.name)
+        entry.kernel.load(Environment.detect())
+        preload(attn_implementation)
+        return attn_implementation
+
+    return check
+
+
+def _require_support(model: Any, name: str) -> None:
+    """A model whose attention doesn't go through the interface would ignore the name: say so instead."""
+    flags = ("_supports_flash_attn", "_supports_flash_attn_2", "_supports_attention_backend")
+    if not any(getattr(model, flag, False) for flag in flags):
+        raise ValueError(
+            f"{type(model).__name__} does not support flash attention, so attn_implementation={name!r} can't be "
+            "honoured: use 'sdpa' or 'eager', or a release of transformers whose model does."
+        )

@@ -1,0 +1,104 @@
+"""transformers 4.54 to 4.57: one flash implementation a process, and names that don't survive the check."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+from kernel_compat.names import resolve
+from kernel_compat.seams import Seam, Shim
+
+from ._dispatch import FORWARD_PARAMETERS, check_of, forward_of, namespace, with_implementation
+
+_UTILS = "transformers.modeling_flash_attention_utils"
+
+
+def _replace_forward(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["_flash_attention_forward"]
+
+    def others(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **with_implementation(kwargs))
+
+    return {"_flash_attention_forward": forward_of(original, others)}
+
+
+def _replace_loader(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["lazy_import_flash_attention"]
+    loaded: dict[Any, Any] = {}
+    lock = threading.Lock()
+
+    def load(implementation: Any) -> Any:
+        module = sys.modules[_UTILS]
+        functions = module._lazy_imports(implementation)
+        return functions, module._lazy_define_process_function(functions[1])
+
+    @wraps(original)
+    def lazy_import_flash_attention(implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        if implementation is None:
+            return original(implementation, *args, **kwargs)
+        entry = resolve(implementation)
+        key = implementation if entry is None else entry
+        if key not in loaded:
+            if entry is None:
+                original(implementation, *args, **kwargs)  # what a later call without a name gets
+            with lock:
+                loaded[key] = load(implementation if entry is None else namespace(entry))
+        return loaded[key]
+
+    return {"lazy_import_flash_attention": lazy_import_flash_attention}
+
+
+def _replace_check(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: check_of(original) for name, original in originals.items()}
+
+
+SHIMS = (
+    Shim(
+        name="tf4_flash_forward",
+        distribution="transformers",
+        versions=">=4.55,<5",
+        reason=(
+            "transformers hands the attention name to a parameter that is ignored, so that the first flash "
+            "implementation loaded serves every model; 4.55 also makes sliding windows one token too wide"
+        ),
+        seams=(Seam(f"{_UTILS}:_flash_attention_forward", FORWARD_PARAMETERS),),
+        replace=_replace_forward,
+    ),
+    Shim(
+        name="tf4_loader",
+        distribution="transformers",
+        versions=">=4.55,<5",
+        reason="transformers keeps the first flash implementation it loads, whatever is asked for later",
+        seams=(Seam(f"{_UTILS}:lazy_import_flash_attention", ("implementation",)),),
+        replace=_replace_loader,
+    ),
+    Shim(
+        name="tf4_check",
+        distribution="transformers",
+        versions=">=4.54,<5",
+        reason=(
+            "transformers 4.57 replaces every name that starts with flash_attention by a hub kernel where the kernels "
+            "package is there and FlashAttention is not; the kernel of a registered name is checked at load time"
+        ),
+        seams=(
+            Seam(
+                "transformers.modeling_utils:PreTrainedModel._check_and_adjust_attn_implementation",
+                ("self", "attn_implementation", "is_init_check"),
+            ),
+            Seam(
+                "transformers.modeling_utils:PreTrainedModel.get_correct_attn_implementation",
+                ("self", "_requested_attention", "is_init_check"),
+                versions="==4.55.*",
+            ),
+            Seam(
+                "transformers.modeling_utils:PreTrainedModel.get_correct_attn_implementation",
+                ("self", "requested_attention", "is_init_check"),
+                versions=">=4.56",
+            ),
+        ),
+        replace=_replace_check,
+    ),
+)

@@ -1,0 +1,88 @@
+"""transformers 4.54: a loader that caches in module globals, and asks the terminal when flash_attn is missing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+from kernel_compat.environment import Environment
+from kernel_compat.errors import KernelUnavailableError
+from kernel_compat.kernels import known_kernels
+from kernel_compat.names import resolve
+from kernel_compat.seams import Seam, Shim
+
+from ._dispatch import FORWARD_PARAMETERS, forward_of, namespace, with_implementation
+
+_UTILS = "transformers.modeling_flash_attention_utils"
+_CACHE = ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn", "_is_fa3", "_flash_supports_window")
+
+
+def _replace_forward(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original: FunctionType = originals["_flash_attention_forward"]
+    copies: dict[Any, Callable[..., Any]] = {}
+    lock = threading.Lock()
+
+    def others(*args: Any, **kwargs: Any) -> Any:
+        implementation = with_implementation(kwargs).get("implementation")
+        if implementation is None:
+            return original(*args, **kwargs)
+        with lock:
+            # Its cache is its module's globals: a copy over globals of its own keeps what it loads to itself.
+            if implementation not in copies:
+                copies[implementation] = _over(original, {}, without=_CACHE)
+        return copies[implementation](*args, **kwargs)
+
+    return {"_flash_attention_forward": forward_of(original, others)}
+
+
+def _replace_loader(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original: FunctionType = originals["_lazy_imports"]
+
+    def input(prompt: object = "") -> str:
+        kernel = known_kernels()["flash_attention_2"]
+        reasons = kernel.unavailable_because(Environment.detect()) or ["flash_attn does not import"]
+        raise KernelUnavailableError(kernel.name, reasons, kernel.providers[0].install)
+
+    @wraps(original)
+    def _lazy_imports(impl: Any) -> Any:
+        entry = resolve(impl)
+        # A copy made for each load: a user's own answer to the prompt (`use_remote_fa2`) is in the globals by then.
+        return _over(original, {"input": input})(impl if entry is None else namespace(entry))
+
+    return {"_lazy_imports": _lazy_imports}
+
+
+def _over(function: FunctionType, additions: Mapping[str, Any], without: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The function over a copy of its globals."""
+    namespace = {name: value for name, value in function.__globals__.items() if name not in without}
+    copy = FunctionType(
+        function.__code__, {**namespace, **additions}, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+SHIMS = (
+    Shim(
+        name="tf4_54_flash_forward",
+        distribution="transformers",
+        versions="==4.54.*",
+        reason=(
+            "the first flash implementation loaded in the process serves every later name, and sliding windows are "
+            "one token too wide"
+        ),
+        seams=(Seam(f"{_UTILS}:_flash_attention_forward", FORWARD_PARAMETERS),),
+        replace=_replace_forward,
+    ),
+    Shim(
+        name="tf4_54_loader",
+        distribution="transformers",
+        versions="==4.54.*",
+        reason="where flash_attn does not import, the loader asks the terminal for permission to download, and hangs a job",
+        seams=(Seam(f"{_UTILS}:_lazy_imports", ("impl",)),),
+        replace=_replace_loader,
+    ),
+)
