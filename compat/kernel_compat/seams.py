@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from .environment import Environment
 from .errors import SeamError
@@ -63,8 +64,12 @@ class Seam:
             raise SeamError(self.target, expected, found, version) from error
         *parents, name = self.attribute.split(".")
         for part in parents:
-            owner = getattr(owner, part, None)
-        if owner is None or name not in vars(owner):
+            try:
+                owner = getattr(owner, part, None)
+            except Exception as error:  # transformers imports its parts on first access
+                found = f"nothing of that name ({type(error).__name__}: {error})"
+                raise SeamError(self.target, expected, found, version) from error
+        if name not in getattr(owner, "__dict__", ()):
             raise SeamError(self.target, expected, "nothing of that name", version)
         original = vars(owner)[name]
         problem = _parameter_problem(getattr(owner, name), self.parameters)
@@ -124,7 +129,7 @@ def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[An
             setattr(owner, name, value)
             done.append((owner, name, before))
         for module in list(sys.modules.values()) if renamed else []:
-            if not isinstance(module, ModuleType):
+            if not issubclass(type(module), ModuleType):  # isinstance would ask the objects of strangers
                 continue
             for name, bound in list(vars(module).items()):
                 match = renamed.get(id(bound))
@@ -161,6 +166,9 @@ class Shim:
     seams: tuple[Seam, ...]
     replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     unneeded_because: Callable[[Environment], str | None] = lambda environment: None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distribution", canonicalize_name(self.distribution))
 
     def seams_for(self, version: str) -> tuple[Seam, ...]:
         return tuple(seam for seam in self.seams if seam.applies_to(version))
