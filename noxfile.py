@@ -1,0 +1,65 @@
+"""What there is to run: `nox -l` lists it, `nox -j 2` runs what CI runs."""
+
+from __future__ import annotations
+
+import nox
+
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.allow_parallel = True
+nox.options.error_on_missing_interpreters = True
+nox.options.tags = ["ci"]
+
+#: A release for each way transformers behaves. The next one is one more line.
+TRANSFORMERS = (
+    nox.param("4.54.1"),
+    nox.param("4.55.4"),
+    nox.param("4.56.2"),
+    nox.param("4.57.6", tags=["ci"]),
+    nox.param("5.0.0", tags=["ci"]),
+    nox.param("5.2.0"),
+    nox.param("5.3.0", tags=["ci"]),
+    nox.param("5.4.0", tags=["ci"]),
+    nox.param("5.9.0"),
+    nox.param("5.17.0"),
+    nox.param("5.19.0"),
+    nox.param("5.22.2"),
+    nox.param("5.23.0", tags=["ci"]),
+)
+
+#: One torch for all of them: uv links its files into each environment instead of copying them.
+TORCH = "2.11.0"
+
+#: The models are tiny, so that a second thread costs more than it brings; and no test may ask the hub for anything.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@nox.session(tags=["ci"])
+def lint(session: nox.Session) -> None:
+    """Formatting and lint rules."""
+    session.install("--group", "lint")
+    session.run("ruff", "format", "--check")
+    session.run("ruff", "check")
+
+
+@nox.session(tags=["ci"])
+def types(session: nox.Session) -> None:
+    """mypy --strict on everything that is installed; torch and transformers are not needed for it."""
+    session.install("--editable", ".", "--editable", "matrix", "--group", "types")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(tags=["ci"])
+def tests(session: nox.Session) -> None:
+    """Unit and integration tests on the newest transformers and torch. Arguments after -- go to pytest."""
+    session.install("--editable", ".[gpu,transformers5-exp]", "--group", "test")
+    session.run("pytest", "-n", "2", "tests/unit", "tests/integration", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+@nox.parametrize("transformers", TRANSFORMERS)
+def versions(session: nox.Session, transformers: str) -> None:
+    """Integration tests on one release of transformers. Arguments after -- go to pytest."""
+    session.install("--editable", ".", f"transformers=={transformers}", f"torch=={TORCH}", "--group", "test")
+    session.run("pytest", "tests/integration", *session.posargs, env=ENVIRONMENT)
