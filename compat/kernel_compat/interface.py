@@ -16,7 +16,7 @@ _entries: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
 
 def add(entry: AttentionName) -> str | None:
     """Enter a name in transformers' tables; answer why not where somebody else's entry is in the way."""
-    functions, masks = _tables()
+    functions, masks = tables()
     if entry.name in functions and not entry.override:
         theirs = functions[entry.name]
         return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
@@ -34,14 +34,17 @@ def add(entry: AttentionName) -> str | None:
 
 def remove(entry: AttentionName) -> bool:
     """Put back what was there before `add`; False where somebody has replaced our entry since."""
-    functions, masks = _tables()
-    tables = [table for table in (functions, masks) if table is not None]
-    return all(
-        [_unset(table, key) for table in tables for key in (entry.name, f"paged|{entry.name}")]  # all of them
-    )
+    functions, masks = tables()
+    ours = [
+        _unset(table, key)
+        for table in (functions, masks)
+        if table is not None
+        for key in (entry.name, f"paged|{entry.name}")
+    ]
+    return all(ours)
 
 
-def _tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
+def tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
     """``ALL_ATTENTION_FUNCTIONS`` (since 4.48) and ``ALL_MASK_ATTENTION_FUNCTIONS`` (since 4.53).
 
     Both are views of a dict of their class: models that make an instance of their own share it.
@@ -56,7 +59,7 @@ def _tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 def _paged_forward() -> Callable[..., Any] | None:
     """Upstream's forward for ``paged|NAME``: there from 5.0 until 5.19 did away with the prefix."""
-    functions, _ = _tables()
+    functions, _ = tables()
     forward: Callable[..., Any] | None = functions.get("paged|flash_attention_2")
     return forward
 

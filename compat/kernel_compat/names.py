@@ -55,6 +55,7 @@ _lock = threading.RLock()
 _registered: dict[str, AttentionName] = {}
 _published: dict[str, AttentionName] = {}
 _refused: dict[str, str] = {}
+_unreachable: list[str] = []
 
 
 def register_attention(
@@ -143,12 +144,21 @@ def resolve(name: object) -> AttentionName | None:
 
 
 def publish() -> None:
-    """Tell transformers every registered name it doesn't know from us yet. Imports transformers."""
+    """Tell transformers every registered name it doesn't know from us yet. Imports transformers.
+
+    Where that fails the names stay unpublished, and `states()` says why.
+    """
     with _lock:
         _register_builtins()
-        from . import interface
-
         _refused.clear()
+        _unreachable.clear()
+        try:
+            from . import interface
+
+            interface.tables()
+        except Exception as error:  # a broken install fails in any way it likes
+            _unreachable.append(f"transformers does not import ({type(error).__name__}: {error})")
+            return
         for name, entry in _registered.items():
             if name in _published:
                 continue
@@ -172,10 +182,8 @@ def withdraw() -> list[str]:
 def states(installed: bool) -> dict[str, str]:
     """By registered name: available, pending, or why transformers doesn't know it."""
     with _lock:
-        waiting = "pending" if not installed else "transformers is not installed"
-        return {
-            name: "available" if name in _published else _refused.get(name, waiting) for name in _registered
-        }
+        waiting = "pending" if not installed else (*_unreachable, "transformers is not installed")[0]
+        return {name: "available" if name in _published else _refused.get(name, waiting) for name in _registered}
 
 
 def _check_name(name: object) -> None:
