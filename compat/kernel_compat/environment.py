@@ -137,15 +137,12 @@ def _metadata_version(dist: importlib.metadata.Distribution) -> str | None:
     return version
 
 
-def _imports(
-    found: Mapping[str, importlib.metadata.Distribution], problems: list[str]
-) -> dict[str, tuple[str, ...]]:
+def _imports(found: Mapping[str, importlib.metadata.Distribution], problems: list[str]) -> dict[str, tuple[str, ...]]:
     imports: dict[str, tuple[str, ...]] = {}
     for name, candidates in _IMPORTS.items():
         if not _importable(name):
-            for candidate in candidates:
-                if candidate in found and not name.endswith(".cute"):
-                    problems.append(f"{candidate} is installed but {name} can't be found: reinstall it.")
+            absent = [c for c in candidates if c in found and not name.endswith(".cute")]
+            problems += [f"{candidate} is installed but {name} can't be found: reinstall it." for candidate in absent]
             continue
         records = {c: _record(found[c], name) for c in candidates if c in found}
         owners = [c for c, record in records.items() if _ships(c, record, name)]

@@ -95,6 +95,11 @@ class _State:
         self.skip: frozenset[str] = frozenset()
         self.applied: dict[str, _Applied] = {}
         self.failed: dict[str, str] = {}
+        # Seams we left to somebody's patch, by shim: ours again as soon as they take it back.
+        self.left: list[tuple[str, Located]] = []
+        # `installed()` blocks that are open, and whether the first found nothing installed.
+        self.blocks = 0
+        self.blocks_own = False
 
 
 _state = _State()
@@ -119,21 +124,23 @@ def install(*, skip: Collection[str] = ()) -> Report:
     """
     if isinstance(skip, str):
         raise TypeError(f"skip takes a list of shim names, not the string {skip!r}")
+    skip = frozenset(skip)
     shims, broken = _discover()
-    unknown = sorted(set(skip) - {shim.name for shim in shims} - set(broken))
+    unknown = sorted(map(repr, skip - {shim.name for shim in shims} - set(broken)))
     if unknown:
         known = ", ".join(shim.name for shim in shims)
-        raise ValueError(f"skip names unknown shims {unknown}; there are: {known}")
-    environment = Environment.detect()
+        raise ValueError(f"skip names unknown shims: {', '.join(unknown)}; there are: {known or 'none'}")
+    environment = _environment(shims)
     _warn_untested(environment)
-    needed = [shim for shim in shims if shim.name not in skip and shim.not_needed(environment) is None]
+    needed = [shim for shim in shims if shim.name not in skip and _unapplied(shim, environment).state == "pending"]
     # Imports the modules before the lock is taken: an import waits for other threads' imports, and one of those may
     # wait for the lock. What is located counts only once it is located again under the lock.
     for shim in needed:
         _locate(shim, environment)
     with _state.lock:
         _undo([name for name in _state.applied if name in skip])
-        _state.skip = frozenset(skip)
+        _reclaim()
+        _state.skip = skip
         _state.failed = {}
         for shim in needed:
             if shim.name in _state.applied:
@@ -160,29 +167,39 @@ def uninstall() -> Report:
     shims, broken = _discover()
     with _state.lock:
         _state.installed = False  # first: a name registered from now on isn't published any more
-        left = names.withdraw() + _undo(list(_state.applied))
+        left = names.withdraw()
+        _undo(list(_state.applied))
+        _reclaim()
+        left += dict.fromkeys(f"{seam.seam.target} (shim {name})" for name, seam in _state.left)
         _state.skip = frozenset()
         _state.failed = {}
-        return replace(_report(Environment.detect(), shims, broken), left_alone=tuple(left))
+        return replace(_report(_environment(shims), shims, broken), left_alone=tuple(left))
 
 
 def status() -> Report:
     """The report of `install()` as things stand now; changes nothing and imports no framework."""
     shims, broken = _discover()
     with _state.lock:
-        return _report(Environment.detect(), shims, broken)
+        return _report(_environment(shims), shims, broken)
 
 
 @contextmanager
 def installed(*, skip: Collection[str] = ()) -> Iterator[Report]:
-    """`install()` for the length of a ``with`` block. Inside another installation it changes nothing on leaving."""
-    outermost = not _state.installed
-    report = install(skip=skip)
+    """`install()` for the length of a ``with`` block; of several that overlap, in one thread or many, the last uninstalls.
+
+    Inside another installation it changes nothing on leaving.
+    """
+    with _state.lock:
+        if not _state.blocks:
+            _state.blocks_own = not _state.installed
+        _state.blocks += 1
     try:
-        yield report
+        yield install(skip=skip)
     finally:
-        if outermost:
-            uninstall()
+        with _state.lock:
+            _state.blocks -= 1
+            if not _state.blocks and _state.blocks_own:
+                uninstall()
 
 
 def _discover() -> tuple[list[Shim], dict[str, str]]:
@@ -200,6 +217,10 @@ def _discover() -> tuple[list[Shim], dict[str, str]]:
         except Exception as error:  # somebody else's package; ours must go on
             broken[point.name] = f"{type(error).__name__}: {error}"
     return list(shims.values()), broken
+
+
+def _environment(shims: list[Shim]) -> Environment:
+    return Environment.detect(shim.distribution for shim in shims)
 
 
 def _warn_untested(environment: Environment) -> None:
@@ -232,10 +253,18 @@ def _locate(shim: Shim, environment: Environment) -> list[Located] | KernelCompa
 def _apply(shim: Shim, located: list[Located]) -> None:
     for seam in located:
         for other in _state.applied.values():
-            if any(seam.owner is theirs.owner and seam.name == theirs.name for theirs in other.seams):
+            # Under another name too: undoing one of the two would leave its replacement inside the other's.
+            if any(
+                seam.original is theirs.replacement or (seam.owner is theirs.owner and seam.name == theirs.name)
+                for theirs in other.seams
+            ):
                 raise KernelCompatError(f"{seam.seam.target} is replaced by the shim {other.shim.name} already")
-    replacements = shim.replace({seam.seam.name: seam.original for seam in located})
     expected = {seam.seam.name for seam in located}
+    if len(expected) < len(located):
+        raise KernelCompatError(
+            f"shim {shim.name} has several seams of one name: {sorted(s.seam.name for s in located)}"
+        )
+    replacements = shim.replace({seam.seam.name: seam.original for seam in located})
     if set(replacements) != expected:
         raise KernelCompatError(
             f"shim {shim.name} replaces {sorted(replacements)} where its seams are {sorted(expected)}"
@@ -249,19 +278,40 @@ def _apply(shim: Shim, located: list[Located]) -> None:
     _state.applied[shim.name] = _Applied(shim, located)
 
 
-def _undo(shims: list[str]) -> list[str]:
-    """Restore the seams of these shims, last applied first; return the seams that are no longer ours."""
-    left = []
+def _undo(shims: list[str]) -> None:
+    """Restore the seams of these shims that are still ours, last applied first; note the others as left."""
     for name in [applied for applied in reversed(list(_state.applied)) if applied in shims]:
         applied = _state.applied[name]
         ours = [seam for seam in applied.seams if seam.in_place]
-        left += [f"{seam.seam.target} (shim {name})" for seam in applied.seams if not seam.in_place]
+        theirs = [(name, seam) for seam in applied.seams if not seam.in_place]
         swap(
             [(seam.owner, seam.name, seam.original) for seam in ours],
             [(seam.replacement, seam.original) for seam in applied.seams if isinstance(seam.owner, ModuleType)],
         )
         del _state.applied[name]
-    return left
+        _state.left += theirs
+
+
+def _reclaim() -> None:
+    """Restore the seams that were left to somebody's patch, and that they have put back to our replacement since."""
+    while ours := next((entry for entry in _state.left if entry[1].in_place), None):
+        seam = ours[1]
+        aliases = [(seam.replacement, seam.original)] if isinstance(seam.owner, ModuleType) else []
+        swap([(seam.owner, seam.name, seam.original)], aliases)
+        _state.left = [entry for entry in _state.left if entry is not ours]
+    _state.left = [entry for entry in _state.left if entry[1].current is not entry[1].original]
+
+
+def _unapplied(shim: Shim, environment: Environment) -> ShimReport:
+    """What a shim that isn't in place is here: not needed, pending, or failed by its own fault."""
+    try:
+        reason = shim.not_needed(environment)
+        if reason is not None:
+            return ShimReport(shim.name, "not needed", reason)
+        targets = tuple(seam.target for seam in shim.seams_for(environment.packages[shim.distribution]))
+        return ShimReport(shim.name, "pending", shim.reason, targets)
+    except Exception as error:  # a specifier that is none, a check of its own that fails
+        return ShimReport(shim.name, "failed", f"{type(error).__name__}: {error}")
 
 
 def _report(environment: Environment, shims: list[Shim], broken: dict[str, str]) -> Report:
@@ -281,10 +331,6 @@ def _report(environment: Environment, shims: list[Shim], broken: dict[str, str])
             entries.append(entry("skipped", "asked for by install(skip=...)"))
         elif shim.name in _state.failed:
             entries.append(entry("failed", _state.failed[shim.name]))
-        elif reason := shim.not_needed(environment):
-            entries.append(entry("not needed", reason))
         else:
-            version = environment.packages[shim.distribution]
-            targets = tuple(seam.target for seam in shim.seams_for(version))
-            entries.append(entry("pending", shim.reason, targets))
+            entries.append(_unapplied(shim, environment))
     return Report(environment, _state.installed, tuple(entries), names.states(_state.installed))

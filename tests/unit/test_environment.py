@@ -165,7 +165,9 @@ def test_importable_without_metadata(site: Any) -> None:
 
 def test_metadata_without_an_import(site: Any) -> None:
     site.install("transformers", "5.23.0")
-    assert Environment.detect().problems == ("transformers is installed but transformers can't be found: reinstall it.",)
+    assert Environment.detect().problems == (
+        "transformers is installed but transformers can't be found: reinstall it.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,9 +281,7 @@ def test_no_driver_is_no_device(site: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert Environment.detect().devices == ()
 
 
-def test_a_broken_torch_in_the_process_does_not_break_the_diagnosis(
-    site: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_torch_in_the_process_does_not_break_the_diagnosis(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__spec__=None))  # type: ignore[arg-type]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert Environment.detect().devices == ()
@@ -311,7 +311,9 @@ def test_detection_imports_no_framework() -> None:
         "heavy = [m for m in sys.modules if m.partition('.')[0] in ('torch', 'transformers', 'numpy', 'flash_attn')]\n"
         "print(json.dumps([dict(found.packages), list(found.imports), heavy]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     packages, imports, heavy = json.loads(done.stdout)
     assert heavy == []
     assert {"torch", "transformers", "kernel-compat"} <= set(packages)

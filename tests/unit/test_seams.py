@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from kernel_compat.seams import swap
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = ModuleType("upstream_of_seams")
     exec(
         "def f(a, b, *, c=1): ...\n"
@@ -34,7 +34,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         vars(made),
     )
     monkeypatch.setitem(sys.modules, made.__name__, made)
-    yield made
+    return made
 
 
 def seam(attribute: str, *parameters: str, versions: str = "") -> Seam:
@@ -102,7 +102,8 @@ def test_what_does_not_fit(module: Any, attribute: str, parameters: tuple[str, .
     assert isinstance(error, KernelCompatError)
     assert error.seam == f"upstream_of_seams:{attribute}"
     assert error.version == "7.8.9"
-    assert "7.8.9" in str(error) and attribute in str(error)
+    assert "7.8.9" in str(error)
+    assert attribute in str(error)
     for parameter in parameters:
         assert parameter in error.expected
 

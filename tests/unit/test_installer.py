@@ -1,0 +1,720 @@
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import kernel_compat
+from kernel_compat import Environment, Report, Seam, Shim, installer
+
+
+class World:
+    """An upstream project with its users, the shims for it, and what is installed: all made for one test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.packages = {"upstream": "1.5"}
+        self.points: dict[str, Any] = {}
+        self.upstream = self.module(
+            "kc_upstream",
+            "def f(x, y=0): return ('f', x, y)\n"
+            "def g(x): return ('g', x)\n"
+            "class Model:\n"
+            "    def method(self, x): return ('method', x)\n"
+            "    @classmethod\n"
+            "    def of(cls, x): return (cls, x)\n",
+        )
+        self.user = self.module("kc_user", "from kc_upstream import f, g as renamed\n")
+        self.originals = {
+            "f": self.upstream.f,
+            "g": self.upstream.g,
+            "method": vars(self.upstream.Model)["method"],
+            "of": vars(self.upstream.Model)["of"],
+        }
+        monkeypatch.setattr(installer, "entry_points", self.entry_points)
+        world = self
+
+        class Detected(Environment):
+            @classmethod
+            def detect(cls, distributions: Any = ()) -> Environment:
+                return Environment(packages=world.packages)
+
+        monkeypatch.setattr(installer, "Environment", Detected)
+
+    def module(self, name: str, source: str) -> Any:
+        made = ModuleType(name)
+        exec(source, vars(made))
+        self.monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    def entry_points(self, *, group: str) -> Any:
+        assert group == "kernel_compat.shims"
+        points = []
+        for name, value in self.points.items():
+            home = f"kc_shims_{name}"
+            holder = self.module(home, "")
+            holder.SHIM = value
+            target = value if isinstance(value, str) else f"{home}:SHIM"
+            points.append(importlib.metadata.EntryPoint(name, target, group))
+        return importlib.metadata.EntryPoints(points)
+
+    def originals_in_place(self) -> bool:
+        model = vars(self.upstream.Model)
+        return (
+            self.upstream.f is self.user.f is self.originals["f"]
+            and self.upstream.g is self.user.renamed is self.originals["g"]
+            and model["method"] is self.originals["method"]
+            and model["of"] is self.originals["of"]
+        )
+
+
+def ours(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    def wrap(original: Any) -> Any:
+        if isinstance(original, classmethod):
+            return classmethod(wrap(original.__func__))
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return ("ours", original(*args, **kwargs))
+
+        return replacement
+
+    return {name: wrap(original) for name, original in originals.items()}
+
+
+F = Seam("kc_upstream:f", ("x",))
+G = Seam("kc_upstream:g", ("x",))
+METHOD = Seam("kc_upstream:Model.method", ("self", "x"))
+OF = Seam("kc_upstream:Model.of", ("x",))
+
+
+def shim(name: str = "one", *seams: Seam, **changes: Any) -> Shim:
+    fields: dict[str, Any] = {
+        "name": name,
+        "distribution": "upstream",
+        "versions": ">=1,<2",
+        "reason": f"upstream is wrong about {name}",
+        "seams": seams or (F, G),
+        "replace": ours,
+    }
+    return Shim(**{**fields, **changes})
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(monkeypatch)
+    yield made
+    kernel_compat.uninstall()
+    installer._state.left = []  # a test that leaves an attribute patched leaves it for good
+
+
+def states(report: Report) -> dict[str, str]:
+    return {entry.name: entry.state for entry in report.shims}
+
+
+def test_install_and_uninstall(world: World) -> None:
+    world.points = {"a": shim("one"), "b": (shim("two", METHOD, OF), shim("three", F, versions=">=2"))}
+    before = kernel_compat.status()
+    assert not before.installed
+    assert states(before) == {"one": "pending", "two": "pending", "three": "not needed"}
+    assert before["one"].seams == ("kc_upstream:f", "kc_upstream:g")
+    assert world.originals_in_place()
+
+    report = kernel_compat.install()
+    assert report.installed
+    assert report.ok
+    assert states(report) == {"one": "applied", "two": "applied", "three": "not needed"}
+    assert report["one"].reason == "upstream is wrong about one"
+    assert report["one"].seams == ("kc_upstream:f", "kc_upstream:g")
+    assert report["one"].foreign == ()
+    assert report["three"].reason == "upstream 1.5 is not in >=2"
+    assert report["three"].seams == ()
+    assert report.left_alone == ()
+    assert world.upstream.f(1, y=2) == ("ours", ("f", 1, 2))
+    assert world.upstream.Model().method(3) == ("ours", ("method", 3))
+    assert world.upstream.Model.of(4) == ("ours", (world.upstream.Model, 4))
+    assert kernel_compat.status() == report
+    with pytest.raises(KeyError):
+        report["four"]
+
+    after = kernel_compat.uninstall()
+    assert not after.installed
+    assert after.left_alone == ()
+    assert states(after) == states(before)
+    assert world.originals_in_place()
+
+
+def test_names_imported_elsewhere_are_replaced_and_restored(world: World) -> None:
+    world.points = {"a": shim()}
+    kernel_compat.install()
+    assert world.user.f is world.upstream.f is not world.originals["f"]
+    assert world.user.renamed is world.upstream.g is not world.originals["g"]
+    # Somebody who comes later has our replacement, and gets the original back as well.
+    late = world.module("kc_late", "from kc_upstream import f as late\n")
+    kernel_compat.uninstall()
+    assert late.late is world.originals["f"]
+    assert world.originals_in_place()
+
+
+def test_it_imports_the_upstream_module(world: World, tmp_path: Path) -> None:
+    (tmp_path / "kc_not_imported_yet.py").write_text("def f(x): return x\n")
+    world.monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    world.monkeypatch.delitem(sys.modules, "kc_not_imported_yet", raising=False)
+    world.points = {"a": shim("one", Seam("kc_not_imported_yet:f", ("x",)))}
+    kernel_compat.status()
+    assert "kc_not_imported_yet" not in sys.modules
+    kernel_compat.install()
+    assert sys.modules["kc_not_imported_yet"].f(1) == ("ours", 1)
+    kernel_compat.uninstall()
+    assert sys.modules["kc_not_imported_yet"].f(1) == 1
+    del sys.modules["kc_not_imported_yet"]
+
+
+def test_installing_again_changes_nothing(world: World) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD)}
+    first = kernel_compat.install()
+    replacement = world.upstream.f
+    assert kernel_compat.install() == first
+    assert world.upstream.f is replacement
+    kernel_compat.uninstall()
+    assert world.originals_in_place()
+    assert kernel_compat.uninstall().left_alone == ()
+    assert world.originals_in_place()
+
+
+def test_installing_again_applies_what_has_become_possible(world: World) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD)}
+    del world.upstream.Model.method
+    assert states(kernel_compat.install()) == {"one": "applied", "two": "failed"}
+    replacement = world.upstream.f
+    world.upstream.Model.method = world.originals["method"]
+    assert states(kernel_compat.install()) == {"one": "applied", "two": "applied"}
+    assert world.upstream.f is replacement
+
+
+def _removed(world: World) -> None:
+    del world.upstream.g
+
+
+def _renamed_parameter(world: World) -> None:
+    world.upstream.g = world.originals["g"] = world.user.renamed = lambda value: value
+
+
+def _new_required_parameter(world: World) -> None:
+    world.upstream.g = world.originals["g"] = world.user.renamed = lambda x, extra: x
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (_removed, "nothing of that name"),
+        (_renamed_parameter, "found parameters (value)"),
+        (_new_required_parameter, "extra is new and required"),
+    ],
+)
+def test_all_or_nothing(world: World, change: Callable[[World], None], found: str) -> None:
+    """The second seam of the first shim doesn't fit: its first seam is left alone, and the other shim applies."""
+    world.points = {"a": shim("one", F, G), "b": shim("two", METHOD)}
+    change(world)
+    report = kernel_compat.install()
+    assert states(report) == {"one": "failed", "two": "applied"}
+    assert not report.ok
+    assert "kc_upstream:g" in report["one"].reason
+    assert "1.5" in report["one"].reason
+    assert found in report["one"].reason
+    assert world.upstream.f is world.user.f is world.originals["f"]
+    assert world.upstream.Model().method(1) == ("ours", ("method", 1))
+    assert kernel_compat.status() == report
+    kernel_compat.uninstall()
+    assert vars(world.upstream.Model)["method"] is world.originals["method"]
+
+
+def test_a_new_option_is_no_reason_to_fail(world: World) -> None:
+    world.upstream.g = lambda x, *, added=1: ("g", x, added)
+    world.points = {"a": shim()}
+    assert kernel_compat.install().ok
+    assert world.upstream.g(1, added=5) == ("ours", ("g", 1, 5))
+
+
+def test_only_the_seams_of_this_version(world: World) -> None:
+    later = Seam("kc_upstream:not_there_yet", (), versions=">=1.6")
+    world.points = {"a": shim("one", F, later)}
+    report = kernel_compat.install()
+    assert report["one"].state == "applied"
+    assert report["one"].seams == ("kc_upstream:f",)
+
+
+def _raises(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    raise RuntimeError("no idea")
+
+
+@pytest.mark.parametrize(
+    ("replace", "reason"),
+    [
+        (_raises, "RuntimeError: no idea"),
+        (lambda originals: {}, "replaces []"),
+        (lambda originals: {**originals, "h": print}, "'h'"),
+        (lambda originals: {"f": print}, "where its seams are ['f', 'g']"),
+        (lambda originals: None, "TypeError"),
+    ],
+)
+def test_a_replace_that_fails(world: World, replace: Any, reason: str) -> None:
+    world.points = {"a": shim("one", replace=replace), "b": shim("two", METHOD)}
+    report = kernel_compat.install()
+    assert states(report) == {"one": "failed", "two": "applied"}
+    assert reason in report["one"].reason
+    assert world.upstream.f is world.originals["f"]
+    assert world.upstream.g is world.originals["g"]
+
+
+def _unneeded_raises(environment: Environment) -> str | None:
+    raise RuntimeError("can't tell")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"versions": "five or so"}, "InvalidSpecifier"),
+        ({"seams": (Seam("kc_upstream:f", ("x",), versions="new"),)}, "InvalidSpecifier"),
+        ({"unneeded_because": _unneeded_raises}, "RuntimeError: can't tell"),
+    ],
+)
+def test_a_shim_that_is_wrong_in_itself(world: World, changes: dict[str, Any], reason: str) -> None:
+    """Somebody else's mistake: reported, and the others still apply."""
+    world.points = {"a": shim("one", **changes), "b": shim("two", METHOD)}
+    assert states(kernel_compat.status()) == {"one": "failed", "two": "pending"}
+    report = kernel_compat.install()
+    assert states(report) == {"one": "failed", "two": "applied"}
+    assert reason in report["one"].reason
+    kernel_compat.uninstall()
+    assert world.originals_in_place()
+
+
+def test_two_seams_of_one_name_in_a_shim(world: World) -> None:
+    """`replace` is given the originals by name: one of the two would take the other's place."""
+    other = world.module("kc_upstream_2", "def f(x): return ('other', x)\n")
+    world.points = {"a": shim("one", F, Seam("kc_upstream_2:f", ("x",)))}
+    report = kernel_compat.install()
+    assert report["one"].state == "failed"
+    assert "several seams of one name" in report["one"].reason
+    assert other.f(1) == ("other", 1)
+    assert world.originals_in_place()
+
+
+def test_a_read_only_owner(world: World) -> None:
+    class ReadOnly(ModuleType):
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise TypeError("read only")
+
+    locked = ReadOnly("kc_locked")
+    vars(locked)["h"] = lambda x: x
+    world.monkeypatch.setitem(sys.modules, "kc_locked", locked)
+    world.points = {"a": shim("one", F, Seam("kc_locked:h", ("x",)))}
+    report = kernel_compat.install()
+    assert report["one"].state == "failed"
+    assert "read only" in report["one"].reason
+    assert world.originals_in_place()
+
+
+# two shims on one seam
+
+
+def test_two_shims_on_one_seam(world: World) -> None:
+    world.points = {"a": shim("one", F), "b": shim("two", G, F)}
+    report = kernel_compat.install()
+    assert states(report) == {"one": "applied", "two": "failed"}
+    assert "kc_upstream:f is replaced by the shim one already" in report["two"].reason
+    assert world.upstream.g is world.originals["g"]
+    report = kernel_compat.install(skip=["one"])
+    assert states(report) == {"one": "skipped", "two": "applied"}
+    kernel_compat.uninstall()
+    assert world.originals_in_place()
+
+
+def test_two_shims_on_one_function_under_two_names(world: World) -> None:
+    """Upstream re-exports: undoing the first alone would leave its replacement inside the second's."""
+    world.points = {"a": shim("one", F), "b": shim("two", Seam("kc_user:f", ("x",)))}
+    assert states(kernel_compat.install()) == {"one": "applied", "two": "failed"}
+    assert states(kernel_compat.install(skip=["one"])) == {"one": "skipped", "two": "applied"}
+    assert world.upstream.f is world.user.f is not world.originals["f"]
+    kernel_compat.uninstall()
+    assert world.originals_in_place()
+
+
+# skip
+
+
+def test_skip(world: World) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD)}
+    report = kernel_compat.install(skip=["one"])
+    assert states(report) == {"one": "skipped", "two": "applied"}
+    assert report.ok
+    assert world.upstream.f is world.originals["f"]
+    assert states(kernel_compat.status()) == states(report)
+    assert states(kernel_compat.install()) == {"one": "applied", "two": "applied"}
+
+
+def test_a_later_skip_undoes(world: World) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD)}
+    kernel_compat.install()
+    method = world.upstream.Model.method
+    report = kernel_compat.install(skip=["one"])
+    assert states(report) == {"one": "skipped", "two": "applied"}
+    assert world.upstream.f is world.user.f is world.originals["f"]
+    assert world.upstream.Model.method is method
+    assert states(kernel_compat.uninstall()) == {"one": "pending", "two": "pending"}
+
+
+@pytest.mark.parametrize("skip", [("one",), {"one"}, frozenset({"one"}), {"one": 1}, iter(["one"])])
+def test_skip_takes_any_collection(world: World, skip: Any) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD)}
+    assert states(kernel_compat.install(skip=skip)) == {"one": "skipped", "two": "applied"}
+
+
+@pytest.mark.parametrize(
+    ("skip", "error", "says"),
+    [
+        (["tree"], ValueError, "unknown shims: 'tree'; there are: one, two"),
+        (["one", "tree", 3], ValueError, "'tree'"),
+        ("one", TypeError, "not the string 'one'"),
+        (None, TypeError, "NoneType"),
+        (5, TypeError, "int"),
+        ([["one"]], TypeError, "unhashable"),
+    ],
+)
+def test_a_bad_skip_changes_nothing(world: World, skip: Any, error: type[Exception], says: str) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD)}
+    with pytest.raises(error, match=says):
+        kernel_compat.install(skip=skip)
+    assert not kernel_compat.status().installed
+    assert world.originals_in_place()
+    report = kernel_compat.install()
+    with pytest.raises(error, match=says):
+        kernel_compat.install(skip=skip)
+    assert kernel_compat.status() == report
+
+
+# what others have patched
+
+
+def test_a_foreign_patch_is_left_and_named(world: World) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD, OF)}
+    kernel_compat.install()
+    replaced = world.upstream.f
+
+    def theirs(x: Any, y: Any = 0) -> Any:
+        return ("theirs", replaced(x, y))
+
+    def their_method(self: Any, x: Any) -> Any:
+        return "theirs"
+
+    world.upstream.f = theirs
+    world.upstream.Model.method = their_method
+    report = kernel_compat.status()
+    assert report["one"].foreign == ("kc_upstream:f",)
+    assert report["two"].foreign == ("kc_upstream:Model.method",)
+    assert report["one"].state == "applied"
+
+    left = kernel_compat.uninstall().left_alone
+    assert sorted(left) == ["kc_upstream:Model.method (shim two)", "kc_upstream:f (shim one)"]
+    assert world.upstream.f is theirs
+    assert world.upstream.Model.method is their_method
+    assert world.user.f is world.originals["f"]  # they patched one name alone
+    assert world.upstream.g is world.originals["g"]
+    assert vars(world.upstream.Model)["of"] is world.originals["of"]
+
+
+def test_a_foreign_patch_that_is_taken_back_while_we_are_installed(world: World) -> None:
+    world.points = {"a": shim("one")}
+    kernel_compat.install()
+    with pytest.MonkeyPatch.context() as theirs:
+        theirs.setattr(world.upstream, "f", lambda x: x)
+        assert kernel_compat.status()["one"].foreign == ("kc_upstream:f",)
+    assert kernel_compat.status()["one"].foreign == ()
+    assert kernel_compat.uninstall().left_alone == ()
+    assert world.originals_in_place()
+
+
+def test_a_foreign_patch_that_is_taken_back_after_we_have_left(world: World) -> None:
+    """It puts our replacement back: the next call of ours finds it there and restores the original."""
+    world.points = {"a": shim("one")}
+    kernel_compat.install()
+    with pytest.MonkeyPatch.context() as theirs:
+        theirs.setattr(world.upstream, "f", lambda x: x)
+        assert kernel_compat.uninstall().left_alone == ("kc_upstream:f (shim one)",)
+    assert world.upstream.f is not world.originals["f"]
+    assert kernel_compat.uninstall().left_alone == ()
+    assert world.originals_in_place()
+
+
+def test_the_same_before_the_next_install(world: World) -> None:
+    world.points = {"a": shim("one")}
+    kernel_compat.install()
+    with pytest.MonkeyPatch.context() as theirs:
+        theirs.setattr(world.upstream, "f", lambda x: x)
+        kernel_compat.uninstall()
+    kernel_compat.install()
+    assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # once, not twice
+    kernel_compat.uninstall()
+    assert world.originals_in_place()
+
+
+def test_a_foreign_patch_that_was_there_before_us(world: World) -> None:
+    world.points = {"a": shim("one")}
+
+    def theirs(x: Any, y: Any = 0) -> Any:
+        return ("theirs", x)
+
+    world.upstream.f = theirs
+    kernel_compat.install()
+    assert world.upstream.f(1) == ("ours", ("theirs", 1))
+    kernel_compat.uninstall()
+    assert world.upstream.f is theirs
+
+
+def test_an_attribute_that_is_gone_is_left_alone(world: World) -> None:
+    world.points = {"a": shim("one")}
+    kernel_compat.install()
+    del world.upstream.f
+    assert kernel_compat.status()["one"].foreign == ("kc_upstream:f",)
+    assert kernel_compat.uninstall().left_alone == ("kc_upstream:f (shim one)",)
+    assert not hasattr(world.upstream, "f")
+    assert world.upstream.g is world.originals["g"]
+
+
+# entry points
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("kc_module_that_is_not_there:SHIM", "ModuleNotFoundError"),
+        ("kc_upstream:NOT_THERE", "AttributeError"),
+        (5, "TypeError"),
+        ((1, 2), "is not a Shim"),
+        ("kc_upstream", "TypeError"),
+    ],
+)
+def test_a_broken_entry_point(world: World, broken: Any, reason: str) -> None:
+    world.points = {"a_broken_one": broken, "b": shim("two", METHOD)}
+    report = kernel_compat.install()
+    assert states(report) == {"a_broken_one": "failed", "two": "applied"}
+    assert "its entry point could not be loaded" in report["a_broken_one"].reason
+    assert reason in report["a_broken_one"].reason
+    assert not report.ok
+    assert kernel_compat.install(skip=["a_broken_one"])["two"].state == "applied"
+
+
+def test_a_second_shim_of_the_same_name(world: World) -> None:
+    world.points = {"a": shim("one", F), "b": shim("one", METHOD)}
+    report = kernel_compat.install()
+    assert [(entry.name, entry.state) for entry in report.shims] == [("b", "failed"), ("one", "applied")]
+    assert "second shim named 'one'" in report["b"].reason
+    assert vars(world.upstream.Model)["method"] is world.originals["method"]
+
+
+def test_the_order_is_that_of_the_names(world: World) -> None:
+    world.points = {"z": shim("one", F), "a": shim("two", METHOD)}
+    assert [entry.name for entry in kernel_compat.status().shims] == ["two", "one"]
+
+
+def test_shims_of_another_project(bare: Callable[..., Any], site: Any) -> None:
+    """Found by its entry point, for a distribution that this library has never heard of."""
+    site.install("their-upstream", "3.1", {"their_upstream.py": "def f(x): return x\n"})
+    source = (
+        "from kernel_compat import Seam, Shim\n"
+        "SHIM = Shim('theirs', 'Their_Upstream', '>=3', 'why not', (Seam('their_upstream:f', ('x',)),),\n"
+        "            lambda originals: {'f': lambda x: -x})\n"
+    )
+    site.install("their-shims", "1.0", {"their_shims.py": source}, entry_points={"theirs": "their_shims:SHIM"})
+    code = (
+        "import json, kernel_compat as k\n"
+        "before = k.status()['theirs'].state\n"
+        "report = k.install()\n"
+        "import their_upstream\n"
+        "during = their_upstream.f(1)\n"
+        "k.uninstall()\n"
+        "print(json.dumps([before, report['theirs'].state, report.ok, during, their_upstream.f(1)]))"
+    )
+    assert bare(code, site.path) == ["pending", "applied", True, -1, 1]
+
+
+def test_a_transformers_that_does_not_import(bare: Callable[..., Any], site: Any) -> None:
+    """torch is missing, say: every name says so, and nothing raises."""
+    site.install("transformers", "5.23.0", {"transformers/__init__.py": "raise OSError('libtorch.so')\n"})
+    code = (
+        "import json, kernel_compat as k\n"
+        "k.register_attention('x_flash', 'flash_attention_2')\n"
+        "report = k.install()\n"
+        "k.register_attention('y_flash', 'flash_attention_2')\n"
+        "k.install()\n"
+        "status = k.status()\n"
+        "k.uninstall()\n"
+        "print(json.dumps([report.ok, report.attention['x_flash'], status.attention['y_flash'],"
+        " k.status().attention['x_flash']]))"
+    )
+    ok, during, later, after = bare(code, site.path)
+    assert not ok
+    # torch comes first: the library's own attention function needs it.
+    assert during == later
+    assert during.startswith("transformers does not import (")
+    assert after == "pending"
+
+
+# installed()
+
+
+def test_a_with_block(world: World) -> None:
+    world.points = {"a": shim("one")}
+    with kernel_compat.installed() as report:
+        assert report["one"].state == "applied"
+        assert world.upstream.f(1) == ("ours", ("f", 1, 0))
+        with kernel_compat.installed():
+            assert world.upstream.f(1) == ("ours", ("f", 1, 0))
+        assert kernel_compat.status().installed
+    assert world.originals_in_place()
+
+
+def test_a_with_block_that_raises(world: World) -> None:
+    world.points = {"a": shim("one")}
+    with pytest.raises(RuntimeError, match="inside"), kernel_compat.installed():
+        raise RuntimeError("inside")
+    assert world.originals_in_place()
+    assert not kernel_compat.status().installed
+
+
+def test_a_with_block_inside_an_installation(world: World) -> None:
+    world.points = {"a": shim("one")}
+    kernel_compat.install()
+    with kernel_compat.installed(skip=["one"]) as report:
+        assert report["one"].state == "skipped"
+    assert kernel_compat.status().installed
+
+
+def test_a_with_block_that_can_not_be_entered(world: World) -> None:
+    world.points = {"a": shim("one")}
+    with pytest.raises(ValueError, match="unknown shims"), kernel_compat.installed(skip=["two"]):
+        raise AssertionError("entered")
+    assert world.originals_in_place()
+    with kernel_compat.installed():
+        assert kernel_compat.status().installed
+    assert not kernel_compat.status().installed
+
+
+def test_the_last_of_overlapping_with_blocks_uninstalls(world: World) -> None:
+    """Of two threads the first to enter may be the first to leave: the other is still at work."""
+    world.points = {"a": shim("one")}
+    first, second = kernel_compat.installed(), kernel_compat.installed()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert world.upstream.f(1) == ("ours", ("f", 1, 0))
+    second.__exit__(None, None, None)
+    assert world.originals_in_place()
+
+
+# threads
+
+
+def run_in_threads(work: Callable[[int], None], count: int = 8) -> None:
+    barrier = threading.Barrier(count)
+    errors: list[BaseException] = []
+
+    def body(index: int) -> None:
+        barrier.wait()
+        try:
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not errors, errors
+
+
+def test_many_threads_install_one(world: World) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD, OF)}
+    reports: list[Report] = []
+    run_in_threads(lambda index: reports.append(kernel_compat.install()))
+    assert all(states(report) == {"one": "applied", "two": "applied"} for report in reports)
+    assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # once, not eight times
+    run_in_threads(lambda index: kernel_compat.uninstall() and None)
+    assert world.originals_in_place()
+
+
+def test_threads_that_install_and_uninstall(world: World) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD, OF)}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+
+        def work(index: int) -> None:
+            for turn in range(20):
+                if (index + turn) % 3 == 0:
+                    report = kernel_compat.uninstall()
+                    assert set(states(report).values()) == {"pending"}
+                    assert report.left_alone == ()
+                elif (index + turn) % 3 == 1:
+                    assert set(states(kernel_compat.install()).values()) == {"applied"}
+                else:
+                    assert states(kernel_compat.install(skip=["one"]))["one"] == "skipped"
+
+        run_in_threads(work)
+    finally:
+        sys.setswitchinterval(interval)
+    kernel_compat.install()
+    assert world.upstream.f(1) == ("ours", ("f", 1, 0))
+    kernel_compat.uninstall()
+    assert world.originals_in_place()
+
+
+def test_with_blocks_in_threads(world: World) -> None:
+    world.points = {"a": shim("one")}
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            with kernel_compat.installed() as report:
+                assert report["one"].state == "applied"
+                assert world.upstream.f(1) == ("ours", ("f", 1, 0))
+
+    run_in_threads(work)
+    assert world.originals_in_place()
+
+
+# transformers, by its version alone
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("4.53.0", "older than 4.54"),
+        ("4.54.0", None),
+        ("5.23.7", None),
+        ("5.24.0", "newer than 5.23"),
+        ("6.0.0.dev0", "newer than 5.23"),
+    ],
+)
+def test_an_untested_transformers_warns(
+    world: World, version: str, says: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    world.monkeypatch.setattr("kernel_compat.names.publish", lambda: None)
+    world.packages["transformers"] = version
+    kernel_compat.install()
+    kernel_compat.install()
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(messages) == (says is not None)  # once, although called twice
+    if says is not None:
+        assert says in messages[0]
+        assert version in messages[0]
+        assert recwarn[0].filename == __file__
