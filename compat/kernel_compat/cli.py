@@ -1,0 +1,430 @@
+"""The command line: ``kernel-compat check | status | explain NAME``.
+
+Exit codes: 0, everything usable is right; 1, a usable kernel is wrong, a shim failed, a name was refused, or torch or
+transformers is broken; 2, bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import check
+from .environment import DISTRIBUTIONS, Environment
+from .installer import Report, ShimReport, status
+
+if TYPE_CHECKING:  # rich takes a good part of `status`: it is imported where tables are printed, and never for JSON
+    from rich.console import Console
+
+__all__ = ["main"]
+
+#: Words carry the meaning; colour repeats it.
+_COLOURS = {
+    "right": "green",
+    "usable": "green",
+    "applied": "green",
+    "available": "green",
+    "WRONG": "bold red",
+    "failed": "bold red",
+    "not usable": "yellow",
+    "skipped": "dim",
+    "not needed": "dim",
+    "pending": "cyan",
+}
+
+
+class _Command(NamedTuple):
+    """A subcommand: what finds the answer, and what makes JSON or tables of it."""
+
+    find: Callable[[argparse.Namespace], Any]
+    as_json: Callable[[Any], dict[str, Any]]
+    show: Callable[[Console, Any], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, or raises `SystemExit` as argparse does for bad arguments."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    command: _Command = arguments.command
+    # Packages print on import; stdout is for the JSON alone.
+    with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
+        for module in arguments.imports:
+            _import(module, parser)
+        try:
+            found = command.find(arguments)
+        except check.UnknownNameError as error:
+            parser.error(str(error))
+    if arguments.json:
+        print(json.dumps(_plain(command.as_json(found)), indent=2, allow_nan=False))
+    else:
+        command.show(_console(), found)
+    return 0 if getattr(found, "ok", True) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON on stdout, nothing else")
+    common.add_argument(
+        "--import",
+        dest="imports",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="import this module first: one that registers attention names (repeatable)",
+    )
+    parser = argparse.ArgumentParser(
+        prog="kernel-compat",
+        description="Which attention implementations work in this environment, and why the others don't.",
+        epilog="Exit codes: 0 everything usable is right; 1 something is wrong or failed; 2 bad arguments.",
+    )
+    commands = parser.add_subparsers(metavar="check | status | explain", required=True)
+    one = commands.add_parser(
+        "check", parents=[common], help="run every attention name on tiny problems and compare with a reference"
+    )
+    one.add_argument("names", nargs="*", metavar="NAME", help="only these attention names")
+    one.set_defaults(command=_Command(_find_check, _check_as_json, _show_check))
+    one = commands.add_parser(
+        "status", parents=[common], help="the environment, the shims and the attention names; runs nothing"
+    )
+    one.set_defaults(command=_Command(_find_status, _status_as_json, _show_status))
+    one = commands.add_parser("explain", parents=[common], help="what an attention name means here")
+    one.add_argument("name", metavar="NAME", help="a kernel, a registered name or one of transformers' own")
+    one.set_defaults(command=_Command(_find_explanation, _explanation_as_json, _show_explanation))
+    return parser
+
+
+def _import(module: str, parser: argparse.ArgumentParser) -> None:
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; the console script's first entry is its own folder
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # somebody else's module
+        parser.error(f"--import {module}: {type(error).__name__}: {error}")
+
+
+def _find_check(arguments: argparse.Namespace) -> check.CheckReport:
+    names = arguments.names or None
+    if arguments.json or not sys.stderr.isatty():
+        return check.run(names)
+    return _with_progress(names)
+
+
+def _check_as_json(report: check.CheckReport) -> dict[str, Any]:
+    return {
+        "ok": report.ok,
+        "environment": report.environment,
+        "shims": report.installation.shims,
+        "attention": report.installation.attention,
+        "names": report.names,
+        "problems": report.problems,
+        "missing": report.missing,
+    }
+
+
+def _show_check(console: Console, report: check.CheckReport) -> None:
+    _print_environment(console, report.environment)
+    _print_shims(console, [shim for shim in report.installation.shims if shim.state != "not needed"])
+    _print_cases(console, report.names)
+    rows = [
+        (
+            result.name,
+            result.verdict,
+            _on(result),
+            _why(result.reasons, result.install) or _count(result.cases),
+        )
+        for result in report.names
+    ]
+    _print_table(console, "Attention names", ("name", "verdict", "on", "details"), rows)
+    for problem in report.problems:
+        _print(console, f"Problem: {problem}", "bold red")
+    for advice in report.missing:
+        _print(console, f"Missing: {advice}", "yellow")
+    right = sum(result.verdict == "right" for result in report.names)
+    if report.ok:
+        _print(console, f"Everything usable is right ({right} of {len(report.names)} names).", "green")
+    else:
+        _print(console, "Something is WRONG or failed: see above.", "bold red")
+
+
+def _with_progress(names: Sequence[str] | None) -> check.CheckReport:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("importing torch and transformers", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        return check.run(names, progress)
+
+
+def _on(result: check.NameResult) -> str:
+    return f"{result.device} {result.dtype}".strip()
+
+
+def _count(cases: Sequence[check.CaseResult]) -> str:
+    verdicts = [case.verdict for case in cases]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)]
+    return f"cases: {', '.join(counts)}"
+
+
+def _print_cases(console: Console, results: Iterable[check.NameResult]) -> None:
+    rows = []
+    for result in results:
+        for case in result.cases:
+            gradients = [error for what, error in case.errors.items() if what != "output"]
+            rows.append(
+                (
+                    result.name,
+                    case.case,
+                    case.verdict,
+                    _number(case.errors.get("output")),
+                    _number(_worst(gradients)),
+                    _number(case.max_abs),
+                    _number(case.tolerance),
+                    case.reason,
+                )
+            )
+    if rows:
+        heads = ("name", "case", "verdict", "output", "gradients", "max abs", "tolerance", "")
+        _print_table(console, "Cases (relative errors against float64)", heads, rows)
+
+
+def _worst(errors: Sequence[float]) -> float | None:
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=None)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+class _Status(NamedTuple):
+    report: Report
+    names: tuple[check.NameStatus, ...]
+
+    @property
+    def ok(self) -> bool:
+        return self.report.ok
+
+
+def _find_status(arguments: argparse.Namespace) -> _Status:
+    report = status()
+    return _Status(report, check.attention_names(report.environment))
+
+
+def _status_as_json(found: _Status) -> dict[str, Any]:
+    report = found.report
+    return {
+        "ok": report.ok,
+        "environment": report.environment,
+        "installed": report.installed,
+        "shims": report.shims,
+        "attention": [{**_fields(name), "state": report.attention.get(name.name)} for name in found.names],
+    }
+
+
+def _show_status(console: Console, found: _Status) -> None:
+    report = found.report
+    _print_environment(console, report.environment)
+    _print_shims(console, report.shims)
+    rows = [
+        (
+            name.name,
+            _other_kernel(name),
+            _answers(name, report),
+            _usable(name.reasons),
+            _why(name.reasons, name.install),
+        )
+        for name in found.names
+    ]
+    heads = ("name", "kernel", "in transformers", "kernel is", "reason")
+    _print_table(console, "Attention names", heads, rows)
+
+
+def _other_kernel(name: check.NameStatus) -> str:
+    return "" if name.kernel in (None, name.name) else str(name.kernel)
+
+
+def _answers(name: check.NameStatus, report: Report) -> str:
+    if name.owner == "transformers":
+        return "its own name"
+    return report.attention.get(name.name, "pending")
+
+
+def _usable(reasons: Sequence[str]) -> str:
+    return "not usable" if reasons else "usable"
+
+
+def _why(reasons: Sequence[str], install: str) -> str:
+    text = "; ".join(reasons)
+    return f"{text}. {install}" if text and install else text
+
+
+_OWNERS = {
+    "transformers": "transformers' own",
+    "kernel-compat": "registered by kernel-compat when install() is called",
+    "registered": "registered with register_attention",
+}
+
+
+def _find_explanation(arguments: argparse.Namespace) -> check.Explanation:
+    return check.explain(arguments.name)
+
+
+def _explanation_as_json(found: check.Explanation) -> dict[str, Any]:
+    values = _fields(found)
+    return {**_fields(values.pop("status")), **values}
+
+
+def _show_explanation(console: Console, found: check.Explanation) -> None:
+    name = found.status
+    _print(console, name.name, "bold")
+    if name.kernel is None:
+        _print(console, "  transformers' own: kernel-compat has no part in it and changes nothing about it.")
+        return
+    _print(console, f"  As attn_implementation: {_OWNERS[name.owner]}{f' ({found.state})' if found.state else ''}.")
+    if name.owner == "transformers":
+        _print(
+            console,
+            f'  For kernel-compat\'s own path: register_attention("my_{name.name}", kernel="{name.kernel}").',
+        )
+    _print(console, f"  Kernel: {name.kernel}. Forward: {found.forward or 'the default'}.")
+    _print(console, f"  Here it is {_usable(name.reasons)}.", _COLOURS[_usable(name.reasons)])
+    rows = [
+        (
+            provider.distribution,
+            provider.version or "-",
+            provider.module,
+            _capability(provider.features),
+            " ".join(provider.features.dtypes),
+            _head_dim(provider.features),
+            _usable(provider.reasons),
+        )
+        for provider in found.providers
+    ]
+    heads = ("package", "version", "import", "compute capability", "dtypes", "head dim", "here")
+    _print_table(console, "Providers, the first usable one is taken", heads, rows)
+    for provider in found.providers:
+        yes = provider.features.names()
+        no = [f.name for f in dataclasses.fields(provider.features) if getattr(provider.features, f.name) is False]
+        _print(console, f"{provider.distribution}")
+        _print(console, f"  has:   {', '.join(yes)}")
+        _print(console, f"  lacks: {', '.join(no) or 'nothing'}")
+        if provider.reasons:
+            why = _why(provider.reasons, provider.install if provider.version is None else "")
+            _print(console, f"  not usable: {why}", "yellow")
+    _print_shims(console, found.shims)
+
+
+def _capability(features: Any) -> str:
+    low, high = features.min_capability, features.max_capability
+    if "cpu" in features.devices:
+        return "any device"
+    if low is None and high is None:
+        return "any"
+    text = f"{low[0]}.{low[1]}" if low else ""
+    return f"{text} to {high[0]}.{high[1]}" if high else f"{text} or greater"
+
+
+def _head_dim(features: Any) -> str:
+    return "any" if features.max_head_dim is None else f"up to {features.max_head_dim}"
+
+
+# Printing.
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, mappings and tuples as what JSON has; a number that isn't finite becomes null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {key: _plain(inner) for key, inner in _fields(value).items()}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:  # a log: one line a row, however long, for grep and for people
+        console = Console(highlight=False, markup=False, emoji=False, width=10_000)
+    return console
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    from rich.text import Text
+
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+
+
+def _print_table(console: Console, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table; on a terminal its widest columns wrap. A column with nothing in it is left out."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
+    terminal = console.is_terminal
+    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
+    for index in used:
+        table.add_column(heads[index], overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[index], style=_COLOURS.get(row[index], "")) for index in used))
+    _print(console, "")
+    _print(console, title, "bold")
+    if terminal:
+        console.print(table)
+    else:
+        with console.capture() as capture:
+            console.print(table)
+        text = "\n".join(line.rstrip() for line in capture.get().splitlines())
+        print(text, file=console.file)
+
+
+def _print_environment(console: Console, environment: Environment) -> None:
+    _print(console, "Environment", "bold")
+    lines = [("python", environment.python), ("system", environment.system)]
+    for distribution in DISTRIBUTIONS:
+        if distribution in environment.packages:
+            lines.append((distribution, environment.packages[distribution]))
+        elif distribution in ("torch", "transformers"):
+            found = "there, of unknown version" if distribution in environment.imports else "not installed"
+            lines.append((distribution, found))
+    lines.append(("devices", ", ".join(map(str, environment.devices)) or "no CUDA device is visible"))
+    for name, value in lines:
+        _print(console, f"  {name:<18} {value}")
+    for problem in environment.problems:
+        _print(console, f"  problem: {problem}", "yellow")
+
+
+def _print_shims(console: Console, shims: Sequence[ShimReport]) -> None:
+    rows = [(shim.name, shim.state, _shim_reason(shim)) for shim in shims]
+    if rows:
+        _print_table(console, "Shims", ("shim", "state", "reason"), rows)
+    else:
+        _print(console, "\nShims: none is needed here.")
+
+
+def _shim_reason(shim: ShimReport) -> str:
+    if shim.foreign:
+        return f"{shim.reason} (replaced by somebody else since: {', '.join(shim.foreign)})"
+    return shim.reason

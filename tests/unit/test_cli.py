@@ -1,0 +1,305 @@
+"""The command line as its users meet it: in a process of its own, in good and in broken environments."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kernel_compat
+from kernel_compat import cli
+
+COMPAT = Path(kernel_compat.__file__).parents[1]
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed",
+)
+
+#: A framework that registers names when it is imported, the second one wrong: it ignores causality.
+FRAMEWORK = """
+from types import SimpleNamespace
+from kernel_compat import register_attention
+from kernel_compat.kernels import reference
+
+print("a banner")
+
+def varlen(q, k, v, causal=False, **keywords):
+    return reference.flash_attn_varlen_func(q, k, v, **keywords)
+
+register_attention("right_flash", "flash_attention_reference")
+register_attention("wrong_flash", SimpleNamespace(flash_attn_varlen_func=varlen))
+"""
+
+
+def kernel_compat_cli(*arguments: str, paths: tuple[Path, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
+    search = [str(path) for path in paths] + [p for p in [os.environ.get("PYTHONPATH")] if p]
+    return subprocess.run(
+        [sys.executable, "-m", "kernel_compat", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def module(folder: Path, name: str, code: str) -> Path:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(code)
+    return folder
+
+
+@pytest.fixture
+def framework(tmp_path: Path) -> Path:
+    return module(tmp_path / "framework", "some_framework", FRAMEWORK)
+
+
+@pytest.fixture
+def bare_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command line where neither torch nor transformers nor any metadata is to be found."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in ("packaging", "pynvml", "rich", "markdown_it", "mdurl", "pygments", "typing_extensions"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            origin = Path(spec.origin)
+            source = origin.parent if spec.submodule_search_locations else origin
+            (site / source.name).symlink_to(source)
+
+    def run(*arguments: str, paths: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-S", "-m", "kernel_compat", *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, COMPAT, site)))},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["explain", "flash_attention_2"], ["explain", "eager"]])
+@pytest.mark.parametrize("form", ["json", "tables"])
+def test_what_runs_nothing_imports_nothing_heavy(arguments: list[str], form: str) -> None:
+    code = (
+        "import sys; from kernel_compat.cli import main; code = main(sys.argv[1:]);"
+        "print(*sorted({m.partition('.')[0] for m in sys.modules}), file=sys.stderr); sys.exit(code)"
+    )
+    options = ["--json"] if form == "json" else []
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, *options], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stderr.splitlines()[-1].split())
+    assert not imported & {"torch", "transformers", "numpy", "flash_attn"}
+    assert ("rich" in imported) == (form == "tables")
+    if form == "json":
+        json.loads(done.stdout)
+
+
+def test_status_tells_the_environment_the_shims_and_the_names() -> None:
+    found = json.loads(kernel_compat_cli("status", "--json").stdout)
+    assert found["ok"] is True
+    assert found["installed"] is False
+    assert found["environment"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert all(shim["state"] in ("pending", "not needed") and shim["reason"] for shim in found["shims"])
+    names = {name["name"]: name for name in found["attention"]}
+    assert list(names) == list(kernel_compat.known_kernels())
+    text = kernel_compat_cli("status").stdout
+    for shim in found["shims"]:
+        # Where nobody resizes the window a row is a line, however long its reason.
+        assert any(shim["name"] in line and shim["reason"] in line for line in text.splitlines())
+    assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_colour_is_never_the_only_carrier() -> None:
+    coloured = kernel_compat_cli("status", FORCE_COLOR="1", TERM="xterm-256color", COLUMNS="200").stdout
+    assert "\x1b[" in coloured
+    assert "usable" in coloured
+
+
+@needs_transformers
+def test_check_of_the_reference_is_right() -> None:
+    done = kernel_compat_cli("check", "flash_attention_reference", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] is True
+    assert found["attention"]["flash_attention_reference"] == "available"
+    assert {shim["state"] for shim in found["shims"]} <= {"applied", "not needed"}
+    (name,) = found["names"]
+    assert name["verdict"] == "right"
+    assert all(case["errors"]["dk"] <= case["tolerance"] for case in name["cases"])
+
+
+@needs_transformers
+def test_a_wrong_kernel_ends_in_1_and_stdout_is_json_alone(framework: Path) -> None:
+    done = kernel_compat_cli(
+        "check", "right_flash", "wrong_flash", "--json", "--import", "some_framework", paths=(framework,)
+    )
+    assert done.returncode == 1, done.stderr
+    assert "a banner" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] is False
+    assert [(name["name"], name["verdict"]) for name in found["names"]] == [
+        ("right_flash", "right"),
+        ("wrong_flash", "WRONG"),
+    ]
+
+
+@needs_torch
+def test_a_wrong_kernel_is_called_so_in_the_tables(framework: Path) -> None:
+    done = kernel_compat_cli("check", "wrong_flash", "--import", "some_framework", paths=(framework,))
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.split()[:3] == ["wrong_flash", "causal", "WRONG"] and "wrong: output" in line for line in lines)
+    assert lines[-1] == "Something is WRONG or failed: see above."
+    assert "Traceback" not in done.stderr
+
+
+def test_status_and_explain_know_registered_names(framework: Path) -> None:
+    found = json.loads(kernel_compat_cli("status", "--json", "--import", "some_framework", paths=(framework,)).stdout)
+    assert found["attention"][-1]["name"] == "wrong_flash"
+    done = kernel_compat_cli("explain", "right_flash", "--import", "some_framework", paths=(framework,))
+    assert done.returncode == 0
+    assert "registered with register_attention (pending)" in done.stdout
+    assert "Kernel: flash_attention_reference. Forward: the default." in done.stdout
+
+
+def test_check_without_torch_says_what_to_install(bare_cli: Callable[..., Any]) -> None:
+    done = bare_cli("check")
+    assert done.returncode == 0, done.stderr
+    assert "Missing: torch is not installed: pip install torch" in done.stdout
+    assert "Missing: transformers is not installed: pip install transformers" in done.stdout
+    assert "python             " in done.stdout
+    found = json.loads(bare_cli("check", "--json").stdout)
+    assert {name["verdict"] for name in found["names"]} == {"not usable"}
+    assert all("torch is not installed" in name["reasons"] for name in found["names"])
+    assert all(name["reasons"].count("torch is not installed") == 1 for name in found["names"])
+
+
+@needs_torch
+def test_check_without_transformers_still_runs_kernels(tmp_path: Path, bare_cli: Callable[..., Any]) -> None:
+    hidden = module(tmp_path / "hide", "sitecustomize", "")
+    # torch needs a site-packages of its own: all of the real one but transformers.
+    real = Path(importlib.util.find_spec("torch").origin).parents[1]  # type: ignore[union-attr, arg-type]
+    for item in real.iterdir():
+        if not item.name.startswith(("transformers", "kernel_compat", "_kernel_compat", "__editable__")):
+            (hidden / item.name).symlink_to(item)
+    done = bare_cli("check", "flash_attention_reference", "--json", paths=(hidden,))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["missing"] == ["transformers is not installed: pip install transformers"]
+    assert found["names"][0]["verdict"] == "right"
+
+
+def test_a_broken_torch_is_diagnosed(tmp_path: Path, bare_cli: Callable[..., Any]) -> None:
+    broken = module(tmp_path / "broken", "torch", "raise OSError('libcudart.so.12: cannot open [shared] object file')")
+    for done in (bare_cli("check", paths=(broken,)), kernel_compat_cli("check", paths=(broken,))):
+        assert done.returncode == 1
+        assert "does not import (OSError: libcudart.so.12: cannot open [shared] object file)" in done.stdout
+        assert "Traceback" not in done.stderr
+    found = json.loads(bare_cli("check", "--json", paths=(broken,)).stdout)
+    assert found["ok"] is False
+    assert {name["verdict"] for name in found["names"]} == {"not usable"}
+    assert all("torch does not import" in name["reasons"] for name in found["names"])
+
+
+@needs_torch
+def test_a_broken_transformers_is_diagnosed_and_kernels_still_run(tmp_path: Path) -> None:
+    broken = module(tmp_path / "broken", "transformers", "raise RuntimeError('tokenizers is too old')")
+    done = kernel_compat_cli("check", "flash_attention_reference", "sdpa", "--json", paths=(broken,))
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    (problem,) = found["problems"]
+    assert "transformers is installed but does not import (RuntimeError: tokenizers is too old)" in problem
+    assert [name["verdict"] for name in found["names"]] == ["right", "not usable"]
+    assert found["names"][1]["reasons"] == ["transformers does not import"]
+
+
+@pytest.mark.parametrize("command", ["status", "check"])
+def test_a_failed_shim_ends_in_1(tmp_path: Path, command: str) -> None:
+    broken = module(tmp_path / "shim", "some_shim", "raise ValueError('made for another release')")
+    (broken / "some_shim-1.0.dist-info").mkdir()
+    (broken / "some_shim-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: some-shim\nVersion: 1.0\n"
+    )
+    (broken / "some_shim-1.0.dist-info" / "entry_points.txt").write_text(
+        "[kernel_compat.shims]\nsome = some_shim:SHIM\n"
+    )
+    names = ["flash_attention_2"] if command == "check" else []
+    done = kernel_compat_cli(command, *names, "--json", paths=(broken,))
+    assert done.returncode == 1, done.stderr
+    (shim,) = [shim for shim in json.loads(done.stdout)["shims"] if shim["state"] == "failed"]
+    assert "made for another release" in shim["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required"),
+        (["explain"], "the following arguments are required: NAME"),
+        (["explain", "nope"], "'nope' is no attention name here; there are: eager"),
+        (["explain", "org/repo"], "looks like a hub kernel"),
+        (["check", "nope", "--json"], "'nope' can't be checked here; these can: flash_attention_4"),
+        (["check", "eager"], "'eager' can't be checked here"),
+        (["status", "--import", "no_such_module"], "--import no_such_module: ModuleNotFoundError"),
+        (["status", "--colour"], "unrecognized arguments: --colour"),
+    ],
+)
+def test_bad_arguments_end_in_2(arguments: list[str], message: str) -> None:
+    done = kernel_compat_cli(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_explain_shows_features_and_reasons() -> None:
+    text = kernel_compat_cli("explain", "flash_attention_3").stdout
+    for expected in ("9.0 to 9.9", "bfloat16", "up to 256", "fa3-fwd", "lacks: window, sinks", "transformers' own"):
+        assert expected in text
+    assert "transformers' own" in kernel_compat_cli("explain", "sdpa").stdout
+    found = json.loads(kernel_compat_cli("explain", "flash_attention_4", "--json").stdout)
+    assert found["name"] == "flash_attention_4"
+    assert found["providers"][0]["features"]["min_capability"] == [9, 0]
+
+
+def test_a_number_that_is_not_finite_is_null() -> None:
+    assert cli._plain({"errors": (float("nan"), float("inf"), 1.0)}) == {"errors": [None, None, 1.0]}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo terminals are POSIX")
+@needs_torch
+def test_the_progress_bar_goes_to_a_terminal_alone() -> None:
+    import pty
+
+    leader, follower = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "kernel_compat", "check", "flash_attention_reference"],
+        env={**os.environ, "TERM": "xterm-256color"},
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        text=True,
+    ) as process:
+        os.close(follower)
+        shown = b""
+        try:
+            while chunk := os.read(leader, 4096):
+                shown += chunk
+        except OSError:  # Linux ends a terminal that nobody holds open any more with an error
+            pass
+        os.close(leader)
+        assert process.stdout is not None
+        text = process.stdout.read()
+    assert process.returncode == 0
+    assert b"flash_attention_reference: " in shown
+    assert "\x1b" not in text
+    assert "flash_attention_reference" in text
