@@ -195,9 +195,18 @@ def _print_cases(console: Console, results: Iterable[check.NameResult]) -> None:
                     case.reason,
                 )
             )
-    if rows:
-        heads = ("name", "case", "verdict", "output", "gradients", "max abs", "tolerance", "")
-        _print_table(console, "Cases (relative errors against float64)", heads, rows)
+    heads = ("name", "case", "verdict", "output", "gradients", "max abs", "tolerance", "")
+    title = "Cases (relative errors against float64)"
+    if not console.is_terminal:
+        if rows:
+            _print_table(console, title, heads, rows)
+        return
+    for name in dict.fromkeys(row[0] for row in rows):  # 80 columns hold the numbers, not names and notes as well
+        chosen = [row for row in rows if row[0] == name]
+        _print_table(console, f"{title}: {name}", heads[1:-1], [row[1:-1] for row in chosen])
+        for row in chosen:
+            if row[-1]:
+                _print(console, f"  {row[1]}: {row[-1]}")
 
 
 def _worst(errors: Sequence[float]) -> float | None:
@@ -376,7 +385,7 @@ def _print(console: Console, text: str, style: str = "") -> None:
 
 
 def _print_table(console: Console, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table; on a terminal its widest columns wrap. A column with nothing in it is left out."""
+    """A table; on a terminal its widest columns wrap, but the first. A column with nothing in it is left out."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -386,7 +395,7 @@ def _print_table(console: Console, title: str, heads: Sequence[str], rows: Itera
     terminal = console.is_terminal
     table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
     for index in used:
-        table.add_column(heads[index], overflow="fold")
+        table.add_column(heads[index], overflow="fold", no_wrap=index == used[0])
     for row in rows:
         table.add_row(*(Text(row[index], style=_COLOURS.get(row[index], "")) for index in used))
     _print(console, "")

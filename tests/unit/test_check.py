@@ -267,7 +267,7 @@ def test_a_refused_name_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_names_are_an_error_that_lists_the_known() -> None:
-    with pytest.raises(check.UnknownNameError, match="'nope' can't be checked here.*flash_attention_reference.*sdpa"):
+    with pytest.raises(check.UnknownNameError, match=r"'nope' can't be checked here.*flash_attention_reference.*sdpa"):
         check.run(["flash_attention_reference", "nope"])
     with pytest.raises(TypeError, match="not the string 'sdpa'"):
         check.run("sdpa")

@@ -41,7 +41,7 @@ register_attention("wrong_flash", SimpleNamespace(flash_attn_varlen_func=varlen)
 
 def kernel_compat_cli(*arguments: str, paths: tuple[Path, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
     search = [str(path) for path in paths] + [p for p in [os.environ.get("PYTHONPATH")] if p]
-    return subprocess.run(
+    return subprocess.run(  # noqa: PLW1510 - the exit code is what is tested
         [sys.executable, "-m", "kernel_compat", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(search), **env},
         capture_output=True,
@@ -74,7 +74,7 @@ def bare_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             (site / source.name).symlink_to(source)
 
     def run(*arguments: str, paths: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return subprocess.run(  # noqa: PLW1510 - the exit code is what is tested
             [sys.executable, "-S", "-m", "kernel_compat", *arguments],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, COMPAT, site)))},
             capture_output=True,
@@ -93,7 +93,7 @@ def test_what_runs_nothing_imports_nothing_heavy(arguments: list[str], form: str
         "print(*sorted({m.partition('.')[0] for m in sys.modules}), file=sys.stderr); sys.exit(code)"
     )
     options = ["--json"] if form == "json" else []
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: PLW1510 - the exit code is what is tested
         [sys.executable, "-c", code, *arguments, *options], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
