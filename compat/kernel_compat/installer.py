@@ -299,7 +299,12 @@ def _reclaim() -> None:
         aliases = [(seam.replacement, seam.original)] if isinstance(seam.owner, ModuleType) else []
         swap([(seam.owner, seam.name, seam.original)], aliases)
         _state.left = [entry for entry in _state.left if entry is not ours]
-    _state.left = [entry for entry in _state.left if entry[1].current is not entry[1].original]
+    # Somebody has restored the rest without us. Any of its originals will do: ours may have been there twice, below and
+    # above a patch of theirs.
+    originals = {(id(seam.owner), seam.name, id(seam.original)) for _, seam in _state.left}
+    _state.left = [
+        (name, seam) for name, seam in _state.left if (id(seam.owner), seam.name, id(seam.current)) not in originals
+    ]
 
 
 def _unapplied(shim: Shim, environment: Environment) -> ShimReport:

@@ -131,6 +131,8 @@ def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[An
         for module in list(sys.modules.values()) if renamed else []:
             if not issubclass(type(module), ModuleType):  # isinstance would ask the objects of strangers
                 continue
+            if renamed.keys().isdisjoint(map(id, tuple(vars(module).values()))):
+                continue  # nearly always: there are a hundred thousand names
             for name, bound in list(vars(module).items()):
                 match = renamed.get(id(bound))
                 if match is not None and match[0] is bound:

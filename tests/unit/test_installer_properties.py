@@ -1,0 +1,289 @@
+"""Any order of what people do to seams, checked after every step against a plain model of it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+import threading
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kernel_compat
+from kernel_compat import Environment, Report, Seam, Shim, installer
+
+HOME, USER, SHIMS = "kc_machine_upstream", "kc_machine_user", "kc_machine_shims"
+
+#: Seams by shim. `two` and `three` have one in common: they exclude each other.
+SEAMS = {
+    "one": ("f", "g", "Model.method"),
+    "two": ("h", "k"),
+    "three": ("k", "Model.of"),
+}
+ALL = ("f", "g", "h", "k", "Model.method", "Model.of")
+MARK = "__kc_machine_shim__"
+
+
+def _replacing(shim: str) -> Any:
+    def replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+        def wrap(original: Any) -> Any:
+            inner = original.__func__ if isinstance(original, classmethod) else original
+
+            @functools.wraps(inner)
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return inner(*args, **kwargs)
+
+            made: Any = classmethod(replacement) if isinstance(original, classmethod) else replacement
+            vars(made)[MARK] = shim
+            return made
+
+        return {name: wrap(original) for name, original in originals.items()}
+
+    return replace
+
+
+def _shim(name: str) -> Shim:
+    seams = tuple(
+        Seam(f"{HOME}:{attribute}", () if attribute == "Model.of" else ("self",) if "." in attribute else ("x",))
+        for attribute in SEAMS[name]
+    )
+    return Shim(name, "upstream", ">=1", "why not", seams, _replacing(name))
+
+
+class Detected(Environment):
+    @classmethod
+    def detect(cls, distributions: Any = ()) -> Environment:
+        return Environment(packages={"upstream": "1.0"})
+
+
+def _entry_points(*, group: str) -> Any:
+    return importlib.metadata.EntryPoints([importlib.metadata.EntryPoint("machine", f"{SHIMS}:ALL", group)])
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize()
+    def build(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.home, self.user, shims = ModuleType(HOME), ModuleType(USER), ModuleType(SHIMS)
+        exec(
+            "def f(x): ...\ndef g(x): ...\ndef h(x): ...\ndef k(x): ...\n"
+            "class Model:\n"
+            "    def method(self): ...\n"
+            "    @classmethod\n"
+            "    def of(cls): ...\n",
+            vars(self.home),
+        )
+        for name in "fghk":  # from upstream import f as also_f
+            setattr(self.user, f"also_{name}", getattr(self.home, name))
+        shims.ALL = tuple(map(_shim, SEAMS))  # type: ignore[attr-defined]
+        for module in (self.home, self.user, shims):
+            self.patch.setitem(sys.modules, module.__name__, module)
+        self.patch.setattr(installer, "entry_points", _entry_points)
+        self.patch.setattr(installer, "Environment", Detected)
+        #: What upstream has there itself.
+        self.original = {attribute: self.look(attribute) for attribute in ALL}
+        #: Patches of others, the last one on top: (attribute, what they put there, what they found).
+        self.patches: list[tuple[str, Any, Any]] = []
+        self.touched: set[str] = set()
+        self.installed = False
+        self.skip: frozenset[str] = frozenset()
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "patch"):
+                while self.patches:
+                    self.foreign_undo(len(self.patches) - 1)
+                for attribute in ALL:
+                    if self.look(attribute) is None:
+                        self.put(attribute, self.original[attribute])
+                kernel_compat.uninstall()
+                self.all_are_originals()
+        finally:
+            installer._state.left = []
+            installer._state.applied = {}
+            if hasattr(self, "patch"):
+                self.patch.undo()
+
+    # looking
+
+    def owner(self, attribute: str) -> tuple[Any, str]:
+        if "." in attribute:
+            return vars(self.home)["Model"], attribute.partition(".")[2]
+        return self.home, attribute
+
+    def look(self, attribute: str) -> Any:
+        owner, name = self.owner(attribute)
+        return vars(owner).get(name)
+
+    def put(self, attribute: str, value: Any) -> None:
+        owner, name = self.owner(attribute)
+        if value is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+    def foreign(self, attribute: str) -> bool:
+        return any(attribute == patched for patched, _, _ in self.patches)
+
+    def shim_of(self, attribute: str) -> str | None:
+        """Whose replacement is there now."""
+        return getattr(self.look(attribute), "__dict__", {}).get(MARK)
+
+    # what happens
+
+    @rule(skip=st.frozensets(st.sampled_from(tuple(SEAMS))))
+    def install(self, skip: frozenset[str]) -> None:
+        self.check(kernel_compat.install(skip=skip))
+        self.installed, self.skip = True, skip
+
+    @rule()
+    def install_plainly(self) -> None:
+        self.install(frozenset())
+
+    @rule()
+    def uninstall(self) -> None:
+        report = kernel_compat.uninstall()
+        self.installed, self.skip = False, frozenset()
+        left = {entry.partition(" ")[0].partition(":")[2] for entry in report.left_alone}
+        assert left <= self.touched
+        assert {attribute for attribute in ALL if self.foreign(attribute)} >= left - {
+            # A patch from before install() that is taken back under us leaves what we can't know to be upstream's own.
+            attribute
+            for attribute in left
+            if self.look(attribute) is self.original[attribute]
+        }
+        self.originals_but_for_foreigners()
+        assert {entry.state for entry in report.shims} == {"pending"}
+
+    @rule(attribute=st.sampled_from(ALL), right=st.booleans())
+    def foreign_patch(self, attribute: str, right: bool) -> None:
+        """Somebody patches over whatever is there: with a wrapper that fits, or with other parameters."""
+        found = self.look(attribute)
+
+        def theirs(*args: Any) -> None: ...
+
+        def fits(x: Any) -> None: ...
+
+        def fits_as_method(self: Any) -> None: ...
+
+        self.touched.add(attribute)
+        made = (fits_as_method if "." in attribute else fits) if right else theirs
+        self.patches.append((attribute, made, found))
+        self.put(attribute, made)
+
+    @precondition(lambda self: self.patches)
+    @rule(data=st.data())
+    def foreign_patch_undone(self, data: st.DataObject) -> None:
+        """They put back what they found, whatever it was; the last patch of an attribute first."""
+        newest = {attribute: index for index, (attribute, _, _) in enumerate(self.patches)}
+        self.foreign_undo(data.draw(st.sampled_from(sorted(newest.values()))))
+
+    def foreign_undo(self, index: int) -> None:
+        attribute, _, found = self.patches.pop(index)
+        self.put(attribute, found) if self.look(attribute) is not None or found is not None else None
+
+    @rule(attribute=st.sampled_from(ALL))
+    def seam_vanishes(self, attribute: str) -> None:
+        """As a foreigner's patch: whoever removed it may put it back."""
+        found = self.look(attribute)
+        if found is not None:
+            self.touched.add(attribute)
+            self.patches.append((attribute, None, found))
+            self.put(attribute, None)
+
+    @rule(actions=st.lists(st.sampled_from(["install", "skip one", "skip two", "uninstall"]), min_size=2, max_size=4))
+    def threads(self, actions: list[str]) -> None:
+        errors: list[BaseException] = []
+        barrier = threading.Barrier(len(actions))
+
+        def act(action: str) -> None:
+            try:
+                barrier.wait(30)
+                if action == "uninstall":
+                    kernel_compat.uninstall()
+                elif action == "install":
+                    kernel_compat.install()
+                else:
+                    kernel_compat.install(skip=[action.partition(" ")[2]])
+            except BaseException as error:
+                errors.append(error)
+
+        running = [threading.Thread(target=act, args=(action,)) for action in actions]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in running)
+        assert not errors, errors
+        status = kernel_compat.status()
+        self.installed = status.installed
+        self.skip = frozenset(entry.name for entry in status.shims if entry.state == "skipped")
+
+    # what must hold
+
+    def check(self, report: Report) -> None:
+        for entry in report.shims:
+            attributes = [target.partition(":")[2] for target in entry.seams]
+            if entry.state == "applied":
+                assert tuple(attributes) == SEAMS[entry.name]
+                assert all(
+                    self.shim_of(attribute) == entry.name or self.foreign(attribute) or entry.foreign
+                    for attribute in attributes
+                )
+
+    @invariant()
+    def all_or_none(self) -> None:
+        """Every seam of an applied shim is its replacement unless a foreigner was at it; of the others, none is."""
+        if not hasattr(self, "home"):
+            return
+        status = kernel_compat.status()
+        assert status.installed == self.installed
+        states = {entry.name: entry for entry in status.shims}
+        assert set(states) == set(SEAMS)
+        for name, attributes in SEAMS.items():
+            entry = states[name]
+            for attribute in attributes:
+                there = self.shim_of(attribute)
+                if entry.state == "applied":
+                    listed = f"{HOME}:{attribute}" in entry.foreign
+                    applied = {s.seam.attribute: s for s in installer._state.applied[name].seams}[attribute]
+                    assert listed != applied.in_place
+                    # What isn't ours any more was touched by somebody: never by half a step of our own.
+                    assert applied.in_place or attribute in self.touched
+                    assert not applied.in_place or there == name
+                elif there == name:
+                    # Only a foreigner who put back our replacement after we left can have it stand there.
+                    assert attribute in self.touched, (name, attribute, entry.state)
+        assert not {"two", "three"} <= {name for name, entry in states.items() if entry.state == "applied"}
+        for name in self.skip:
+            assert states[name].state == "skipped"
+
+    def originals_but_for_foreigners(self) -> None:
+        for attribute in ALL:
+            if not self.foreign(attribute):
+                assert self.look(attribute) is self.original[attribute], attribute
+        # They patched one module's attribute alone: names imported elsewhere are upstream's again in any case.
+        for name in "fghk":
+            assert vars(self.user)[f"also_{name}"] is self.original[name], name
+
+    def all_are_originals(self) -> None:
+        for attribute in ALL:
+            assert self.look(attribute) is self.original[attribute], attribute
+        for name in "fghk":
+            assert vars(self.user)[f"also_{name}"] is self.original[name], name
+
+
+Machine.TestCase.settings = settings(
+    max_examples=100,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[phase for phase in Phase if phase is not Phase.explain],  # it traces every line
+)
+TestMachine = Machine.TestCase
