@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .environment import Environment
@@ -30,9 +30,9 @@ _UPSTREAM = frozenset(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionName:
-    """A registered name.
+    """A registered name. Equal to itself alone: a forward need not be hashable.
 
     Attributes:
         name: as it is written in ``attn_implementation=``.
@@ -49,6 +49,10 @@ class AttentionName:
     mask: Callable[..., Any] | None = None
     override: bool = False
     builtin: bool = False
+
+    def same_as(self, other: AttentionName) -> bool:
+        """Whether both were registered with the same arguments."""
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
 
 
 _lock = threading.RLock()
@@ -95,7 +99,7 @@ def register_attention(
     entry = AttentionName(name, as_kernel(kernel), forward, mask, override)
     with _lock:
         if not override:
-            if name in _registered and not _registered[name].builtin and _registered[name] != entry:
+            if name in _registered and not _registered[name].builtin and not _registered[name].same_as(entry):
                 raise ValueError(f"{name!r} is registered already; pass override=True to replace it")
             if owner := _upstream_owner(name):
                 raise ValueError(f"{name!r} belongs to {owner}; pass override=True to replace it")

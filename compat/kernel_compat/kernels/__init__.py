@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ def as_kernel(kernel: Any) -> Kernel:
     """A kernel by its name, as it is, or from any object with FlashAttention functions.
 
     Raises:
-        ValueError: no kernel has that name, or the object has no ``flash_attn_varlen_func``.
+        ValueError: no kernel has that name, or the object has no ``flash_attn_varlen_func`` that takes FA2's keywords.
         TypeError: `kernel` is none of these.
     """
     if isinstance(kernel, Kernel):
@@ -39,11 +40,33 @@ def as_kernel(kernel: Any) -> Kernel:
         raise ValueError(
             f"{kernel!r} has no flash_attn_varlen_func: without it padded and packed batches can't be computed"
         )
-    return _foreign_kernel(kernel)
+    raw = {name: getattr(kernel, name, None) for name in Functions._fields}
+    known_as = _foreign.get(id(kernel))
+    if known_as is not None and known_as[1] == raw:  # its functions may have been replaced
+        return known_as[2]
+    made = _foreign_kernel(kernel, raw)
+    _foreign[id(kernel)] = (kernel, raw, made)
+    return made
 
 
-def _foreign_kernel(functions: Any) -> Kernel:
+#: The kernels made from objects by the object's id; the object too, so that no other gets its id. The same object is
+#: the same kernel: registering a name twice is no error then.
+_foreign: dict[int, tuple[Any, dict[str, Any], Kernel]] = {}
+
+#: Keywords that every varlen function is called with.
+_REQUIRED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
+
+
+def _foreign_kernel(functions: Any, raw: dict[str, Any]) -> Kernel:
     """A kernel over somebody else's functions; it can do what their signatures say, on any device and dtype they take."""
+    try:
+        parameters = inspect.signature(raw["flash_attn_varlen_func"]).parameters
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the parameters of {functions!r}'s flash_attn_varlen_func can't be read: {error}") from error
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        missing = [keyword for keyword in _REQUIRED if keyword not in parameters]
+        if missing:
+            raise ValueError(f"{functions!r}'s flash_attn_varlen_func does not take {', '.join(missing)}")
     name = getattr(functions, "__name__", None) or type(functions).__name__
     everything = Features(
         softcap=True,
@@ -55,15 +78,19 @@ def _foreign_kernel(functions: Any) -> Kernel:
         devices=("cpu", "cuda", "xpu", "npu", "mps", "hpu"),
         max_head_dim=None,
     )
-    provider = Provider(name, name, everything, "", renamed=_renamed(functions), bundled=True)
-    raw = {field: getattr(functions, field, None) for field in Functions._fields}
+    renamed = {"s_aux": "learnable_sink"} if "learnable_sink" in parameters else {}
+    if "page_table" in _parameters(raw["flash_attn_with_kvcache"]):
+        renamed["block_table"] = "page_table"
+    window = parameters["window_size"].default if "window_size" in parameters else None
+    unlimited = window[0] if isinstance(window, tuple) else -1
+    provider = Provider(name, name, everything, "", renamed=renamed, unlimited=unlimited, bundled=True)
     kernel = Kernel(name, (provider,))
     kernel.preload(*adapt(name, raw, everything, provider))
     return kernel
 
 
-def _renamed(functions: Any) -> dict[str, str]:
-    import inspect
-
-    parameters = inspect.signature(functions.flash_attn_varlen_func).parameters
-    return {"s_aux": "learnable_sink"} if "learnable_sink" in parameters else {}
+def _parameters(function: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()

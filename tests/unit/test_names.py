@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import sys
+import threading
+import warnings
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kernel_compat
+from kernel_compat import Kernel, known_kernels, register_attention, registered_attention, unregister_attention
+from kernel_compat.names import resolve
+
+REFERENCE = "flash_attention_reference"
+
+
+def forward(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    return query, None
+
+
+def varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> Any:
+    return q
+
+
+def functions() -> dict[str, Any]:
+    table: dict[str, Any] = importlib.import_module(
+        "transformers.modeling_utils"
+    ).ALL_ATTENTION_FUNCTIONS._global_mapping
+    return table
+
+
+def masks() -> dict[str, Any]:
+    table: dict[str, Any] = importlib.import_module(
+        "transformers.masking_utils"
+    ).ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    return table
+
+
+def snapshot() -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(functions()), dict(masks())
+
+
+@dataclass
+class UnhashableForward:
+    """A dataclass with __eq__ has no __hash__."""
+
+    scale: float = 1.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+
+# bad input: section by section, each registers nothing
+
+BAD = {
+    "a name that is None": ({"name": None, "kernel": REFERENCE}, TypeError, "must be a string, not None"),
+    "a name that is bytes": ({"name": b"x_flash", "kernel": REFERENCE}, TypeError, "must be a string"),
+    "a name that is a number": ({"name": 5, "kernel": REFERENCE}, TypeError, "not 5"),
+    "a name that is a list": ({"name": ["x_flash"], "kernel": REFERENCE}, TypeError, "must be a string"),
+    "an empty name": ({"name": "", "kernel": REFERENCE}, ValueError, "must not be empty"),
+    "a blank name": ({"name": " \t", "kernel": REFERENCE}, ValueError, "must not be empty"),
+    "a hub kernel's name": ({"name": "kernels-community/flash-attn", "kernel": REFERENCE}, ValueError, "hub kernel"),
+    "a hub kernel's name with a revision": ({"name": "org/flash@v1:f", "kernel": REFERENCE}, ValueError, "hub kernel"),
+    "a paged name": ({"name": "paged|x_flash", "kernel": REFERENCE}, ValueError, "letters, digits"),
+    "a name with a space": ({"name": "x flash", "kernel": REFERENCE}, ValueError, "letters, digits"),
+    "a name with a line feed": ({"name": "x_flash\n", "kernel": REFERENCE}, ValueError, "letters, digits"),
+    "an unknown kernel": (
+        {"name": "x_flash", "kernel": "flash_attention_9"},
+        ValueError,
+        "'flash_attention_9' is no kernel",
+    ),
+    "an unknown kernel says which there are": ({"name": "x_flash", "kernel": ""}, ValueError, REFERENCE),
+    "no kernel": ({"name": "x_flash", "kernel": None}, TypeError, "not None"),
+    "a number for a kernel": ({"name": "x_flash", "kernel": 3}, TypeError, "not 3"),
+    "a function for a kernel": ({"name": "x_flash", "kernel": varlen}, TypeError, "flash_attn_varlen_func"),
+    "a kernel without varlen": (
+        {"name": "x_flash", "kernel": SimpleNamespace(flash_attn_func=varlen)},
+        ValueError,
+        "has no flash_attn_varlen_func",
+    ),
+    "a kernel whose varlen is no function": (
+        {"name": "x_flash", "kernel": SimpleNamespace(flash_attn_func=varlen, flash_attn_varlen_func=None)},
+        ValueError,
+        "has no flash_attn_varlen_func",
+    ),
+    "a kernel whose varlen has no signature": (
+        {"name": "x_flash", "kernel": SimpleNamespace(flash_attn_varlen_func=type)},
+        ValueError,
+        "flash_attn_varlen_func can't be read",
+    ),
+    "a kernel whose varlen has other keywords": (
+        {"name": "x_flash", "kernel": SimpleNamespace(flash_attn_varlen_func=lambda q, k, v, cu_seqlens_q: q)},
+        ValueError,
+        "does not take cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal",
+    ),
+    "a forward that is a string": (
+        {"name": "x_flash", "kernel": REFERENCE, "forward": "sdpa"},
+        TypeError,
+        "forward .* 'sdpa'",
+    ),
+    "a mask that is a number": (
+        {"name": "x_flash", "kernel": REFERENCE, "mask": 1},
+        TypeError,
+        "mask must be callable",
+    ),
+    "a name of transformers": (
+        {"name": "sdpa", "kernel": REFERENCE},
+        ValueError,
+        "belongs to transformers.*override=True",
+    ),
+    "FA2's own name": ({"name": "flash_attention_2", "kernel": REFERENCE}, ValueError, "belongs to transformers"),
+    "FA3's own name": ({"name": "flash_attention_3", "kernel": REFERENCE}, ValueError, "override=True"),
+    "eager": ({"name": "eager", "kernel": REFERENCE}, ValueError, "belongs to transformers"),
+}
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["before install", "after install"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str, installed: bool) -> None:
+    arguments, error, says = BAD[case]
+    if installed:
+        kernel_compat.install()
+    names, tables = registered_attention(), snapshot()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nor a warning about what isn't registered
+        with pytest.raises(error, match=says):
+            register_attention(**arguments)  # type: ignore[arg-type]
+    assert registered_attention() == names
+    assert snapshot() == tables
+    assert resolve(arguments["name"]) is None
+
+
+def test_unregistering_what_is_not_registered() -> None:
+    with pytest.raises(ValueError, match="'x_flash' is not registered; registered are: none"):
+        unregister_attention("x_flash")
+    register_attention("y_flash", REFERENCE)
+    with pytest.raises(ValueError, match="registered are: y_flash"):
+        unregister_attention("x_flash")
+
+
+# what is registered
+
+
+def test_any_kernel() -> None:
+    module = ModuleType("their_kernel")
+    module.flash_attn_varlen_func = varlen  # type: ignore[attr-defined]
+    own = Kernel("own", ())
+    for name, kernel in {"a_flash": "flash_attention_2", "b_flash": own, "c_flash": module}.items():
+        register_attention(name, kernel=kernel)
+    entries = registered_attention()
+    assert list(entries) == ["a_flash", "b_flash", "c_flash"]
+    assert entries["a_flash"].kernel is known_kernels()["flash_attention_2"]  # need not be usable here
+    assert entries["b_flash"].kernel is own
+    assert entries["c_flash"].kernel.name == "their_kernel"
+    assert not any(entry.builtin for entry in entries.values())
+
+
+def test_the_answer_is_a_copy() -> None:
+    register_attention("x_flash", REFERENCE)
+    registered_attention().clear()
+    assert "x_flash" in registered_attention()
+
+
+@pytest.mark.parametrize("first", ["register", "install"])
+def test_before_or_after_install(first: str) -> None:
+    """The same tables, whichever comes first."""
+    before = snapshot()
+    mask = functools.partial(forward)
+    calls = [
+        lambda: register_attention("x_flash", REFERENCE, forward=forward),
+        lambda: register_attention("y_flash", REFERENCE, mask=mask),
+    ]
+    if first == "install":
+        kernel_compat.install()
+        assert "x_flash" not in functions()
+    for call in calls:
+        call()
+    if first == "register":
+        assert snapshot() == before
+        assert kernel_compat.status().attention == {"x_flash": "pending", "y_flash": "pending"}
+        kernel_compat.install()
+    attention = kernel_compat.status().attention
+    assert attention["x_flash"] == attention["y_flash"] == "available"
+    assert kernel_compat.status().ok
+    assert functions()["x_flash"] is forward
+    assert callable(functions()["y_flash"])
+    assert masks()["y_flash"] is mask
+    from kernel_compat.masks import attention_mask_function
+
+    # Without an entry there upstream drops the padding.
+    assert masks()["x_flash"] is attention_mask_function
+    assert ("paged|x_flash" in functions()) == ("paged|flash_attention_2" in before[0])
+    added = {"x_flash", "y_flash", REFERENCE, "flash_attention_4"}
+    assert {key.removeprefix("paged|") for key in functions().keys() - before[0].keys()} <= added
+    for name in ("x_flash", "y_flash", "paged|x_flash"):
+        entry = resolve(name)
+        assert entry is not None
+        assert entry.name == name.removeprefix("paged|")
+    kernel_compat.uninstall()
+    assert snapshot() == before
+    assert resolve("x_flash") is None
+    assert list(registered_attention()) == ["x_flash", "y_flash"]  # for the next install()
+    kernel_compat.install()
+    assert functions()["x_flash"] is forward
+
+
+def test_the_kernels_own_names_come_with_install() -> None:
+    assert registered_attention() == {}
+    before = snapshot()
+    kernel_compat.install()
+    entries = registered_attention()
+    assert entries[REFERENCE].builtin
+    assert entries[REFERENCE].kernel is known_kernels()[REFERENCE]
+    # transformers has one of its own from 5.4 on.
+    assert ("flash_attention_4" in entries) == ("flash_attention_4" not in before[0])
+    assert "flash_attention_2" not in entries
+    kernel_compat.uninstall()
+    assert registered_attention() == {}
+    assert snapshot() == before
+
+
+def test_a_builtin_name_may_be_taken() -> None:
+    kernel_compat.install()
+    register_attention(REFERENCE, "flash_attention_2", forward=forward)
+    assert functions()[REFERENCE] is forward
+    unregister_attention(REFERENCE)
+    assert registered_attention()[REFERENCE].builtin
+    assert functions()[REFERENCE] is not forward
+    assert resolve(REFERENCE) is registered_attention()[REFERENCE]
+
+
+# override
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["before install", "after install"])
+def test_overriding_a_name_of_transformers(installed: bool) -> None:
+    before = snapshot()
+    if installed:
+        kernel_compat.install()
+    register_attention("flash_attention_2", REFERENCE, forward=forward, override=True)
+    if not installed:
+        assert snapshot() == before
+        kernel_compat.install()
+    assert functions()["flash_attention_2"] is forward
+    entry = resolve("flash_attention_2")
+    assert entry is not None
+    assert entry.kernel.name == REFERENCE
+    kernel_compat.uninstall()
+    assert snapshot() == before
+
+
+def test_unregistering_an_override_restores_upstreams() -> None:
+    kernel_compat.install()
+    before = snapshot()
+    register_attention("flash_attention_3", REFERENCE, override=True)
+    assert snapshot() != before
+    unregister_attention("flash_attention_3")
+    assert snapshot() == before
+    assert resolve("flash_attention_3") is None
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["before install", "after install"])
+def test_a_name_that_is_registered_already(installed: bool) -> None:
+    if installed:
+        kernel_compat.install()
+    register_attention("x_flash", REFERENCE)
+    register_attention("x_flash", REFERENCE)  # the same again: a set-up function that runs twice
+    first = registered_attention()["x_flash"]
+    with pytest.raises(ValueError, match="'x_flash' is registered already; pass override=True"):
+        register_attention("x_flash", "flash_attention_2")
+    with pytest.raises(ValueError, match="registered already"):
+        register_attention("x_flash", REFERENCE, forward=forward)
+    assert registered_attention()["x_flash"] == first
+    register_attention("x_flash", REFERENCE, forward=forward, override=True)
+    assert registered_attention()["x_flash"].forward is forward
+    kernel_compat.install()
+    assert functions()["x_flash"] is forward
+
+
+def test_the_same_module_twice_is_the_same_kernel() -> None:
+    module = SimpleNamespace(flash_attn_varlen_func=varlen)
+    register_attention("x_flash", module)
+    register_attention("x_flash", module)
+    with pytest.raises(ValueError, match="registered already"):
+        register_attention("x_flash", SimpleNamespace(flash_attn_varlen_func=varlen))
+
+
+def test_somebody_elses_entry_is_not_replaced() -> None:
+    def theirs() -> None: ...
+
+    functions()["x_flash"] = theirs
+    try:
+        register_attention("x_flash", REFERENCE)
+        register_attention("y_flash", REFERENCE)
+        report = kernel_compat.install()
+        assert report.attention["x_flash"] == f"is taken in transformers by {__name__!r}"
+        assert report.attention["y_flash"] == "available"
+        assert not report.ok
+        assert functions()["x_flash"] is theirs
+        assert "x_flash" not in masks()
+        assert resolve("x_flash") is None
+        # After install() the answer comes at once, and nothing is registered.
+        unregister_attention("x_flash")
+        with pytest.raises(ValueError, match="'x_flash' is taken in transformers .*override=True"):
+            register_attention("x_flash", REFERENCE)
+        assert "x_flash" not in registered_attention()
+        register_attention("x_flash", REFERENCE, forward=forward, override=True)
+        assert functions()["x_flash"] is forward
+        kernel_compat.uninstall()
+        assert functions()["x_flash"] is theirs
+    finally:
+        functions().pop("x_flash", None)
+
+
+def test_an_entry_that_somebody_has_replaced_is_left_and_named() -> None:
+    def theirs() -> None: ...
+
+    register_attention("x_flash", REFERENCE)
+    kernel_compat.install()
+    functions()["x_flash"] = theirs
+    try:
+        report = kernel_compat.uninstall()
+        assert report.left_alone == ("the attention function of 'x_flash'",)
+        assert functions()["x_flash"] is theirs
+        assert "x_flash" not in masks()
+    finally:
+        functions().pop("x_flash", None)
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["before install", "after install"])
+def test_unregister(installed: bool) -> None:
+    if installed:
+        kernel_compat.install()
+    before, names = snapshot(), registered_attention()
+    register_attention("x_flash", REFERENCE)
+    unregister_attention("x_flash")
+    assert registered_attention() == names
+    assert snapshot() == before
+    assert resolve("x_flash") is None
+
+
+# the name itself
+
+
+@pytest.mark.parametrize("name", ["my_attention", "FLASH", "fla_sh"])
+def test_a_name_without_flash_warns(name: str) -> None:
+    with pytest.warns(UserWarning, match="has no 'flash' in it") as caught:
+        register_attention(name, REFERENCE)
+    assert name in registered_attention()
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", ["x_flash", "veomni_flash_attention_4_with_sp", "flash-attn.v1", "ﬂash_flash"])
+def test_a_name_with_flash_does_not(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    register_attention(name, REFERENCE)
+    assert name in registered_attention()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "name", [None, 5, ["x_flash"], {"": "x_flash"}, "x_flash", "paged|x_flash", "paged|paged|x_flash"]
+)
+def test_what_does_not_resolve(name: object) -> None:
+    assert resolve(name) is None
+    register_attention("other_flash", REFERENCE)
+    kernel_compat.install()
+    assert resolve(name) is None
+
+
+def test_a_forward_that_can_not_be_hashed() -> None:
+    """Shims keep what they loaded by entry."""
+    register_attention("x_flash", REFERENCE, forward=UnhashableForward())
+    assert {registered_attention()["x_flash"]: 1}
+    register_attention("x_flash", REFERENCE, forward=UnhashableForward())
+
+
+def test_threads_that_register() -> None:
+    kernel_compat.install()
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for turn in range(10):
+                name = f"x{index}_flash_{turn}"
+                register_attention(name, REFERENCE)
+                assert resolve(name) is not None
+                if turn % 2:
+                    unregister_attention(name)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors, errors
+    expected = {f"x{index}_flash_{turn}" for index in range(6) for turn in range(0, 10, 2)}
+    assert {name for name in registered_attention() if name.startswith("x")} == expected
+    assert {name for name in functions() if name.startswith("x")} == expected
+
+
+def test_before_transformers_is_imported() -> None:
+    """In a process of its own: registering imports nothing, and install() makes it known."""
+    code = (
+        "import sys, kernel_compat as k\n"
+        "k.register_attention('x_flash', 'flash_attention_reference')\n"
+        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules\n"
+        "assert k.install().attention['x_flash'] == 'available'\n"
+        "k.register_attention('y_flash', 'flash_attention_reference')\n"
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as table\n"
+        "assert 'x_flash' in table.keys() and 'y_flash' in table.keys()\n"
+        "k.uninstall()\n"
+        "assert 'x_flash' not in table.keys() and 'y_flash' not in table.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
