@@ -12,7 +12,7 @@ from torch import Tensor
 from .errors import UnsupportedFeatureError
 from .kernels import Kernel
 from .kernels.base import instead
-from .masks import as_int, fixed_shapes, longest, packing, padding, reduce_mask, starts_of_sequences
+from .masks import as_int, fixed_shapes, longest, packing, padding, reduce_mask, require_total, starts_of_sequences
 
 __all__ = ["attention_forward", "flash_attention"]
 
@@ -165,7 +165,9 @@ def flash_attention(
         sinks = sinks.to(query.dtype)
 
     window = _window(sliding_window, causal, kv_len)
-    padded_queries = True
+    # Padding tells of the queries only where they are the last of the keys' tokens: never in cross-attention, which
+    # isn't causal and may have as many queries as keys.
+    padded_queries = causal
     if attention_mask is not None and attention_mask.ndim == 4:
         reduced = reduce_mask(attention_mask, q_len, kv_len)
         attention_mask, padded_queries = reduced.padding, reduced.padded_queries
@@ -186,14 +188,13 @@ def flash_attention(
         "deterministic": deterministic,
         "s_aux": sinks,
     }
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+    if attention_mask is not None:
+        # Before cu_seq_lens_*, as upstream does: 4.54's generate makes some up from the positions of a padded batch.
+        output = _padded(functions, query, key, value, attention_mask, padded_queries, options)
+    elif cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
-        if attention_mask is not None:
-            raise ValueError("both cu_seq_lens_q and an attention mask with padding: give packed sequences without a mask")
         output = _packed(functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options)
-    elif attention_mask is not None:
-        output = _padded(functions, query, key, value, attention_mask, padded_queries, options)
     else:
         output = _unpadded(functions, query, key, value, position_ids, options)
     return output[..., :value_dim]
@@ -281,6 +282,9 @@ def _packed(
     else:
         max_q = as_int(max_length_q) if max_length_q is not None else longest(cu_seqlens_q)
         max_k = as_int(max_length_k) if max_length_k is not None else longest(cu_seqlens_k)
+        if batch > 1:  # packed sequences stand in one row; over several, the offsets may not mean what they should
+            require_total(cu_seqlens_q, batch * q_len, "cu_seq_lens_q")
+            require_total(cu_seqlens_k, batch * key.shape[1], "cu_seq_lens_k")
     output: Tensor = functions.flash_attn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),

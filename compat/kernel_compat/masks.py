@@ -187,6 +187,17 @@ def longest(cu_seqlens: Tensor) -> int:
     return int(_once(cu_seqlens, ("longest",), lambda: cu_seqlens.diff().max().item()))
 
 
+def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
+    """Offsets must end where the tokens do. Synchronises once a tensor.
+
+    Raises:
+        ValueError: they don't.
+    """
+    total = _once(cu_seqlens, ("total",), lambda: cu_seqlens[-1].item())
+    if total != tokens:
+        raise ValueError(f"{name} ends at {total}, and there are {tokens} tokens in the batch")
+
+
 def as_int(length: Any) -> int:
     """A maximum length as the int that kernels take. Synchronises once a tensor."""
     if isinstance(length, Tensor):
@@ -300,7 +311,10 @@ def attention_mask_function(
     Returns:
         None, (batch, length) bool with length at most kv_length, or (batch, 1, q_length, kv_length) bool.
     """
-    if mask_function is not None and not _told_otherwise(mask_function):
+    tracing = torch.compiler.is_compiling()
+    if mask_function is not None and not (
+        _told_in_a_graph(mask_function, kwargs) if tracing else _told_otherwise(mask_function)
+    ):
         given: dict[str, Any] = {"cache_position": cache_position}
         if cache_position is None:  # from 5.6 on
             given = {"q_length": q_length, "q_offset": q_offset}
@@ -356,6 +370,20 @@ def _told_otherwise(function: Callable[..., Any]) -> bool:
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     inner = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
     return all(_told_otherwise(part) for part in inner)
+
+
+def _told_in_a_graph(function: Callable[..., Any], arguments: dict[str, Any]) -> bool:
+    """As `_told_otherwise`, where tracing hides what a function combines: by what upstream says beside it."""
+    name = function.__name__
+    if name in ("causal_mask_function", "bidirectional_mask_function"):
+        return True
+    # A model's own pattern comes with `use_vmap` (from 4.57 on), chunks come with their size.
+    chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
+    return (
+        name == "and_mask"
+        and not arguments.get("use_vmap")
+        and (chunk is None or arguments.get("local_size", chunk) != chunk)
+    )
 
 
 def _in_full(**arguments: Any) -> Tensor:

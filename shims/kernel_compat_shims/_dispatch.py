@@ -91,6 +91,11 @@ def with_implementation(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
+def implementation_key(implementation: Any) -> Any:
+    """What tells implementations apart: a name, or the identity of an object, which need not be hashable."""
+    return implementation if isinstance(implementation, (str, AttentionName)) else id(implementation)
+
+
 def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lambda name: None) -> Callable[..., Any]:
     """A method that checks a requested attention name: ours by our rules, all others by `original`.
 

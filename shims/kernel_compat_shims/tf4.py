@@ -11,7 +11,7 @@ from typing import Any
 from kernel_compat.names import resolve
 from kernel_compat.seams import Seam, Shim
 
-from ._dispatch import FORWARD_PARAMETERS, check_of, forward_of, namespace, with_implementation
+from ._dispatch import FORWARD_PARAMETERS, check_of, forward_of, implementation_key, namespace, with_implementation
 
 _UTILS = "transformers.modeling_flash_attention_utils"
 
@@ -40,13 +40,14 @@ def _replace_loader(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         if implementation is None:
             return original(implementation, *args, **kwargs)
         entry = resolve(implementation)
-        key = implementation if entry is None else entry
+        key = implementation_key(implementation if entry is None else entry)
         if key not in loaded:
             if entry is None:
                 original(implementation, *args, **kwargs)  # what a later call without a name gets
             with lock:
-                loaded[key] = load(implementation if entry is None else namespace(entry))
-        return loaded[key]
+                # With the object itself: an identity is unique for as long as its object lives.
+                loaded[key] = (implementation, load(implementation if entry is None else namespace(entry)))
+        return loaded[key][1]
 
     return {"lazy_import_flash_attention": lazy_import_flash_attention}
 

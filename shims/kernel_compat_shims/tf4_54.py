@@ -14,7 +14,7 @@ from kernel_compat.kernels import known_kernels
 from kernel_compat.names import resolve
 from kernel_compat.seams import Seam, Shim
 
-from ._dispatch import FORWARD_PARAMETERS, forward_of, namespace, with_implementation
+from ._dispatch import FORWARD_PARAMETERS, forward_of, implementation_key, namespace, with_implementation
 
 _UTILS = "transformers.modeling_flash_attention_utils"
 _CACHE = ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn", "_is_fa3", "_flash_supports_window")
@@ -22,18 +22,19 @@ _CACHE = ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn", "_is_fa3", "_
 
 def _replace_forward(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     original: FunctionType = originals["_flash_attention_forward"]
-    copies: dict[Any, Callable[..., Any]] = {}
+    copies: dict[Any, tuple[Any, Callable[..., Any]]] = {}
     lock = threading.Lock()
 
     def others(*args: Any, **kwargs: Any) -> Any:
         implementation = with_implementation(kwargs).get("implementation")
         if implementation is None:
             return original(*args, **kwargs)
+        key = implementation_key(implementation)
         with lock:
             # Its cache is its module's globals: a copy over globals of its own keeps what it loads to itself.
-            if implementation not in copies:
-                copies[implementation] = _over(original, {}, without=_CACHE)
-        return copies[implementation](*args, **kwargs)
+            if key not in copies:
+                copies[key] = (implementation, _over(original, {}, without=_CACHE))
+        return copies[key][1](*args, **kwargs)
 
     return {"_flash_attention_forward": forward_of(original, others)}
 
@@ -53,6 +54,21 @@ def _replace_loader(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         return _over(original, {"input": input})(impl if entry is None else namespace(entry))
 
     return {"_lazy_imports": _lazy_imports}
+
+
+def _replace_generate(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["prepare_inputs_for_generation"]
+
+    @wraps(original)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = original(self, *args, **kwargs)
+        if resolve(self.config._attn_implementation) is not None:
+            for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+                if name not in kwargs:
+                    inputs.pop(name, None)
+        return inputs
+
+    return {"prepare_inputs_for_generation": prepare_inputs_for_generation}
 
 
 def _over(function: FunctionType, additions: Mapping[str, Any], without: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -84,5 +100,21 @@ SHIMS = (
         reason="where flash_attn does not import, the loader asks the terminal for permission to download, and hangs a job",
         seams=(Seam(f"{_UTILS}:_lazy_imports", ("impl",)),),
         replace=_replace_loader,
+    ),
+    Shim(
+        name="tf4_54_generate",
+        distribution="transformers",
+        versions="==4.54.*",
+        reason=(
+            "generate makes up cu_seq_lens_* for every name with flash in it, and counts wrong for a batch: keys of "
+            "one sequence are attended by another's queries"
+        ),
+        seams=(
+            Seam(
+                "transformers.generation.utils:GenerationMixin.prepare_inputs_for_generation",
+                ("self", "input_ids", "past_key_values", "attention_mask", "inputs_embeds", "cache_position"),
+            ),
+        ),
+        replace=_replace_generate,
     ),
 )

@@ -16,6 +16,9 @@ from ._dispatch import FORWARD_PARAMETERS, check_of, forward_of, namespace
 _UTILS = "transformers.modeling_flash_attention_utils"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 
+#: Upstream's loader is asked for a registered name in this disguise: it would not ask the hub loader for a name of its own.
+_OURS = "kernel_compat:"
+
 
 def _replace_forward(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     original = originals["_flash_attention_forward"]
@@ -30,7 +33,7 @@ def _replace_loaders(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(from_hub)
     def load_and_register_attn_kernel(attn_implementation: str, *args: Any, **kwargs: Any) -> Any:
-        entry = resolve(attn_implementation)
+        entry = resolve(attn_implementation.replace(_OURS, "", 1))
         if entry is None:
             return from_hub(attn_implementation, *args, **kwargs)
         return namespace(entry)
@@ -45,7 +48,8 @@ def _replace_loaders(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         with lock:
             before = module._loaded_implementation
             if entry is not None:
-                # Its name may be the one loaded last, for a kernel that it no longer means.
+                implementation = implementation.replace(entry.name, _OURS + entry.name)
+                # The name may be the one loaded last, for a kernel that it no longer means.
                 module._loaded_implementation = None
             try:
                 result = lazy(implementation, *args, **kwargs)

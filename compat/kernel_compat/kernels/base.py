@@ -179,8 +179,8 @@ class Kernel:
         if self._functions is None:
             with self._lock:
                 if self._functions is None:
-                    provider = self.provider(environment or Environment.detect())
-                    self._features, self._functions = self._load(provider, environment or Environment.detect())
+                    environment = environment or Environment.detect()
+                    self._features, self._functions = self._load(self.provider(environment), environment)
         return self._functions
 
     def preload(self, features: Features, functions: Functions) -> None:
@@ -218,13 +218,7 @@ def adapt(
     """Put functions with a provider's own keywords behind the convention, and trim the features to what they take."""
     varlen = raw["flash_attn_varlen_func"]
     assert varlen is not None
-    parameters = inspect.signature(varlen).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    missing = {
-        feature
-        for keyword, feature in _OPTIONAL.items()
-        if not anything and provider.renamed.get(keyword, keyword) not in parameters
-    }
+    missing = {feature for keyword, feature in _OPTIONAL.items() if not _takes(varlen, provider.renamed, keyword)}
     features = dataclass_replace(
         features,
         paged=features.paged and raw["flash_attn_with_kvcache"] is not None,
@@ -232,9 +226,18 @@ def adapt(
     )
     call = _Call(name, features, provider)
     kvcache = raw["flash_attn_with_kvcache"] if features.paged else None
-    return features, Functions(
-        call.dense(raw["flash_attn_func"], varlen), call.varlen(varlen), kvcache and call.kvcache(kvcache)
-    )
+    dense = raw["flash_attn_func"]
+    if dense is not None:
+        needed = [keyword for keyword, feature in _OPTIONAL.items() if getattr(features, feature)]
+        if not all(_takes(dense, provider.renamed, keyword) for keyword in needed):
+            dense = None  # varlen does what it can't
+    return features, Functions(call.dense(dense, varlen), call.varlen(varlen), kvcache and call.kvcache(kvcache))
+
+
+def _takes(function: Callable[..., Any], renamed: Mapping[str, str], keyword: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return anything or renamed.get(keyword, keyword) in parameters
 
 
 class _Call:
@@ -380,7 +383,7 @@ class _Call:
             if supported["deterministic"]:
                 options[renamed.get("deterministic", "deterministic")] = True
             else:
-                _warn_once(self.name, "a deterministic backward", "gradients vary in their last bits")
+                _warn_once(self.name, "deterministic backward", "gradients vary in their last bits")
         left, right = window_size
         left, right = -1 if left is None else left, -1 if right is None else right
         if left >= 0 or right >= 0:

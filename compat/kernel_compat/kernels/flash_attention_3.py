@@ -53,7 +53,7 @@ KERNEL = Kernel(
             module="fa3_fwd_interface",
             distribution="fa3-fwd",
             features=Features(softcap=True, window=False, backward=False, dtypes=("bfloat16",), **_HOPPER),
-            install="pip install fa3-fwd",
+            install="Install it with: pip install fa3-fwd",
             renamed={"block_table": "page_table"},
             refine=_as_built("fa3_fwd_config"),
         ),

@@ -134,19 +134,20 @@ def _attention(
 ) -> Tensor:
     import torch
 
-    dtype = q.dtype if q.dtype == torch.float64 else torch.float32
-    groups = q.shape[2] // k.shape[2]
-    q_, k_, v_ = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-    k_, v_ = k_.repeat_interleave(groups, 1), v_.repeat_interleave(groups, 1)
-    scores = q_ @ k_.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    # The least finite number and a product with the mask, not -inf: a query that sees no key gets zeros, and
-    # gradients of zero, where softmax over -inf alone would give NaN.
-    scores = scores.masked_fill(~visible, torch.finfo(dtype).min)
-    if sinks is not None:
-        column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : visible.shape[-1]] * visible
-    weights = torch.nn.functional.dropout(weights, dropout_p)
-    return (weights @ v_).transpose(1, 2).to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):  # which would compute the products in half precision
+        dtype = q.dtype if q.dtype == torch.float64 else torch.float32
+        groups = q.shape[2] // k.shape[2]
+        q_, k_, v_ = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+        k_, v_ = k_.repeat_interleave(groups, 1), v_.repeat_interleave(groups, 1)
+        scores = q_ @ k_.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        # The least finite number and a product with the mask, not -inf: a query that sees no key gets zeros, and
+        # gradients of zero, where softmax over -inf alone would give NaN.
+        scores = scores.masked_fill(~visible, torch.finfo(dtype).min)
+        if sinks is not None:
+            column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : visible.shape[-1]] * visible
+        weights = torch.nn.functional.dropout(weights, dropout_p)
+        return (weights @ v_).transpose(1, 2).to(q.dtype)

@@ -1,0 +1,40 @@
+"""transformers 5.0 to 5.2: GPT-OSS's config refuses every flash name but one hub kernel's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+from kernel_compat.names import resolve
+from kernel_compat.seams import Seam, Shim
+
+
+def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["__setattr__"]
+
+    @wraps(original)
+    def __setattr__(self: Any, key: str, value: Any) -> None:
+        config = original.__globals__["GptOssConfig"]
+        if key in ("_attn_implementation", "_attn_implementation_internal") and resolve(value) is not None:
+            # Past this class: its check is all that its method adds. A kernel without sinks refuses them itself.
+            super(config, self).__setattr__(key, value)
+        else:
+            original(self, key, value)
+
+    return {"__setattr__": __setattr__}
+
+
+SHIM = Shim(
+    name="tf5_gpt_oss",
+    distribution="transformers",
+    versions=">=5.0,<5.3",
+    reason="GPT-OSS's config raises for every name with flash in it, but for one hub kernel's",
+    seams=(
+        Seam(
+            "transformers.models.gpt_oss.configuration_gpt_oss:GptOssConfig.__setattr__",
+            ("self", "key", "value"),
+        ),
+    ),
+    replace=_replace,
+)

@@ -1,0 +1,45 @@
+"""Real transformers, with the library installed for the length of a test."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import kernel_compat
+
+NAME = "my_flash_attention_reference"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def installed() -> Iterator[kernel_compat.Report]:
+    """The library installed, with `NAME` bound to the reference kernel."""
+    kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+    try:
+        with kernel_compat.installed() as report:
+            assert report.ok, report
+            yield report
+    finally:
+        kernel_compat.unregister_attention(NAME)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tiny models are saved."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore", message="transformers .* is (older|newer) than")

@@ -1,0 +1,296 @@
+"""Models whose attention is not a decoder's: cross-attention, 4D masks, vision towers, parts with names of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import NAME
+from tiny import TRANSFORMERS, VOCAB, load, randomize
+from torch import Tensor
+
+import kernel_compat
+
+pytestmark = pytest.mark.usefixtures("installed")
+
+TOLERANCE = 1e-5
+
+
+def save(folder: Path, name: str, auto: Any, config: Any) -> Path:
+    path = folder / name
+    if not path.exists():
+        torch.manual_seed(0)
+        randomize(auto.from_config(config, attn_implementation="eager")).save_pretrained(path)
+    return path
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float(((found - expected).norm() / expected.norm()).detach())
+
+
+class TestBart:
+    """S8: up to 4.57 BART compares the name with a literal, and hands every other name 4D masks."""
+
+    @pytest.fixture
+    def pair(self, models: Path) -> tuple[Any, Any]:
+        config = transformers.BartConfig(
+            vocab_size=VOCAB,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=64,
+            pad_token_id=1,
+            bos_token_id=0,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            forced_eos_token_id=None,
+        )
+        auto = transformers.AutoModelForSeq2SeqLM
+        path = save(models, "bart", auto, config)
+        return load(path, "eager", auto), load(path, NAME, auto)
+
+    def inputs(self) -> dict[str, Tensor]:
+        mask = torch.ones(2, 9, dtype=torch.long)
+        mask[0, 5:] = 0
+        targets = torch.ones(2, 6, dtype=torch.long)
+        targets[1, 4:] = 0
+        return {
+            "input_ids": torch.randint(3, VOCAB, (2, 9)),
+            "attention_mask": mask,
+            "decoder_input_ids": torch.randint(3, VOCAB, (2, 6)),
+            "decoder_attention_mask": targets,
+        }
+
+    def test_padded(self, pair: tuple[Any, Any]) -> None:
+        inputs = self.inputs()
+        real = inputs["decoder_attention_mask"].bool()
+        losses = []
+        for model in pair:
+            logits = model(**inputs, use_cache=False).logits[real]
+            logits.square().sum().backward()
+            losses.append((logits, torch.cat([p.grad.flatten() for p in model.parameters()])))
+        (expected, expected_gradient), (found, gradient) = losses
+        assert distance(found, expected) < TOLERANCE
+        assert distance(gradient, expected_gradient) < 10 * TOLERANCE
+
+    def test_masks_reach_the_forward_as_upstream_makes_them(self, models: Path, pair: tuple[Any, Any]) -> None:
+        """What makes this a test of S8: 4D masks before 5.0, none since."""
+        from kernel_compat import attention
+
+        seen: list[int] = []
+        inner = attention.attention_forward(kernel_compat.known_kernels()["flash_attention_reference"], "seen_flash")
+
+        def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+            seen.append(0 if mask is None else mask.ndim)
+            return inner(module, query, key, value, mask, **options)
+
+        kernel_compat.register_attention("seen_flash", "flash_attention_reference", forward=forward)
+        try:
+            load(models / "bart", "seen_flash", transformers.AutoModelForSeq2SeqLM)(**self.inputs(), use_cache=False)
+        finally:
+            kernel_compat.unregister_attention("seen_flash")
+        assert (4 in seen) == (TRANSFORMERS.major < 5), seen
+
+    def test_generate(self, pair: tuple[Any, Any]) -> None:
+        inputs = {k: v for k, v in self.inputs().items() if not k.startswith("decoder")}
+        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": 1}
+        expected, found = (model.generate(**inputs, **options) for model in pair)
+        assert torch.equal(found, expected)
+
+    def test_one_mask_is_proved_once(self, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        from kernel_compat import masks
+
+        proved: list[int] = []
+        reduce = masks._reduce
+        monkeypatch.setattr(masks, "_reduce", lambda *a: (proved.append(1), reduce(*a))[1])
+        pair[1](**self.inputs(), use_cache=False)
+        # One for the encoder, the decoder and the cross-attention, whose layers are two each.
+        assert len(proved) == (3 if TRANSFORMERS.major < 5 else 0)
+
+
+class TestQwen25VL:
+    """A vision tower with windows, given by cu_seqlens, and a text model with three-dimensional positions."""
+
+    @pytest.fixture
+    def pair(self, models: Path) -> tuple[Any, Any]:
+        config = transformers.Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": VOCAB,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 128,
+                "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+                "pad_token_id": 0,
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "patch_size": 4,
+                "spatial_patch_size": 4,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            image_token_id=90,
+            video_token_id=91,
+            vision_start_token_id=92,
+            vision_end_token_id=93,
+        )
+        path = models / "qwen25vl"
+        model = transformers.Qwen2_5_VLForConditionalGeneration
+        if not path.exists():
+            torch.manual_seed(0)
+            randomize(model._from_config(config, attn_implementation="eager")).save_pretrained(path)
+        return load(path, "eager", model), load(path, NAME, model)
+
+    def inputs(self) -> dict[str, Tensor]:
+        grid = torch.tensor([[1, 8, 12], [1, 4, 4]])
+        patches = int(grid.prod(1).sum())
+        first, second = [92, *[90] * 24, 93], [92, *[90] * 4, 93]
+        ids = torch.tensor([[5, 6, *first, 7, *second, 8, 9]])
+        types = (ids == 90).long()
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": torch.randn(patches, 3 * 2 * 4 * 4),
+            "image_grid_thw": grid,
+        }
+        return {**inputs, "mm_token_type_ids": types} if TRANSFORMERS.release >= (5, 3) else inputs
+
+    def test_image(self, pair: tuple[Any, Any]) -> None:
+        inputs = self.inputs()
+        expected, found = (model(**inputs, use_cache=False).logits for model in pair)
+        assert distance(found, expected) < TOLERANCE
+
+    def test_generate(self, pair: tuple[Any, Any]) -> None:
+        inputs = self.inputs()
+        expected, found = (model.generate(**inputs, max_new_tokens=4, do_sample=False) for model in pair)
+        assert torch.equal(found, expected)
+
+
+class TestParts:
+    """A composite model whose parts have attention names of their own."""
+
+    @pytest.fixture
+    def path(self, models: Path) -> Path:
+        config = transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
+            ),
+            text_config=transformers.LlamaConfig(
+                vocab_size=VOCAB,
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                pad_token_id=0,
+            ),
+            image_token_index=90,
+            vision_feature_layer=-1,
+        )
+        path = models / "llava"
+        if not path.exists():
+            torch.manual_seed(0)
+            model = transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
+            randomize(model).save_pretrained(path)
+        return path
+
+    def logits(self, model: Any) -> Tensor:
+        torch.manual_seed(3)
+        ids = torch.tensor([[5, *[90] * 16, 6, 7]])
+        logits: Tensor = model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=torch.randn(1, 3, 16, 16), use_cache=False
+        ).logits
+        return logits
+
+    def names(self, model: Any) -> tuple[str, str]:
+        config = model.config
+        return config.text_config._attn_implementation, config.vision_config._attn_implementation
+
+    @pytest.mark.parametrize("parts", [(NAME, "eager"), ("eager", NAME), ("sdpa", NAME), (NAME, NAME)])
+    def test_from_pretrained_with_a_dict(self, path: Path, parts: tuple[str, str]) -> None:
+        llava = transformers.LlavaForConditionalGeneration
+        model = load(path, {"text_config": parts[0], "vision_config": parts[1]}, llava)
+        assert self.names(model) == parts
+        assert distance(self.logits(model), self.logits(load(path, "eager", llava))) < TOLERANCE
+
+    def test_set_attn_implementation(self, path: Path) -> None:
+        llava = transformers.LlavaForConditionalGeneration
+        model = load(path, "eager", llava)
+        expected = self.logits(model)
+        model.set_attn_implementation(NAME)
+        assert self.names(model) == (NAME, NAME)
+        assert distance(self.logits(model), expected) < TOLERANCE
+        model.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"})
+        assert self.names(model) == (NAME, "sdpa")
+        assert distance(self.logits(model), expected) < TOLERANCE
+        model.set_attn_implementation("eager")
+        assert self.names(model) == ("eager", "eager")
+        assert torch.equal(self.logits(model), expected)
+
+
+def test_a_mask_no_flash_kernel_has_is_refused(models: Path) -> None:
+    """A prefix that sees itself in full: transformers' own flash attention would drop it."""
+    from tiny import saved
+
+    visible = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    visible[..., :4, :4] = True
+    ids = torch.randint(3, VOCAB, (1, 8))
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    load(saved(models, "llama"), "eager")(input_ids=ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="4D attention mask.*sdpa"):
+        load(saved(models, "llama"), NAME)(input_ids=ids, attention_mask=mask)
+
+
+def test_a_4d_mask_of_padding_and_causality_is_honoured(models: Path) -> None:
+    from tiny import saved
+
+    visible = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+    visible[0, :, :, :3] = False
+    ids = torch.randint(3, VOCAB, (2, 8))
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    real = torch.ones(2, 8, dtype=torch.bool)
+    real[0, :3] = False
+    expected, found = (
+        load(saved(models, "llama"), name)(input_ids=ids, attention_mask=mask, use_cache=False).logits[real]
+        for name in ("eager", NAME)
+    )
+    assert distance(found, expected) < TOLERANCE
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma3Config"), reason="no Gemma3")
+def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -> None:
+    """An `or` of another pattern: built in full, proved or refused."""
+    from kernel_compat.masks import attention_mask_function
+    from transformers import masking_utils
+
+    arguments: dict[str, Any] = {"batch_size": 1, "kv_length": 6}
+    if TRANSFORMERS.release >= (5, 5) and "q_length" in masking_utils.sdpa_mask.__code__.co_varnames:
+        arguments |= {"q_length": 6, "q_offset": 0}
+    else:
+        arguments |= {"cache_position": torch.arange(6)}
+    arguments |= {"device": torch.device("cpu")} if TRANSFORMERS.release >= (5, 5) else {}
+
+    def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return (q < 3) & (k < 3)
+
+    odd = masking_utils.or_masks(masking_utils.causal_mask_function, prefix)
+    mask = attention_mask_function(mask_function=odd, **arguments)
+    assert mask is not None
+    assert mask.shape == (1, 1, 6, 6)
+    assert mask[0, 0, 0].tolist() == [True, True, True, False, False, False]
+    plain = masking_utils.sliding_window_causal_mask_function(3)
+    assert attention_mask_function(mask_function=plain, **arguments) is None

@@ -1,0 +1,178 @@
+"""Decoder-only models: logits and gradients of a registered name against eager, for every shape of batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import NAME
+from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, saved
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("installed")
+
+# Both compute in float32: what differs is the order of sums, a few units in the last place a layer.
+LOGITS, GRADIENTS = 1e-5, 1e-4
+
+BATCH, LENGTH = 3, 14
+LENGTHS = (5, 6, 3)
+
+
+@pytest.fixture(params=list(CAUSAL_LMS))
+def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Any, Any]:
+    """The same tiny model twice: eager, and under the registered name."""
+    path = saved(models, request.param)
+    ours = load(path, NAME)
+    assert ours.config._attn_implementation == NAME
+    return load(path, "eager"), ours
+
+
+def tokens(batch: int = BATCH, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, VOCAB, (batch, length))
+
+
+def padding(side: str) -> Tensor:
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[0, :6] = 0
+    mask[1, :1] = 0
+    return mask if side == "left" else mask.flip(1)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def gradients(model: Any, logits: Tensor) -> Tensor:
+    """Of a loss that every logit counts in."""
+    model.zero_grad()
+    logits.square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def compare(pair: tuple[Any, Any], expected: Tensor, found: Tensor) -> None:
+    eager, ours = pair
+    assert distance(found, expected) < LOGITS
+    assert distance(gradients(ours, found), gradients(eager, expected)) < GRADIENTS
+
+
+def test_batched(pair: tuple[Any, Any]) -> None:
+    ids = tokens()
+    expected, found = (model(input_ids=ids, use_cache=False).logits for model in pair)
+    compare(pair, expected, found)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded(pair: tuple[Any, Any], side: str) -> None:
+    ids, mask = tokens(), padding(side)
+    expected, found = (
+        model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for model in pair
+    )
+    compare(pair, expected, found)
+
+
+def apart(model: Any, ids: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    """The logits of packed sequences, each computed by itself: some eager models mix packed ones (gpt-oss)."""
+    return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+
+
+def test_packed_position_ids(pair: tuple[Any, Any]) -> None:
+    ids = tokens(1)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    found = pair[1](input_ids=ids, position_ids=positions, use_cache=False).logits
+    compare(pair, apart(pair[0], ids), found)
+
+
+def test_packed_position_ids_in_a_batch(pair: tuple[Any, Any]) -> None:
+    ids = tokens()
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None].expand(BATCH, -1)
+    found = pair[1](input_ids=ids, position_ids=positions, use_cache=False).logits
+    compare(pair, apart(pair[0], ids), found)
+
+
+@pytest.mark.parametrize("max_length", ["int", "tensor", "missing"])
+def test_given_cu_seq_lens(pair: tuple[Any, Any], max_length: str) -> None:
+    ids = tokens(1)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    longest: dict[str, Any] = {"int": max(LENGTHS), "tensor": torch.tensor(max(LENGTHS)), "missing": None}
+    lengths = {"max_length_q": longest[max_length], "max_length_k": longest[max_length]}
+    found = pair[1](
+        input_ids=ids, position_ids=positions, use_cache=False, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, **lengths
+    ).logits
+    compare(pair, apart(pair[0], ids), found)
+
+
+GREEDY = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("batch", ["one", "even", "padded"])
+def test_generate(pair: tuple[Any, Any], batch: str, cache: str) -> None:
+    if cache == "static" and pair[0].config.model_type == "deepseek_v3":
+        pytest.skip("transformers sizes the static cache by one head dimension; deepseek_v3 has two")
+    ids = tokens(1 if batch == "one" else BATCH, 6)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if batch == "padded":
+        inputs["attention_mask"] = padding("left")[:, 2:8]
+    options = {**GREEDY, **({"cache_implementation": "static", "disable_compile": True} if cache == "static" else {})}
+    expected, found = (model.generate(**inputs, **options) for model in pair)
+    assert torch.equal(found, expected)
+
+
+def test_continued_with_a_cache(pair: tuple[Any, Any]) -> None:
+    """Several new tokens against cached keys: causality is aligned to the bottom right."""
+    ids = tokens()
+    expected = pair[0](input_ids=ids, use_cache=False).logits[:, 9:]
+    first = pair[1](input_ids=ids[:, :9], use_cache=True)
+    found = pair[1](input_ids=ids[:, 9:], past_key_values=first.past_key_values, use_cache=True).logits
+    assert distance(found, expected) < LOGITS
+
+
+def test_activation_checkpointing(pair: tuple[Any, Any]) -> None:
+    ids, mask = tokens(), padding("right")
+    expected = pair[0](input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    pair[1].train()
+    pair[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = pair[1](input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    compare(pair, expected, found)
+
+
+def test_two_names_take_turns(models: Path) -> None:
+    """Each keeps its kernel, forward by forward, whatever else was loaded in the process."""
+    import kernel_compat
+    from kernel_compat.kernels import reference
+
+    calls: list[str] = []
+
+    class Counting:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            calls.append(self.name)
+            return reference.flash_attn_func(q, k, v, **options)
+
+        def flash_attn_varlen_func(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            calls.append(self.name)
+            return reference.flash_attn_varlen_func(q, k, v, **options)
+
+    path = saved(models, "llama")
+    names = ("one_flash", "other_flash")
+    for name in names:
+        kernel_compat.register_attention(name, kernel=Counting(name))
+    try:
+        pair = {name: load(path, name) for name in names}
+        ids = tokens()
+        for name in (*names, *names[::-1]):
+            calls.clear()
+            pair[name](input_ids=ids)
+            assert calls == [name] * 2  # layers
+    finally:
+        for name in names:
+            kernel_compat.unregister_attention(name)
+
+
+def test_releases_that_have_gpt_oss_test_it() -> None:
+    assert ("gpt_oss_sinks" in CAUSAL_LMS) == (TRANSFORMERS.release >= (4, 55))

@@ -1,0 +1,217 @@
+"""Where a name is checked: loading, switching, refusing, in any order of import and installation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import transformers.modeling_flash_attention_utils as upstream
+from conftest import NAME
+from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, saved
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import kernel_compat
+
+
+@pytest.mark.usefixtures("installed")
+def test_from_config_and_pipeline(models: Path) -> None:
+    config = CAUSAL_LMS["llama"]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    assert model.config._attn_implementation == NAME
+
+
+@pytest.mark.usefixtures("installed")
+def test_autocast_casts_float32_inputs(models: Path) -> None:
+    """The dtype the kernel sees is autocast's, not that of the float32 weights."""
+    from kernel_compat.kernels import reference
+
+    seen: list[torch.dtype] = []
+
+    class Recording:
+        @staticmethod
+        def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+            seen.append(q.dtype)
+            return reference.flash_attn_func(q, k, v, **options)
+
+        flash_attn_varlen_func = staticmethod(reference.flash_attn_varlen_func)
+
+    kernel_compat.register_attention("recording_flash", kernel=Recording)
+    try:
+        model = load(saved(models, "llama"), "recording_flash")
+        ids = torch.randint(3, VOCAB, (1, 6))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(input_ids=ids)
+        assert set(seen) == {torch.bfloat16}
+        seen.clear()
+        model.to(torch.bfloat16)
+        for layer in model.model.layers:  # as PEFT leaves norms, so that attention's inputs are float32
+            layer.self_attn.q_proj.register_forward_hook(lambda m, a, out: out.float())
+            layer.self_attn.k_proj.register_forward_hook(lambda m, a, out: out.float())
+        model.model.rotary_emb.float()
+        model(input_ids=ids)
+        assert set(seen) == {torch.bfloat16}
+    finally:
+        kernel_compat.unregister_attention("recording_flash")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flash_attention_4"])
+def test_an_unusable_kernel_fails_when_the_model_is_loaded(models: Path, kernel: str) -> None:
+    if not kernel_compat.known_kernels()[kernel].unavailable_because(kernel_compat.Environment.detect()):
+        pytest.skip(f"{kernel} is usable here")
+    name = f"mine_{kernel}"
+    kernel_compat.register_attention(name, kernel=kernel)
+    try:
+        path = saved(models, "llama")
+        with pytest.raises(kernel_compat.KernelUnavailableError, match=f"{kernel} is not usable here: .*install"):
+            load(path, name)
+        model = load(path, "eager")
+        with pytest.raises(kernel_compat.KernelUnavailableError):
+            model.set_attn_implementation(name)
+        assert model.config._attn_implementation == "eager"
+    finally:
+        kernel_compat.unregister_attention(name)
+
+
+@pytest.mark.usefixtures("installed")
+def test_flash_attention_4_is_a_name_on_every_release(models: Path) -> None:
+    """Upstream has it from 5.4 on; before, the library does."""
+    assert "flash_attention_4" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    with pytest.raises(ImportError):
+        load(saved(models, "llama"), "flash_attention_4")
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_reference_kernel_has_a_name_of_its_own(models: Path) -> None:
+    model = load(saved(models, "llama"), "flash_attention_reference")
+    assert model(input_ids=torch.randint(3, VOCAB, (1, 4))).logits.isfinite().all()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_model_without_flash_attention_refuses_the_name() -> None:
+    """GPT-J's attention knows no interface on these releases, or it does: it never ignores the name."""
+
+    class Plain(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+        _supports_sdpa = True
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.post_init()
+
+        def _init_weights(self, module: Any) -> None:
+            pass
+
+    with pytest.raises(ValueError, match=f"Plain does not support flash attention.*{NAME}"):
+        Plain._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
+
+
+def test_names_are_withdrawn() -> None:
+    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    masks_before = dict(masks._global_mapping)
+    kernel_compat.register_attention(NAME, "flash_attention_reference")
+    try:
+        with kernel_compat.installed():
+            assert NAME in ALL_ATTENTION_FUNCTIONS.valid_keys()
+            assert NAME in masks.valid_keys()
+            assert (f"paged|{NAME}" in ALL_ATTENTION_FUNCTIONS.valid_keys()) == (
+                (5, 0) <= TRANSFORMERS.release < (5, 19)
+            )
+    finally:
+        kernel_compat.unregister_attention(NAME)
+    assert before == ALL_ATTENTION_FUNCTIONS._global_mapping
+    assert masks_before == masks._global_mapping
+
+
+def test_every_seam_is_the_original_object_again() -> None:
+    def seams() -> dict[str, Any]:
+        with kernel_compat.installed() as report:
+            targets = [target for shim in report.shims for target in shim.seams]
+        found = {}
+        for target in targets:
+            module, _, path = target.partition(":")
+            owner: Any = sys.modules[module]
+            *parents, name = path.split(".")
+            for part in parents:
+                owner = getattr(owner, part)
+            found[target] = vars(owner)[name]
+        return found
+
+    names = {id(v): (m.__name__, k) for m in list(sys.modules.values()) if m for k, v in list(vars(m).items())}
+    before = seams()
+    assert len(before) >= 4
+    with kernel_compat.installed():
+        assert upstream._flash_attention_forward is not before[
+            "transformers.modeling_flash_attention_utils:_flash_attention_forward"
+        ]
+    after = seams()
+    assert all(after[target] is before[target] for target in before)
+    assert all(id(before[t]) in names for t in before if "PreTrainedModel" not in t and "Generation" not in t)
+
+
+def test_a_name_transformers_owns_is_not_taken() -> None:
+    with kernel_compat.installed():
+        with pytest.raises(ValueError, match="belongs to transformers"):
+            kernel_compat.register_attention("sdpa", "flash_attention_reference")
+        theirs = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+        kernel_compat.register_attention("flash_attention_2", "flash_attention_reference", override=True)
+        assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is not theirs
+        kernel_compat.unregister_attention("flash_attention_2")
+        assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is theirs
+
+
+def test_an_overridden_name_is_served(models: Path) -> None:
+    kernel_compat.register_attention("flash_attention_2", "flash_attention_reference", override=True)
+    try:
+        with kernel_compat.installed():
+            model = load(saved(models, "llama"), "flash_attention_2")
+            eager = load(saved(models, "llama"), "eager")
+            ids = torch.randint(3, VOCAB, (1, 6))
+            torch.testing.assert_close(model(input_ids=ids).logits, eager(input_ids=ids).logits)
+    finally:
+        kernel_compat.unregister_attention("flash_attention_2")
+
+
+ORDERS = {
+    "transformers, register, install": ("import_", "register", "install"),
+    "install, transformers, register": ("install", "import_", "register"),
+    "register, install, transformers": ("register", "install", "import_"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_order_gives_the_same(models: Path, order: str) -> None:
+    path = saved(models, "llama")
+    steps = {
+        "import_": "import transformers; from transformers.models.llama import modeling_llama",
+        "register": "kernel_compat.register_attention('late_flash', kernel='flash_attention_reference')",
+        "install": "assert kernel_compat.install().ok",
+    }
+    script = f"""
+        import warnings; warnings.simplefilter("ignore")
+        import kernel_compat
+        {"; ".join(steps[step] for step in ORDERS[order])}
+        import torch
+        from transformers import AutoModelForCausalLM
+        ids = torch.arange(3, 9)[None]
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+        both = [
+            AutoModelForCausalLM.from_pretrained({str(path)!r}, attn_implementation=name)(
+                input_ids=ids, attention_mask=mask
+            ).logits[:, 2:]
+            for name in ("eager", "late_flash")
+        ]
+        torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
+        print("same")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.stdout.endswith("same\n"), run.stderr

@@ -1,0 +1,91 @@
+"""A framework's own attention function, as sequence-parallel ones are, over transformers' `_flash_attention_forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import VOCAB, load, saved
+from torch import Tensor
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+import kernel_compat
+
+OWN = "veomni_flash_attention_4_with_sp"
+
+
+def own_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    kwargs.pop("is_causal", None)
+    # Bound at import, before install(): as frameworks write it.
+    output = _flash_attention_forward(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attention_mask,
+        query_length=query.shape[2],
+        is_causal=True,
+        dropout=dropout,
+        softmax_scale=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        attn_implementation=OWN,
+        **kwargs,
+    )
+    return output, None
+
+
+@pytest.fixture
+def registered(installed: kernel_compat.Report) -> Iterator[None]:
+    kernel_compat.register_attention(OWN, "flash_attention_reference", forward=own_forward)
+    # Names bound by `from ... import` before the installation must be the installed ones.
+    global _flash_attention_forward
+    assert _flash_attention_forward is transformers.modeling_flash_attention_utils._flash_attention_forward
+    yield
+    kernel_compat.unregister_attention(OWN)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "gemma2_softcap"])
+@pytest.mark.parametrize("batch", ["even", "padded", "packed"])
+def test_same_numbers_as_eager(models: Path, name: str, batch: str) -> None:
+    path = saved(models, name)
+    eager, ours = load(path, "eager"), load(path, OWN)
+    ids = torch.randint(3, VOCAB, (1 if batch == "packed" else 2, 12))
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    real = torch.ones(ids.shape, dtype=torch.bool)
+    if batch == "padded":
+        real[0, :5] = False
+        inputs["attention_mask"] = real.long()
+    if batch == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(7), torch.arange(5)])[None]
+        expected = torch.cat([eager(input_ids=part, use_cache=False).logits for part in ids.split((7, 5), 1)], 1)
+    else:
+        expected = eager(**inputs).logits
+    found = ours(**inputs).logits
+    difference = (found - expected)[real].norm() / expected[real].norm()
+    assert difference < 1e-5
+
+
+@pytest.mark.usefixtures("registered")
+def test_generate(models: Path) -> None:
+    path = saved(models, "llama")
+    ids = torch.randint(3, VOCAB, (2, 6))
+    inputs = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected, found = (load(path, name).generate(**inputs, **options) for name in ("eager", OWN))
+    assert torch.equal(found, expected)

@@ -1,0 +1,359 @@
+"""What transformers does by itself, on the releases it does it on, and what it does with the library installed.
+
+The numbers are those of the design's table of silent failures. Where upstream is asked for a FlashAttention package,
+the module `flash_attn_interface` stands in for FlashAttention-3's: its functions are the reference kernel's, with
+FA3's parameters.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers.modeling_flash_attention_utils as upstream
+import transformers.modeling_utils
+from conftest import NAME
+from tiny import TRANSFORMERS, VOCAB, load, saved
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import kernel_compat
+from kernel_compat.kernels import reference
+
+RELEASE = TRANSFORMERS.release[:2]
+BEFORE_5 = RELEASE < (5, 0)
+
+
+def on(first: tuple[int, int], last: tuple[int, int]) -> pytest.MarkDecorator:
+    """The releases that have the failure."""
+    there = first <= RELEASE <= last
+    return pytest.mark.skipif(not there, reason=f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))} alone")
+
+
+def attend(name: str, **options: Any) -> Tensor:
+    """Upstream's own entry to flash attention, on fixed inputs of shape (1, 8, 2, 16)."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 8, 2, 16, generator=generator) for _ in range(3))
+    implementation = "implementation" if BEFORE_5 else "attn_implementation"
+    arguments = {"query_length": 8, "is_causal": True, **{implementation: name}, **options}
+    return upstream._flash_attention_forward(q, k, v, None, **arguments)
+
+
+def expected(**options: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 8, 2, 16, generator=generator) for _ in range(3))
+    return reference.flash_attn_func(q, k, v, causal=True, **options)
+
+
+def like_fa3(function: Callable[..., Tensor], scale: float = 1.0) -> Callable[..., Tensor]:
+    """The function with FlashAttention-3's parameters: neither sinks nor dropout. `scale` tells two kernels apart."""
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        deterministic: bool = False,
+        **lengths: Any,
+    ) -> Tensor:
+        return scale * function(
+            q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, **lengths
+        )
+
+    parameters = [p for p in inspect.signature(call).parameters.values() if p.name != "lengths"]
+    if function is reference.flash_attn_varlen_func:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        parameters += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def functions(scale: float = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(
+        flash_attn_func=like_fa3(reference.flash_attn_func, scale),
+        flash_attn_varlen_func=like_fa3(reference.flash_attn_varlen_func, scale),
+        flash_attn_with_kvcache=like_fa3(reference.flash_attn_func, scale),
+    )
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Upstream as in a process that has loaded no flash attention yet, with FlashAttention-3 to be imported."""
+    for name in ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn", "_is_fa3", "_process_flash_kwargs_fn"):
+        if RELEASE == (4, 54):
+            vars(upstream).pop(name, None)
+        elif hasattr(upstream, name):
+            monkeypatch.setattr(upstream, name, None)
+    if hasattr(upstream, "_loaded_implementation"):
+        monkeypatch.setattr(upstream, "_loaded_implementation", None)
+    fa3 = ModuleType("flash_attn_interface")
+    vars(fa3).update(vars(functions()))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fa3)
+    yield
+    for name in ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn", "_is_fa3"):
+        if RELEASE == (4, 54):
+            vars(upstream).pop(name, None)
+
+
+@pytest.fixture
+def other(installed: kernel_compat.Report) -> Iterator[str]:
+    """A second registered name, whose kernel gives three times the reference's output and has no sinks or softcap."""
+    kernel_compat.register_attention("other_flash", kernel=functions(3.0))
+    yield "other_flash"
+    kernel_compat.unregister_attention("other_flash")
+
+
+class TestS1MaskDropped:
+    """A registered name without a mask function: padding is dropped."""
+
+    def seen_mask(self, models: Path, name: str) -> Any:
+        model = load(saved(models, "llama"), name)
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+        model(input_ids=torch.randint(3, VOCAB, (2, 6)), attention_mask=mask)
+        return self.masks[-1]
+
+    @pytest.fixture(autouse=True)
+    def recorded(self) -> None:
+        self.masks: list[Any] = []
+
+    def forward(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        self.masks.append(mask)
+        return query.transpose(1, 2), None
+
+    def test_upstream(self, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "plain_attention", self.forward)
+        assert self.seen_mask(models, "plain_attention") is None
+
+    def test_ours(self, models: Path, installed: kernel_compat.Report) -> None:
+        kernel_compat.register_attention("recorded_flash", "flash_attention_reference", forward=self.forward)
+        try:
+            mask = self.seen_mask(models, "recorded_flash")
+        finally:
+            kernel_compat.unregister_attention("recorded_flash")
+        assert mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
+
+
+@pytest.mark.usefixtures("fresh")
+@on((4, 54), (4, 57))
+class TestS2FirstServesAll:
+    def test_upstream(self) -> None:
+        first, second = functions(), functions(3.0)
+        attend(first)  # type: ignore[arg-type]
+        torch.testing.assert_close(attend(second), expected())  # type: ignore[arg-type]
+
+    def test_ours(self, other: str) -> None:
+        for _ in range(2):
+            torch.testing.assert_close(attend(NAME), expected())
+            torch.testing.assert_close(attend(other), 3 * expected())
+
+    def test_upstreams_own_names(self, other: str) -> None:
+        attend(other)
+        torch.testing.assert_close(attend("flash_attention_3"), expected())
+        first, second = functions(), functions(5.0)
+        attend(first)  # type: ignore[arg-type]
+        torch.testing.assert_close(attend(second), 5 * expected())  # type: ignore[arg-type]
+
+    def test_the_name_upstream_ignores(self, other: str) -> None:
+        """Upstream's callers pass `attn_implementation`, which its function doesn't read."""
+        attend("flash_attention_3")
+        q = torch.randn(1, 8, 2, 16)
+        found = upstream._flash_attention_forward(q, q, q, None, 8, True, attn_implementation=other)
+        torch.testing.assert_close(found, 3 * reference.flash_attn_func(q, q, q, causal=True))
+
+
+@pytest.mark.usefixtures("fresh")
+@on((5, 0), (5, 22))
+class TestS3FailedLoad:
+    def test_upstream(self) -> None:
+        attend("flash_attention_3")
+        with pytest.raises(ValueError, match="Could not find"):
+            attend("missing_flash")
+        torch.testing.assert_close(attend("missing_flash"), expected())  # the kernel before
+
+    def test_ours(self, installed: kernel_compat.Report) -> None:
+        attend("flash_attention_3")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Could not find"):
+                attend("missing_flash")
+        torch.testing.assert_close(attend("flash_attention_3"), expected())
+
+
+@pytest.mark.usefixtures("fresh")
+class TestS4WindowTooWide:
+    @on((4, 54), (4, 55))
+    def test_upstream(self) -> None:
+        torch.testing.assert_close(attend("flash_attention_3", sliding_window=3), expected(window_size=(3, 3)))
+
+    def test_ours(self, installed: kernel_compat.Report) -> None:
+        """Three keys, the query's own included: what the eager mask shows."""
+        torch.testing.assert_close(attend(NAME, sliding_window=3), expected(window_size=(2, 0)))
+
+
+@pytest.mark.usefixtures("fresh")
+class TestS5SinksAndSoftcapDropped:
+    sinks = torch.tensor([0.5, -0.5])
+
+    def test_upstream_sinks(self) -> None:
+        torch.testing.assert_close(attend("flash_attention_3", s_aux=self.sinks), expected())
+
+    @on((4, 55), (5, 20))
+    def test_upstream_softcap(self) -> None:
+        torch.testing.assert_close(attend("flash_attention_3", softcap=2.0), expected())
+
+    def test_ours_by_a_kernel_that_has_them(self, installed: kernel_compat.Report) -> None:
+        torch.testing.assert_close(attend(NAME, s_aux=self.sinks), expected(s_aux=self.sinks))
+        torch.testing.assert_close(attend(NAME, softcap=2.0), expected(softcap=2.0))
+
+    @pytest.mark.parametrize(("option", "feature"), [("s_aux", "attention sinks"), ("softcap", "softcap")])
+    def test_ours_by_one_that_does_not(self, other: str, option: str, feature: str) -> None:
+        value = self.sinks if option == "s_aux" else 2.0
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match=f"{feature}.*flash_attention_reference"):
+            attend(other, **{option: value})
+
+
+@on((5, 0), (5, 3))
+class TestS6Fa4TakenForFa2:
+    """Packages as pip writes them, in a process of its own that believes in a GPU."""
+
+    def answers(self, tmp_path: Path, install: bool) -> list[bool]:
+        info = tmp_path / "flash_attn_4-4.0.0b36.dist-info"
+        (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+        (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("")
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n")
+        (info / "RECORD").write_text("flash_attn/cute/__init__.py,,\n")
+        (info / "top_level.txt").write_text("flash_attn\n")
+        script = f"""
+            import sys, json
+            sys.path.insert(0, {str(tmp_path)!r})
+            import torch
+            torch.cuda.is_available = lambda: True
+            if {install}:
+                import kernel_compat
+                assert kernel_compat.install()["tf5_fa4_namespace"].state == "applied"
+            import transformers.modeling_utils as m, transformers.utils as u
+            print(json.dumps([u.is_flash_attn_2_available(), m.is_flash_attn_2_available()]))
+        """
+        run = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        answers: list[bool] = json.loads(run.stdout.splitlines()[-1])
+        return answers
+
+    def test_upstream(self, tmp_path: Path) -> None:
+        assert self.answers(tmp_path, install=False) == [True, True]
+
+    def test_ours(self, tmp_path: Path) -> None:
+        assert self.answers(tmp_path, install=True) == [False, False]
+
+
+class Asked(Exception):
+    """The terminal was asked."""
+
+
+@pytest.mark.usefixtures("fresh")
+@on((4, 54), (4, 54))
+class TestS7Prompt:
+    @pytest.fixture(autouse=True)
+    def terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def ask(prompt: str) -> str:
+            raise Asked(prompt)
+
+        monkeypatch.setattr(builtins, "input", ask)
+
+    def test_upstream(self) -> None:
+        with pytest.raises(Asked):
+            attend("flash_attention_2")
+
+    def test_ours(self, installed: kernel_compat.Report) -> None:
+        with pytest.raises(kernel_compat.KernelUnavailableError, match="flash-attn is not installed.*pip install"):
+            attend("flash_attention_2")
+
+
+@on((4, 57), (4, 57))
+class TestS9HubFallback:
+    """With the kernels package there, names that start with flash_attention are replaced by a hub kernel."""
+
+    @pytest.fixture(autouse=True)
+    def kernels_package(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        asked: list[str] = []
+
+        def from_hub(name: str) -> None:
+            asked.append(name)
+            raise ConnectionError("no network")
+
+        monkeypatch.setattr(transformers.modeling_utils, "is_kernels_available", lambda: True)
+        monkeypatch.setattr(transformers.modeling_utils, "load_and_register_kernel", from_hub)
+        return asked
+
+    def test_upstream(self, models: Path, monkeypatch: pytest.MonkeyPatch, kernels_package: list[str]) -> None:
+        monkeypatch.setitem(
+            ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_mine", ALL_ATTENTION_FUNCTIONS["sdpa"]
+        )
+        with pytest.raises((ImportError, ConnectionError)):
+            load(saved(models, "llama"), "flash_attention_mine")
+        assert kernels_package == ["kernels-community/vllm-flash-attn3"]
+
+    def test_ours(self, models: Path, installed: kernel_compat.Report, kernels_package: list[str]) -> None:
+        kernel_compat.register_attention("flash_attention_mine", "flash_attention_reference")
+        try:
+            model = load(saved(models, "llama"), "flash_attention_mine")
+        finally:
+            kernel_compat.unregister_attention("flash_attention_mine")
+        assert model.config._attn_implementation == "flash_attention_mine"
+        assert kernels_package == []
+
+
+@on((5, 0), (5, 23))
+@pytest.mark.parametrize("name", ["mine_flash_attention_2", "mine_flash"])
+class TestPlainNames:
+    """A name with flash in it, registered as transformers' documentation says."""
+
+    def test_upstream(self, models: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        for table in (ALL_ATTENTION_FUNCTIONS, transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS):
+            monkeypatch.setitem(table._global_mapping, name, table["sdpa"])
+        error = ImportError if name.endswith("_2") and RELEASE <= (5, 3) else ValueError
+        with pytest.raises(error):
+            load(saved(models, "llama"), name)
+
+    def test_ours(self, models: Path, installed: kernel_compat.Report, name: str) -> None:
+        kernel_compat.register_attention(name, "flash_attention_reference")
+        try:
+            assert load(saved(models, "llama"), name).config._attn_implementation == name
+        finally:
+            kernel_compat.unregister_attention(name)
+
+
+@on((4, 54), (4, 54))
+class TestGenerateCountsWrong:
+    """4.54's generate makes up sequence lengths, and leaves keys out where a batch has no padding."""
+
+    def lengths(self, models: Path, name: str) -> list[int]:
+        model = load(saved(models, "llama"), name)
+        ids = torch.randint(3, VOCAB, (2, 6))
+        inputs = model.prepare_inputs_for_generation(
+            ids, attention_mask=torch.ones_like(ids), cache_position=torch.arange(6), use_cache=False
+        )
+        return inputs["cu_seq_lens_k"].tolist() if "cu_seq_lens_k" in inputs else []
+
+    def test_upstream(self, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(
+            ALL_ATTENTION_FUNCTIONS._global_mapping, "plain_flash", ALL_ATTENTION_FUNCTIONS["sdpa"]
+        )
+        assert self.lengths(models, "plain_flash") == [0, 6, 11]  # of twelve keys
+
+    def test_ours(self, models: Path, installed: kernel_compat.Report) -> None:
+        assert self.lengths(models, NAME) == []
