@@ -222,7 +222,7 @@ def adapt(
     features = dataclass_replace(
         features,
         paged=features.paged and raw["flash_attn_with_kvcache"] is not None,
-        **{feature: False for feature in missing},
+        **dict.fromkeys(missing, False),
     )
     call = _Call(name, features, provider)
     kvcache = raw["flash_attn_with_kvcache"] if features.paged else None
