@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-import kernel_compat
+from tiny import NAME
 
-NAME = "my_flash_attention_reference"
+import kernel_compat
 
 
 @pytest.fixture(scope="session", autouse=True)

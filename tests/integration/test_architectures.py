@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import NAME
-from tiny import TRANSFORMERS, VOCAB, load, randomize
+from tiny import NAME, TRANSFORMERS, VOCAB, load, randomize
 from torch import Tensor
 
 import kernel_compat

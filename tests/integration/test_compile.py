@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NAME
-from tiny import VOCAB, load, saved
+from tiny import NAME, VOCAB, load, saved
 
 pytestmark = pytest.mark.usefixtures("installed")
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NAME
-from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, saved
+from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("installed")

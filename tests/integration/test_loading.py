@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 import transformers.modeling_flash_attention_utils as upstream
-from conftest import NAME
-from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, saved
+from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernel_compat

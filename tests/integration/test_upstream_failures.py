@@ -22,8 +22,7 @@ import pytest
 import torch
 import transformers.modeling_flash_attention_utils as upstream
 import transformers.modeling_utils
-from conftest import NAME
-from tiny import TRANSFORMERS, VOCAB, load, saved
+from tiny import NAME, TRANSFORMERS, VOCAB, load, saved
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,0 +1,273 @@
+"""Tiny models in bfloat16 under each kernel, held against the same weights in float32 under eager attention.
+
+The bound is eager's own error in bfloat16: a kernel computes the softmax in float32 and rounds its output once, so
+it may not be farther off than twice that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, randomize, saved
+from torch import Tensor
+
+import kernel_compat
+
+pytestmark = pytest.mark.gpu
+
+BATCH, LENGTH = 3, 40
+LENGTHS = (17, 20, 3)
+
+#: What each model asks of a kernel besides causal attention.
+NEEDS = {
+    "qwen2_window": ("window",),
+    "mistral_window": ("window",),
+    "gemma2_softcap": ("window", "softcap"),
+    "gpt_oss_sinks": ("window", "sinks"),
+}
+
+
+class Three:
+    """The same weights thrice: float32 eager (the truth), bfloat16 eager (the yardstick), bfloat16 under test."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.rounded = load(path, "eager").to(torch.bfloat16)
+        self.truth = self.copy("eager", torch.float32)
+        self.yardstick = self.copy("eager", torch.bfloat16)
+        self.ours = self.copy(name, torch.bfloat16)
+
+    def copy(self, name: str, dtype: torch.dtype) -> Any:
+        model = load(self.path, name)
+        model.load_state_dict({k: v.float() for k, v in self.rounded.state_dict().items()})
+        return model.to("cuda", dtype)
+
+    def judge(self, run: Callable[[Any], Tensor], backward: bool) -> None:
+        """`run` gives the logits that count, (tokens, vocabulary)."""
+        results = []
+        for model in (self.truth, self.yardstick, self.ours):
+            with torch.set_grad_enabled(backward):
+                logits = run(model).float()
+            if backward:
+                model.zero_grad()
+                logits.square().mean().backward()
+                gradient = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+                results.append((logits.detach(), gradient))
+            else:
+                results.append((logits,))
+        for truth, yardstick, ours in zip(*results, strict=True):
+            error, allowed = distance(ours, truth), 2 * distance(yardstick, truth)
+            assert error <= allowed, f"off by {error:.2e}, and eager in bfloat16 by half of {allowed:.2e}"
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture(params=list(CAUSAL_LMS))
+def three(request: pytest.FixtureRequest, models: Path, kernel: str, name: str) -> Three:
+    """Where the kernel lacks what the model needs, the test is that it says so."""
+    features = kernel_compat.known_kernels()[kernel].features
+    three = Three(saved(models, request.param), name)
+    missing = [feature for feature in NEEDS.get(request.param, ()) if not getattr(features, feature)]
+    if missing:
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match=f"{kernel} does not support"), torch.no_grad():
+            three.ours(input_ids=tokens())
+        pytest.skip(f"{kernel} has no {' and no '.join(missing)}, and said so")
+    return three
+
+
+def tokens(batch: int = BATCH) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randint(3, VOCAB, (batch, LENGTH), device="cuda")
+
+
+def differentiable(kernel: str) -> bool:
+    return kernel_compat.known_kernels()[kernel].features.backward
+
+
+def test_batched(three: Three, kernel: str) -> None:
+    ids = tokens()
+    three.judge(lambda model: model(input_ids=ids, use_cache=False).logits, differentiable(kernel))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded(three: Three, kernel: str, side: str) -> None:
+    ids, mask = tokens(), torch.ones(BATCH, LENGTH, dtype=torch.long, device="cuda")
+    mask[0, :23] = 0
+    mask[1, :1] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    three.judge(
+        lambda model: model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()],
+        differentiable(kernel),
+    )
+
+
+@pytest.mark.parametrize("lengths", ["position_ids", "cu_seq_lens", "cu_seq_lens and tensors"])
+def test_packed(three: Three, kernel: str, lengths: str) -> None:
+    """The design's FlashAttention-4 failure: packed position_ids die in every forward under upstream's own name."""
+    ids = tokens(1)
+    inputs: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()}
+    if lengths != "position_ids":
+        offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
+        longest: Any = torch.tensor(max(LENGTHS), device="cuda") if lengths.endswith("tensors") else max(LENGTHS)
+        inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+        inputs |= {"max_length_q": longest, "max_length_k": longest}
+
+    def run(model: Any) -> Tensor:
+        if model is three.ours:
+            return model(input_ids=ids, use_cache=False, **inputs).logits[0]
+        return torch.cat([model(input_ids=part, use_cache=False).logits[0] for part in ids.split(LENGTHS, 1)])
+
+    three.judge(run, differentiable(kernel))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoding_with_a_cache(three: Three, padded: bool) -> None:
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :9] = 0
+
+    def run(model: Any) -> Tensor:
+        out = model(input_ids=ids[:, :30], attention_mask=mask[:, :30], use_cache=True)
+        steps = [out.logits[:, -1:]]
+        for position in range(30, LENGTH):
+            out = model(
+                input_ids=ids[:, position : position + 1],
+                attention_mask=mask[:, : position + 1],
+                past_key_values=out.past_key_values,
+                use_cache=True,
+            )
+            steps.append(out.logits)
+        return torch.cat(steps, 1)
+
+    three.judge(run, backward=False)
+
+
+def test_generate(three: Three) -> None:
+    ids = tokens()[:, :12]
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    for options in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        if options and three.ours.config.model_type == "deepseek_v3":
+            continue  # transformers sizes the static cache by one head dimension; deepseek_v3 has two
+        out = three.ours.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
+        # What it wrote, read again in one go by the float32 model.
+        whole = torch.cat([mask, mask.new_ones(len(ids), 6)], 1)
+        positions = (whole.cumsum(1) - 1).clamp(min=0)
+        inputs = {"input_ids": out.sequences, "attention_mask": whole, "position_ids": positions, "use_cache": False}
+        with torch.no_grad():
+            truth, yardstick = (m(**inputs).logits[:, 11:-1].float() for m in (three.truth, three.yardstick))
+        found = torch.stack(out.logits, 1).float()
+        assert distance(found, truth) <= 2 * distance(yardstick, truth)
+
+
+def test_fa4_packed_position_ids_die_upstream(models: Path, usable: Callable[[str], None]) -> None:
+    """The failure our names don't have; from 5.4, when upstream got the name."""
+    usable("flash_attention_4")
+    if TRANSFORMERS.release < (5, 4):
+        pytest.skip("upstream has no flash_attention_4 before 5.4")
+    model = load(saved(models, "llama"), "eager").to("cuda", torch.bfloat16)
+    model.set_attn_implementation("flash_attention_4")
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()
+    with pytest.raises(Exception, match="IntTuple"):
+        model(input_ids=tokens(1), position_ids=positions, use_cache=False)
+
+
+def test_names_take_turns(models: Path, usable: Callable[[str], None]) -> None:
+    """FlashAttention-2, FlashAttention-4 and the reference, forward by forward, and each by its own kernel."""
+    names = ("flash_attention_2", "flash_attention_4")
+    for kernel in names:
+        usable(kernel)
+        kernel_compat.register_attention(f"turn_{kernel}", kernel=kernel)
+    calls: list[str] = []
+    try:
+        with kernel_compat.installed():
+            pair = {kernel: Three(saved(models, "llama_gqa"), f"turn_{kernel}") for kernel in names}
+            for kernel in names:
+                functions = kernel_compat.known_kernels()[kernel].load()
+                assert functions.flash_attn_func is not None
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile, torch.no_grad():
+                for kernel in (*names, *names):
+                    pair[kernel].ours(input_ids=tokens(), use_cache=False)
+            calls = [event.key for event in profile.key_averages()]
+            for kernel in names:
+                pair[kernel].judge(lambda model: model(input_ids=tokens(), use_cache=False).logits, True)
+    finally:
+        for kernel in names:
+            kernel_compat.unregister_attention(f"turn_{kernel}")
+    assert any("flash_fwd_kernel" in key for key in calls), calls
+    assert any("cute" in key.lower() or "cutlass" in key.lower() for key in calls if "flash_fwd_kernel" not in key), calls
+
+
+@pytest.mark.parametrize("batch", ["padded", "position_ids", "cu_seq_lens"])
+def test_synchronisations_do_not_grow_with_the_layers(name: str, batch: str) -> None:
+    """Lengths are read off the device once a forward. Upstream: twice a layer for padding, five times for position_ids."""
+    counts = []
+    for layers in (2, 8):
+        config = CAUSAL_LMS["llama"]()
+        config.num_hidden_layers = layers
+        if hasattr(config, "layer_types"):
+            config.layer_types = ["full_attention"] * layers
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+        model = randomize(model).to("cuda", torch.bfloat16).eval()
+        ids = tokens(1 if batch != "padded" else BATCH)
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if batch == "padded":
+            inputs["attention_mask"] = torch.ones_like(ids).index_fill_(1, torch.tensor([0, 1], device="cuda"), 0)
+        else:
+            inputs["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()
+        if batch == "cu_seq_lens":
+            offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
+            longest = torch.tensor(max(LENGTHS), device="cuda")
+            inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
+        with torch.no_grad():
+            model(**inputs)
+            inputs = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}  # nothing known of them
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    model(**inputs)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchroniz" in str(w.message) for w in caught))
+    print(f"synchronisations of {name}, {batch}: {counts}")
+    assert counts[1] <= counts[0]
+    assert counts[1] <= 2
+
+
+@pytest.mark.skipif(TRANSFORMERS.release < (5, 0), reason="generate_batch with a private name needs paged|NAME")
+def test_continuous_batching(models: Path, kernel: str, name: str) -> None:
+    """`generate_batch` gives what `generate` does, prompt by prompt."""
+    if not kernel_compat.known_kernels()[kernel].features.paged:
+        pytest.skip(f"{kernel} has no paged cache")
+    path = saved(models, "llama_gqa")
+    model = load(path, name).to("cuda", torch.bfloat16)
+    prompts = [tokens(1)[0, :n].tolist() for n in (5, 12, 9)]
+    options = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=options)
+        expected.append(out[0, len(prompt) :].tolist())
+    results = model.generate_batch(inputs=prompts, generation_config=options)
+    found = [result.generated_tokens for result in sorted(results.values(), key=lambda r: str(r.request_id))]
+    assert sorted(map(tuple, found)) == sorted(map(tuple, expected))
