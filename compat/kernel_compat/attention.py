@@ -157,10 +157,6 @@ def flash_attention(
     batch, q_len, kv_len = query.shape[0], query.shape[1], key.shape[1]
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} key heads")
-    value_dim = value.shape[-1]
-    if scale is None:
-        scale = query.shape[-1] ** -0.5  # before padding
-    query, key, value = _pad_heads(kernel, query, key, value)
     if sinks is not None:
         sinks = sinks.to(query.dtype)
 
@@ -197,7 +193,7 @@ def flash_attention(
         output = _packed(functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options)
     else:
         output = _unpadded(functions, query, key, value, position_ids, options)
-    return output[..., :value_dim]
+    return output
 
 
 def _window(sliding_window: int | None, causal: bool, kv_len: int) -> tuple[int, int]:
@@ -246,21 +242,6 @@ def _paged(
 
 def _deterministic_by_default() -> bool:
     return os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
-
-
-def _pad_heads(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros behind the head dimensions, up to what the kernel takes: they add nothing to the scores, and are cut off the output."""
-    multiple = kernel.features.head_dim_multiple
-    dim = -(-query.shape[-1] // multiple) * multiple
-
-    def pad(x: Tensor) -> Tensor:
-        return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
-
-    if value.shape[-1] > dim:
-        raise UnsupportedFeatureError(
-            f"a value head dimension ({value.shape[-1]}) greater than the query's ({dim})", kernel.name, "No kernel does."
-        )
-    return pad(query), pad(key), pad(value)
 
 
 def _packed(

@@ -56,6 +56,18 @@ def _replace_check(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: check_of(original) for name, original in originals.items()}
 
 
+def _replace_config(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["__init__"]
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # What its setter falls back on for the parts a dict doesn't name.
+        vars(self).setdefault("_attn_implementation_internal", None)
+        original(self, *args, **kwargs)
+
+    return {"__init__": __init__}
+
+
 SHIMS = (
     Shim(
         name="tf4_flash_forward",
@@ -101,5 +113,13 @@ SHIMS = (
             ),
         ),
         replace=_replace_check,
+    ),
+    Shim(
+        name="tf4_config",
+        distribution="transformers",
+        versions=">=4.54,<4.56",
+        reason="from_pretrained with a dict of attention names dies of a missing attribute of the config",
+        seams=(Seam("transformers.configuration_utils:PretrainedConfig.__init__", ("self",)),),
+        replace=_replace_config,
     ),
 )

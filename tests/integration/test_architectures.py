@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import NAME, TRANSFORMERS, VOCAB, load, randomize
+from tiny import NAME, TRANSFORMERS, VOCAB, accepts, load, randomize, saved
 from torch import Tensor
 
 import kernel_compat
@@ -243,8 +243,6 @@ class TestParts:
 
 def test_a_mask_no_flash_kernel_has_is_refused(models: Path) -> None:
     """A prefix that sees itself in full: transformers' own flash attention would drop it."""
-    from tiny import saved
-
     visible = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     visible[..., :4, :4] = True
     ids = torch.randint(3, VOCAB, (1, 8))
@@ -255,8 +253,6 @@ def test_a_mask_no_flash_kernel_has_is_refused(models: Path) -> None:
 
 
 def test_a_4d_mask_of_padding_and_causality_is_honoured(models: Path) -> None:
-    from tiny import saved
-
     visible = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
     visible[0, :, :, :3] = False
     ids = torch.randint(3, VOCAB, (2, 8))
@@ -270,18 +266,17 @@ def test_a_4d_mask_of_padding_and_causality_is_honoured(models: Path) -> None:
     assert distance(found, expected) < TOLERANCE
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Gemma3Config"), reason="no Gemma3")
 def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -> None:
     """An `or` of another pattern: built in full, proved or refused."""
-    from kernel_compat.masks import attention_mask_function
     from transformers import masking_utils
 
+    from kernel_compat.masks import attention_mask_function
+
     arguments: dict[str, Any] = {"batch_size": 1, "kv_length": 6}
-    if TRANSFORMERS.release >= (5, 5) and "q_length" in masking_utils.sdpa_mask.__code__.co_varnames:
-        arguments |= {"q_length": 6, "q_offset": 0}
+    if accepts(masking_utils.sdpa_mask, "q_length"):
+        arguments |= {"q_length": 6, "q_offset": 0, "device": torch.device("cpu")}
     else:
         arguments |= {"cache_position": torch.arange(6)}
-    arguments |= {"device": torch.device("cpu")} if TRANSFORMERS.release >= (5, 5) else {}
 
     def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
         return (q < 3) & (k < 3)

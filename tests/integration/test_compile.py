@@ -46,7 +46,7 @@ def test_fullgraph(models: Path, name: str, batch: str) -> None:
     found[real].square().sum().backward()
     expected[real].square().sum().backward()
     for ours_, eager_ in zip(ours.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours_.grad, eager_.grad, rtol=1e-3, atol=1e-3)
+        assert (ours_.grad - eager_.grad).norm() <= 1e-4 * eager_.grad.norm()
 
 
 def test_packed_position_ids_are_refused_where_they_cannot_be_told(models: Path) -> None:

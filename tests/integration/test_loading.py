@@ -71,8 +71,11 @@ def test_an_unusable_kernel_fails_when_the_model_is_loaded(models: Path, kernel:
         with pytest.raises(kernel_compat.KernelUnavailableError, match=f"{kernel} is not usable here: .*install"):
             load(path, name)
         model = load(path, "eager")
-        with pytest.raises(kernel_compat.KernelUnavailableError):
-            model.set_attn_implementation(name)
+        if TRANSFORMERS.release < (4, 56):
+            model.set_attn_implementation(name)  # 4.54 and 4.55 log the error, and change nothing
+        else:
+            with pytest.raises(kernel_compat.KernelUnavailableError):
+                model.set_attn_implementation(name)
         assert model.config._attn_implementation == "eager"
     finally:
         kernel_compat.unregister_attention(name)
@@ -152,7 +155,8 @@ def test_every_seam_is_the_original_object_again() -> None:
         ]
     after = seams()
     assert all(after[target] is before[target] for target in before)
-    assert all(id(before[t]) in names for t in before if "PreTrainedModel" not in t and "Generation" not in t)
+    # The names that others had imported them under, too. Attributes of classes are not bound to any.
+    assert all(id(before[t]) in names for t in before if "." not in t.partition(":")[2])
 
 
 def test_a_name_transformers_owns_is_not_taken() -> None:

@@ -36,6 +36,7 @@ class Features:
         devices: torch device types.
         max_head_dim: the largest head dimension, None for no limit.
         head_dim_multiple: head dimensions are padded to a multiple of this.
+        value_head_dim: the value's head dimension may be smaller than the query's; it is padded where not.
         min_capability: the least CUDA compute capability, None where none is needed.
         max_capability: the greatest CUDA compute capability, None for no limit.
     """
@@ -50,10 +51,11 @@ class Features:
     varlen: bool = True
     paged: bool = False
     backward: bool = True
-    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
     devices: tuple[str, ...] = ("cuda",)
     max_head_dim: int | None = 256
     head_dim_multiple: int = 1
+    value_head_dim: bool = False
     min_capability: tuple[int, int] | None = None
     max_capability: tuple[int, int] | None = None
 
@@ -268,8 +270,11 @@ class _Call:
         ) -> Any:
             self.check(q, k, v)
             options = self.options(dropout_p, window_size, softcap, deterministic, s_aux)
+            v_dim = v.shape[-1]
+            q, k, v, softmax_scale = self.padded(q, k, v, softmax_scale)
             if function is not None:
-                return _first(function(q, k, v, softmax_scale=softmax_scale, causal=causal, **options))
+                out = _first(function(q, k, v, softmax_scale=softmax_scale, causal=causal, **options))
+                return out if out.shape[-1] == v_dim else out[..., :v_dim]
             # No base function: equal lengths are a special case of varlen.
             import torch
 
@@ -287,7 +292,7 @@ class _Call:
                 causal=causal,
                 **options,
             )
-            return _first(out).unflatten(0, (batch, q_len))
+            return _first(out).unflatten(0, (batch, q_len))[..., :v_dim]
 
         return flash_attn_func
 
@@ -310,12 +315,14 @@ class _Call:
         ) -> Any:
             self.check(q, k, v)
             options = self.options(dropout_p, window_size, softcap, deterministic, s_aux)
+            v_dim = v.shape[-1]
+            q, k, v, softmax_scale = self.padded(q, k, v, softmax_scale)
             # Upstream hands the maximum on as a tensor up to 5.23; FA4 compiles for it as if it were one more
             # array and dies. Every kernel takes an int.
             same = max_seqlen_k is max_seqlen_q
             max_q = max_seqlen_q if isinstance(max_seqlen_q, int) else int(max_seqlen_q)
             max_k = max_q if same else max_seqlen_k if isinstance(max_seqlen_k, int) else int(max_seqlen_k)
-            return _first(
+            out = _first(
                 function(
                     q,
                     k,
@@ -329,6 +336,7 @@ class _Call:
                     **options,
                 )
             )
+            return out if out.shape[-1] == v_dim else out[..., :v_dim]
 
         return flash_attn_varlen_func
 
@@ -400,6 +408,20 @@ class _Call:
             options[renamed.get("s_aux", "s_aux")] = s_aux
         return options
 
+    def padded(self, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, Any, Any, float | None]:
+        """Zeros behind the head dimensions, up to what the kernel takes: they change neither scores nor output."""
+        multiple = self.features.head_dim_multiple
+        dim = -(-q.shape[-1] // multiple) * multiple
+        v_dim = v.shape[-1] if self.features.value_head_dim else dim
+        if q.shape[-1] == dim and v.shape[-1] == v_dim:
+            return q, k, v, scale
+        from torch.nn.functional import pad
+
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        extra = dim - q.shape[-1]
+        return pad(q, (0, extra)), pad(k, (0, extra)), pad(v, (0, v_dim - v.shape[-1])), scale
+
     def require(self, keyword: str, feature: str, what: str) -> None:
         if not self.supported[keyword]:
             raise UnsupportedFeatureError(what, self.name, instead(self.name, feature))
@@ -424,6 +446,12 @@ class _Call:
                 f"head dimension {q.shape[-1]}",
                 self.name,
                 f"Its largest is {features.max_head_dim}; flash_attention_reference has no limit.",
+            )
+        if v.shape[-1] > q.shape[-1]:
+            raise UnsupportedFeatureError(
+                f"a value head dimension ({v.shape[-1]}) greater than the query's ({q.shape[-1]})",
+                self.name,
+                "No kernel does.",
             )
         if q.shape[-2] != k.shape[-2] and not features.gqa:
             raise UnsupportedFeatureError("fewer key heads than query heads", self.name, instead(self.name, "gqa"))

@@ -27,6 +27,7 @@ KERNEL = Kernel(
                 dtypes=("float32", "float64", "bfloat16", "float16"),
                 devices=("cpu", "cuda", "xpu", "mps", "npu", "hpu"),
                 max_head_dim=None,
+                value_head_dim=True,
             ),
             install="",
             bundled=True,
