@@ -608,6 +608,42 @@ def test_dense_from_varlen_is_right() -> None:
     torch.testing.assert_close(out, reference.flash_attn_func(q, k, v, **options))
 
 
+@pytest.mark.parametrize("own_value_dim", [False, True])
+@pytest.mark.parametrize("which", ["dense", "varlen"])
+def test_head_dimensions_are_padded(which: str, own_value_dim: bool) -> None:
+    """Up to what the kernel takes, by zeros that change nothing: the scale stays that of what was given."""
+    features = Features(
+        devices=("cpu",), dtypes=("float32",), head_dim_multiple=8, max_head_dim=None, value_head_dim=own_value_dim
+    )
+    _, functions, calls = adapted("", dense="", returns="v", features=features)
+    q, k, v = torch.ones(1, 3, 2, 5), torch.ones(1, 3, 2, 5), torch.ones(1, 3, 2, 4)
+    lengths = {"cu_seqlens_q": CU[:2], "cu_seqlens_k": CU[:2], "max_seqlen_q": 3, "max_seqlen_k": 3}
+    for scale in (None, 0.5):
+        if which == "dense":
+            out = functions.flash_attn_func(q, k, v, softmax_scale=scale)
+        else:
+            out = functions.flash_attn_varlen_func(q[0], k[0], v[0], **lengths, softmax_scale=scale)
+        assert out.shape[-1] == 4
+        call = calls.pop()
+        for name, given in (("q", q), ("k", k)):
+            assert call[name].shape[-1] == 8
+            assert (call[name][..., :5] == given.reshape((*call[name].shape[:-1], 5))).all()
+            assert (call[name][..., 5:] == 0).all()
+        assert call["v"].shape[-1] == (4 if own_value_dim else 8)
+        assert (call["v"][..., 4:] == 0).all()
+        assert call["softmax_scale"] == (5**-0.5 if scale is None else scale)
+    fitting = torch.ones(1, 3, 2, 8)
+    functions.flash_attn_func(fitting, fitting, fitting)
+    assert calls.pop()["q"] is fitting  # no copy where none is needed
+
+
+def test_a_value_head_dimension_above_the_querys() -> None:
+    _, functions, calls = adapted("", dense="")
+    with pytest.raises(UnsupportedFeatureError, match=r"value head dimension \(9\) greater than the query's \(8\)"):
+        functions.flash_attn_func(Q, Q, torch.ones(2, 3, 4, 9))
+    assert not calls
+
+
 @pytest.mark.parametrize(
     ("signature", "lost"),
     [
@@ -633,7 +669,7 @@ def test_a_dtype_it_can_not_do(which: str) -> None:
     _, functions, calls = adapted("", dense="", features=half)
     with pytest.raises(UnsupportedFeatureError, match="x does not support torch.float32") as caught:
         run(functions, which)
-    assert "float16 or bfloat16" in str(caught.value)
+    assert "bfloat16 or float16" in str(caught.value)
     assert not calls
 
 
@@ -690,6 +726,7 @@ def test_the_reference_is_a_kernel_like_the_others() -> None:
     assert functions.flash_attn_with_kvcache is None
     assert not kernel.features.paged
     wanted = {"causal", "window", "softcap", "sinks", "dropout", "deterministic", "gqa", "varlen", "backward"}
+    wanted.add("value_head_dim")
     assert set(kernel.features.names()) == wanted
     integers = torch.ones(1, 2, 1, 4, dtype=torch.int64)
     with pytest.raises(UnsupportedFeatureError, match=r"torch\.int64"):
