@@ -1,10 +1,10 @@
 """One attention choice that means the same on every supported transformers, torch and FlashAttention.
 
-    import kernel_compat
+import kernel_compat
 
-    kernel_compat.register_attention("my_flash_attention", kernel="flash_attention_2")
-    kernel_compat.install()
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="my_flash_attention")
+kernel_compat.register_attention("my_flash_attention", kernel="flash_attention_2")
+kernel_compat.install()
+model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="my_flash_attention")
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
         if is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
         dtype = target_dtype(query, module)
-        query, key, value = (x.transpose(1, 2) if dtype is None else x.transpose(1, 2).to(dtype) for x in (query, key, value))
+        query, key, value = (
+            x.transpose(1, 2) if dtype is None else x.transpose(1, 2).to(dtype) for x in (query, key, value)
+        )
         output = flash_attention(
             kernel,
             query,
@@ -154,7 +156,7 @@ def flash_attention(
         ValueError: the arguments contradict each other.
     """
     functions = kernel.load()
-    batch, q_len, kv_len = query.shape[0], query.shape[1], key.shape[1]
+    q_len, kv_len = query.shape[1], key.shape[1]
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} key heads")
     if sinks is not None:
@@ -190,7 +192,9 @@ def flash_attention(
     elif cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
-        output = _packed(functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options)
+        output = _packed(
+            functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options
+        )
     else:
         output = _unpadded(functions, query, key, value, position_ids, options)
     return output
@@ -299,7 +303,17 @@ def _unpadded(
             if packed is not None:
                 if key.shape[1] != q_len:
                     raise ValueError("packed position_ids together with cached keys: which key is whose can't be told")
-                return _packed(functions, query, key, value, packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen, options)
+                return _packed(
+                    functions,
+                    query,
+                    key,
+                    value,
+                    packed.cu_seqlens,
+                    packed.cu_seqlens,
+                    packed.max_seqlen,
+                    packed.max_seqlen,
+                    options,
+                )
     output: Tensor = functions.flash_attn_func(query, key, value, **options)
     return output
 
@@ -333,7 +347,9 @@ def _padded(
         output: Tensor = functions.flash_attn_func(query, key, value, **options)
         return output
     if found.holes and options["window_size"] != (-1, -1):
-        raise ValueError("a sliding window over a mask with padding between tokens: distances would shrink with the padding")
+        raise ValueError(
+            "a sliding window over a mask with padding between tokens: distances would shrink with the padding"
+        )
     flat = query.new_zeros(batch * q_len, *query.shape[2:-1], value.shape[-1])
     if not found.max_seqlen_q:
         return flat.unflatten(0, (batch, q_len))

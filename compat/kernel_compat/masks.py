@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
 
 __all__ = [
     "Packing",
@@ -66,7 +68,7 @@ def fixed_shapes(tensor: Tensor) -> bool:
     """Whether shapes must not depend on values here: under torch.compile, and while a CUDA graph is captured."""
     if torch.compiler.is_compiling():
         return True
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 _memo = WeakIdKeyDictionary()
@@ -74,7 +76,7 @@ _memo_lock = threading.Lock()
 _MEMO_SIZE = 8
 
 
-def _once(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+def _once(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
     """`compute()`, or what it answered for this very tensor, if nobody has written to it since.
 
     Layers are often given views of their own of one mask, so a view counts as its base with an offset.
@@ -87,7 +89,8 @@ def _once(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], Any]) 
     with _memo_lock:
         known = _memo.get(base)
         if known is not None and key in known:
-            return known[key]
+            remembered: T = known[key]
+            return remembered
     value = compute()
     with _memo_lock:
         known = _memo.setdefault(base, {})
@@ -121,7 +124,9 @@ def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
     facts = torch.stack([k_lens.sum(), k_lens.max(), q_lens.sum(), q_lens.max(), runs.max(), strange])
     k_total, k_max, q_total, q_max, most_runs, is_strange = facts.tolist()
     if is_strange:
-        raise ValueError("a 2D attention mask must hold 1 for tokens and 0 for padding, and this one holds other values")
+        raise ValueError(
+            "a 2D attention mask must hold 1 for tokens and 0 for padding, and this one holds other values"
+        )
     if k_total == there.numel():
         return None
     return Padding(
@@ -193,7 +198,7 @@ def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
     Raises:
         ValueError: they don't.
     """
-    total = _once(cu_seqlens, ("total",), lambda: cu_seqlens[-1].item())
+    total = _once(cu_seqlens, ("total",), cu_seqlens[-1].item)
     if total != tokens:
         raise ValueError(f"{name} ends at {total}, and there are {tokens} tokens in the batch")
 
@@ -209,7 +214,7 @@ def as_int(length: Any) -> int:
 _HIDDEN = -1e4
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
     """What a 4D mask says, proved once a mask: padding, causality and a window, and nothing besides.
 
@@ -227,7 +232,9 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
         raise ValueError(f"a 4D attention mask of shape {tuple(mask.shape)} does not fit {q_len} queries")
     visible = _visible(mask)[..., :kv_len]
     if visible.shape[1] > 1 and not bool((visible == visible[:, :1]).all()):
-        raise ValueError("a 4D attention mask that differs between heads can't be reduced to padding, causality and window")
+        raise ValueError(
+            "a 4D attention mask that differs between heads can't be reduced to padding, causality and window"
+        )
     visible = visible[:, 0]
     keys = visible.any(1)  # (batch, keys)
     width = visible.shape[2]
@@ -236,9 +243,11 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
     if bool((visible == visible[:, :1]).all()):
         return Reduced(None if bool(keys.all()) else keys, False, width, False, (-1, -1))
 
-    used = int(keys.any(0).nonzero().max()) + 1
-    for kv in dict.fromkeys((width, used)):  # `used` where a static cache has room behind the last key
-        if kv < q_len:
+    # A causal query that is there sees up to its own key, so the masks of a static cache tell where its room begins.
+    last = torch.where(visible, torch.arange(width, device=visible.device), -width).amax(-1)  # (batch, queries)
+    end = int((last - torch.arange(q_len, device=visible.device)).max()) + q_len
+    for kv in dict.fromkeys((end, width)):
+        if not q_len <= kv <= width:
             continue
         reduced = _as_causal_or_window(visible[..., :kv], keys[:, :kv], q_len, kv)
         if reduced is not None:
@@ -256,20 +265,22 @@ def _visible(mask: Tensor) -> Tensor:
         raise ValueError(f"a 4D attention mask must be bool or float, not {mask.dtype}: 1 may mean either there")
     visible = mask == 0
     if not bool((visible | (mask <= _HIDDEN)).all()):
-        raise ValueError("a 4D attention mask that holds a bias, numbers besides 0 and minus infinity, can't be honoured by flash kernels")
+        raise ValueError(
+            "a 4D attention mask that holds a bias, numbers besides 0 and minus infinity, can't be honoured by flash kernels"
+        )
     return visible
 
 
 def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int) -> Reduced | None:
     offset = kv_len - q_len
     real = keys[:, offset:]  # a query is padding where its own key is: its row says nothing
+    silent = ~real & ~visible.any(-1)
     distance = (
         torch.arange(q_len, device=visible.device)[:, None] + offset - torch.arange(kv_len, device=visible.device)[None]
     )
-    shown = visible & real[:, :, None]
     lowest = torch.iinfo(torch.int64).min
-    left = int(torch.where(shown, distance, lowest).max())
-    right = int(torch.where(shown, -distance, lowest).max())
+    left = int(torch.where(visible, distance, lowest).max())
+    right = int(torch.where(visible, -distance, lowest).max())
     causal = right <= 0
     hidden_right = 0 if causal else right
 
@@ -279,10 +290,12 @@ def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int)
             expected = expected & (distance <= left)
         if right is not None:
             expected = expected & (-distance <= right)
-        return bool(((expected == visible) | ~real[:, :, None]).all())
+        return bool(((expected == visible).all(-1) | silent).all())
 
     # The weakest description that is exact: no window where none shows.
     for left_limit, right_limit in ((None, hidden_right if causal else None), (left, hidden_right)):
+        if left_limit is not None and left_limit < 0:  # a kernel takes it for no limit
+            continue
         if matches(left_limit, right_limit):
             window = (-1 if left_limit is None else left_limit, -1 if right_limit is None or causal else right_limit)
             if causal and left_limit is not None:
@@ -356,9 +369,7 @@ _TOLD = frozenset(
         "packed_sequence_mask_function.<locals>.inner_mask",
     }
 )
-_COMBINING = frozenset(
-    {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
-)
+_COMBINING = frozenset({"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"})
 
 
 def _told_otherwise(function: Callable[..., Any]) -> bool:

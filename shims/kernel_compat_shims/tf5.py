@@ -44,7 +44,7 @@ def _replace_loaders(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         key = (implementation, entry)
         if entry is not None and key in loaded:
             return loaded[key]
-        module = sys.modules[_UTILS]
+        module: Any = sys.modules[_UTILS]
         with lock:
             before = module._loaded_implementation
             if entry is not None:
@@ -70,7 +70,8 @@ def _replace_loaders(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 def _replace_check(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     def preload(name: str) -> None:
         # While the model is loaded, and not in its first forward, which torch.compile may be tracing.
-        sys.modules[_UTILS].lazy_import_flash_attention(name.removeprefix("paged|"))  # type: ignore[attr-defined]
+        module: Any = sys.modules[_UTILS]
+        module.lazy_import_flash_attention(name.removeprefix("paged|"))
 
     return {name: check_of(original, preload) for name, original in originals.items()}
 

@@ -214,7 +214,9 @@ def test_names_take_turns(models: Path, usable: Callable[[str], None]) -> None:
         for kernel in names:
             kernel_compat.unregister_attention(f"turn_{kernel}")
     assert any("flash_fwd_kernel" in key for key in calls), calls
-    assert any("cute" in key.lower() or "cutlass" in key.lower() for key in calls if "flash_fwd_kernel" not in key), calls
+    assert any("cute" in key.lower() or "cutlass" in key.lower() for key in calls if "flash_fwd_kernel" not in key), (
+        calls
+    )
 
 
 @pytest.mark.parametrize("batch", ["padded", "position_ids", "cu_seq_lens"])
@@ -228,19 +230,9 @@ def test_synchronisations_do_not_grow_with_the_layers(name: str, batch: str) -> 
             config.layer_types = ["full_attention"] * layers
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
         model = randomize(model).to("cuda", torch.bfloat16).eval()
-        ids = tokens(1 if batch != "padded" else BATCH)
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-        if batch == "padded":
-            inputs["attention_mask"] = torch.ones_like(ids).index_fill_(1, torch.tensor([0, 1], device="cuda"), 0)
-        else:
-            inputs["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()
-        if batch == "cu_seq_lens":
-            offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
-            longest = torch.tensor(max(LENGTHS), device="cuda")
-            inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
         with torch.no_grad():
-            model(**inputs)
-            inputs = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}  # nothing known of them
+            model(**_inputs(batch))
+            inputs = _inputs(batch)  # fresh tensors: nothing is known of them yet
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
@@ -252,6 +244,52 @@ def test_synchronisations_do_not_grow_with_the_layers(name: str, batch: str) -> 
     print(f"synchronisations of {name}, {batch}: {counts}")
     assert counts[1] <= counts[0]
     assert counts[1] <= 2
+
+
+def _inputs(batch: str) -> dict[str, Any]:
+    ids = tokens(1 if batch != "padded" else BATCH)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if batch == "padded":
+        return inputs | {"attention_mask": torch.ones_like(ids).index_fill_(1, torch.tensor([0, 1], device="cuda"), 0)}
+    inputs["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()
+    if batch == "cu_seq_lens":
+        offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
+        longest = torch.tensor(max(LENGTHS), device="cuda")
+        inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
+    return inputs
+
+
+@pytest.mark.parametrize("batch", ["one", "padded", "cu_seq_lens"])
+def test_fullgraph(models: Path, usable: Callable[[str], None], batch: str) -> None:
+    """FlashAttention-2's functions are operators torch.compile knows: nothing of ours may break the graph."""
+    usable("flash_attention_2")
+    kernel_compat.register_attention("compiled_flash", kernel="flash_attention_2")
+    torch._dynamo.reset()
+    try:
+        with kernel_compat.installed():
+            three = Three(saved(models, "llama_gqa"), "compiled_flash")
+            ids = tokens(1 if batch != "padded" else BATCH)
+            inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+            real = torch.ones_like(ids, dtype=torch.bool)
+            if batch == "padded":
+                real[0, :9] = False
+                inputs["attention_mask"] = real.long()
+            if batch == "cu_seq_lens":
+                offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
+                lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 20, "max_length_k": 20}
+                inputs |= {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda(), **lengths}
+            compiled = torch.compile(three.ours, fullgraph=True)
+
+            def run(model: Any) -> Tensor:
+                if model is three.ours:
+                    return compiled(**inputs).logits[real]
+                if batch == "cu_seq_lens":
+                    return torch.cat([model(input_ids=p, use_cache=False).logits[0] for p in ids.split(LENGTHS, 1)])
+                return model(**inputs).logits[real]
+
+            three.judge(run, backward=True)
+    finally:
+        kernel_compat.unregister_attention("compiled_flash")
 
 
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 0), reason="generate_batch with a private name needs paged|NAME")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-
 from tiny import NAME
 
 import kernel_compat

@@ -128,7 +128,12 @@ class TestQwen25VL:
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "max_position_embeddings": 128,
-                "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+                "rope_scaling": {
+                    "type": "mrope",
+                    "rope_type": "default",
+                    "mrope_section": [2, 3, 3],
+                    "rope_theta": 1e4,
+                },
                 "pad_token_id": 0,
             },
             vision_config={
@@ -186,7 +191,12 @@ class TestParts:
     def path(self, models: Path) -> Path:
         config = transformers.LlavaConfig(
             vision_config=transformers.CLIPVisionConfig(
-                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=16,
+                patch_size=4,
             ),
             text_config=transformers.LlamaConfig(
                 vocab_size=VOCAB,

@@ -65,9 +65,7 @@ def test_batched(pair: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded(pair: tuple[Any, Any], side: str) -> None:
     ids, mask = tokens(), padding(side)
-    expected, found = (
-        model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for model in pair
-    )
+    expected, found = (model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for model in pair)
     compare(pair, expected, found)
 
 

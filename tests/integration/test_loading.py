@@ -150,9 +150,10 @@ def test_every_seam_is_the_original_object_again() -> None:
     before = seams()
     assert len(before) >= 4
     with kernel_compat.installed():
-        assert upstream._flash_attention_forward is not before[
-            "transformers.modeling_flash_attention_utils:_flash_attention_forward"
-        ]
+        assert (
+            upstream._flash_attention_forward
+            is not before["transformers.modeling_flash_attention_utils:_flash_attention_forward"]
+        )
     after = seams()
     assert all(after[target] is before[target] for target in before)
     # The names that others had imported them under, too. Attributes of classes are not bound to any.

@@ -53,7 +53,6 @@ def own_forward(
 def registered(installed: kernel_compat.Report) -> Iterator[None]:
     kernel_compat.register_attention(OWN, "flash_attention_reference", forward=own_forward)
     # Names bound by `from ... import` before the installation must be the installed ones.
-    global _flash_attention_forward
     assert _flash_attention_forward is transformers.modeling_flash_attention_utils._flash_attention_forward
     yield
     kernel_compat.unregister_attention(OWN)

@@ -67,9 +67,7 @@ def like_fa3(function: Callable[..., Tensor], scale: float = 1.0) -> Callable[..
         deterministic: bool = False,
         **lengths: Any,
     ) -> Tensor:
-        return scale * function(
-            q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, **lengths
-        )
+        return scale * function(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, **lengths)
 
     parameters = [p for p in inspect.signature(call).parameters.values() if p.name != "lengths"]
     if function is reference.flash_attn_varlen_func:
@@ -349,9 +347,7 @@ class TestGenerateCountsWrong:
         return inputs["cu_seq_lens_k"].tolist() if "cu_seq_lens_k" in inputs else []
 
     def test_upstream(self, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(
-            ALL_ATTENTION_FUNCTIONS._global_mapping, "plain_flash", ALL_ATTENTION_FUNCTIONS["sdpa"]
-        )
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "plain_flash", ALL_ATTENTION_FUNCTIONS["sdpa"])
         assert self.lengths(models, "plain_flash") == [0, 6, 11]  # of twelve keys
 
     def test_ours(self, models: Path, installed: kernel_compat.Report) -> None:

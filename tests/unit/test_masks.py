@@ -95,7 +95,6 @@ FORMS = {
 limits = st.none() | st.integers(0, 6)
 
 
-@pytest.mark.xfail(strict=False, reason="a query whose own key nobody sees is taken for padding, whatever it sees")
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
@@ -130,7 +129,6 @@ def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
     torch.testing.assert_close(out[real], expected[real], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.xfail(strict=False, reason="a query whose own key nobody sees is taken for padding, whatever it sees")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
@@ -159,7 +157,6 @@ def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
     assert torch.equal(visible[real], described[real])
 
 
-@pytest.mark.xfail(strict=False, reason="a query whose own key nobody sees is taken for padding, whatever it sees")
 def test_a_static_cache_with_room_for_more_than_the_queries() -> None:
     """Queries must not be taken for padding because nothing is behind them yet."""
     visible = torch.zeros(1, 1, 3, 8, dtype=torch.bool)

@@ -221,11 +221,9 @@ def adapt(
     varlen = raw["flash_attn_varlen_func"]
     assert varlen is not None
     missing = {feature for keyword, feature in _OPTIONAL.items() if not _takes(varlen, provider.renamed, keyword)}
-    features = dataclass_replace(
-        features,
-        paged=features.paged and raw["flash_attn_with_kvcache"] is not None,
-        **dict.fromkeys(missing, False),
-    )
+    off: dict[str, Any] = dict.fromkeys(missing, False)
+    paged = features.paged and raw["flash_attn_with_kvcache"] is not None
+    features = dataclass_replace(features, paged=paged, **off)
     call = _Call(name, features, provider)
     kvcache = raw["flash_attn_with_kvcache"] if features.paged else None
     dense = raw["flash_attn_func"]

@@ -33,7 +33,7 @@ def _as_built(config: str) -> Any:
     return refine
 
 
-_HOPPER = {"min_capability": (9, 0), "max_capability": (9, 9)}
+_HOPPER: dict[str, Any] = {"min_capability": (9, 0), "max_capability": (9, 9)}
 
 KERNEL = Kernel(
     "flash_attention_3",
