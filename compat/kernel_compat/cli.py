@@ -163,7 +163,7 @@ def _with_progress(names: Sequence[str] | None) -> check.CheckReport:
         task = bar.add_task("importing torch and transformers", total=None)
 
         def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=what, completed=done, total=total, refresh=True)
 
         return check.run(names, progress)
 
