@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers
 import transformers.modeling_flash_attention_utils as upstream
+from packaging.version import Version
 from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernel_compat
+from kernel_compat import installer
 
 
 @pytest.mark.usefixtures("installed")
@@ -112,6 +114,17 @@ def test_a_model_without_flash_attention_refuses_the_name() -> None:
 
     with pytest.raises(ValueError, match=f"Plain does not support flash attention.*{NAME}"):
         Plain._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
+
+
+@pytest.mark.parametrize(("tested", "word"), [(("99", "99.1"), "older"), (("1", "2"), "newer")])
+def test_an_untested_release_works_and_is_told(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tested: tuple[str, str], word: str
+) -> None:
+    oldest, newest = (Version(version) for version in tested)
+    monkeypatch.setattr(installer, "TESTED_TRANSFORMERS", (oldest, newest))
+    with pytest.warns(UserWarning, match=f"transformers {TRANSFORMERS} is {word} than"), kernel_compat.installed():
+        model = load(saved(models, "llama"), "flash_attention_reference")
+    assert model.config._attn_implementation == "flash_attention_reference"
 
 
 def test_names_are_withdrawn() -> None:
