@@ -12,7 +12,17 @@ from torch import Tensor
 from .errors import UnsupportedFeatureError
 from .kernels import Kernel
 from .kernels.base import instead
-from .masks import as_int, fixed_shapes, longest, packing, padding, reduce_mask, require_total, starts_of_sequences
+from .masks import (
+    as_int,
+    fixed_shapes,
+    longest,
+    packing,
+    padding,
+    query_mask,
+    reduce_mask,
+    require_total,
+    starts_of_sequences,
+)
 
 __all__ = ["attention_forward", "flash_attention"]
 
@@ -36,7 +46,6 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
         attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
-        sliding_window: int | None = None,
         softcap: float | None = None,
         is_causal: bool | None = None,
         s_aux: Tensor | None = None,
@@ -58,6 +67,7 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
             raise UnsupportedFeatureError(
                 "output_attentions=True", name, "No flash kernel computes them: use attn_implementation='eager'."
             )
+        sliding_window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module)
         if cache is not None:
             # Continuous batching, from transformers 5.19 on. The cache picks this layer's lengths and pages in place.
             paging = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **kwargs}
@@ -94,6 +104,16 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
 
     forward.__name__ = forward.__qualname__ = f"attention_forward[{name}]"
     return forward
+
+
+def _window_of(module: torch.nn.Module) -> int | None:
+    """The window of a layer that doesn't pass it, as Qwen2-MoE's: its mask has it, which a flash kernel isn't given."""
+    window: int | None = getattr(module, "sliding_window", None)
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if window and layer_types and index is not None and layer_types[index] != "sliding_attention":
+        return None
+    return window
 
 
 def target_dtype(query: Tensor, module: torch.nn.Module) -> torch.dtype | None:
@@ -141,7 +161,7 @@ def flash_attention(
         query: (batch, q_len, heads, head_dim).
         key, value: (batch, kv_len, kv_heads, head_dim); the value's head_dim may be smaller.
         attention_mask: None; (batch, length) with 1 for tokens and 0 for padding, or a 4D mask that says no more than
-            padding, causality and a window.
+            padding, causality and a window. Beside one, position_ids and cu_seq_lens_* are not asked.
         causal: aligned to the bottom right where q_len and kv_len differ. A 4D mask decides itself.
         sliding_window: a query sees this many keys, itself included; to both sides where not causal.
         position_ids: (batch or 1, q_len): where they restart, a new packed sequence begins.
@@ -160,12 +180,14 @@ def flash_attention(
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} key heads")
     if sinks is not None:
+        if sinks.shape != query.shape[2:3]:
+            raise ValueError(f"sinks of shape {tuple(sinks.shape)} are not one for each of {query.shape[2]} heads")
         sinks = sinks.to(query.dtype)
 
     window = _window(sliding_window, causal, kv_len)
     # Padding tells of the queries only where they are the last of the keys' tokens: never in cross-attention, which
-    # isn't causal and may have as many queries as keys.
-    padded_queries = causal
+    # isn't causal and may have as many queries as keys. A window is aligned by them, so that they must be told of.
+    padded_queries = causal or window != (-1, -1)
     if attention_mask is not None and attention_mask.ndim == 4:
         reduced = reduce_mask(attention_mask, q_len, kv_len)
         attention_mask, padded_queries = reduced.padding, reduced.padded_queries
@@ -174,6 +196,11 @@ def flash_attention(
         position_ids = None  # the mask has told all
     elif attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"an attention mask must have 2 or 4 dimensions, not the shape {tuple(attention_mask.shape)}")
+    elif attention_mask is not None and not causal:
+        if attention_mask.shape[1] != kv_len:
+            raise ValueError(f"an attention mask for {attention_mask.shape[1]} keys does not fit {kv_len}")
+        if padded_queries and q_len != kv_len:
+            raise ValueError("a window to both sides over padded keys that are not the queries' own")
     if deterministic is None:
         deterministic = _deterministic_by_default()
 
@@ -201,11 +228,14 @@ def flash_attention(
 
 
 def _window(sliding_window: int | None, causal: bool, kv_len: int) -> tuple[int, int]:
-    # Upstream takes 0 for no window as well; a window as long as the keys hides nothing.
-    if not sliding_window or sliding_window >= kv_len:
+    if not sliding_window:  # upstream takes 0 for no window as well
         return (-1, -1)
+    if not isinstance(sliding_window, int) or isinstance(sliding_window, bool):
+        raise TypeError(f"sliding_window must be a number of keys, not {sliding_window!r}")
     if sliding_window < 0:
         raise ValueError(f"sliding_window must be positive, not {sliding_window}")
+    if sliding_window >= kv_len:  # hides nothing
+        return (-1, -1)
     return (sliding_window - 1, 0 if causal else sliding_window - 1)
 
 
@@ -264,6 +294,9 @@ def _packed(
         # Asking the device is impossible here; any upper bound is right.
         max_q = max_length_q if isinstance(max_length_q, int) else batch * q_len
         max_k = max_length_k if isinstance(max_length_k, int) else batch * key.shape[1]
+        if batch > 1:
+            for offsets, tokens in ((cu_seqlens_q, batch * q_len), (cu_seqlens_k, batch * key.shape[1])):
+                torch._assert_async(offsets[-1] == tokens, "cu_seq_lens_* don't end where the batch does")
     else:
         max_q = as_int(max_length_q) if max_length_q is not None else longest(cu_seqlens_q)
         max_k = as_int(max_length_k) if max_length_k is not None else longest(cu_seqlens_k)
@@ -378,7 +411,7 @@ def _padded_by_sorting(
     """As `_padded`, in shapes that don't depend on values: tokens to the front of each row, the padding as a sequence of its own."""
     batch, q_len = query.shape[:2]
     kv_len = key.shape[1]
-    queries = mask[:, kv_len - q_len :] if padded_queries else mask.new_ones(batch, q_len)
+    queries = query_mask(mask, q_len, padded_queries)
     if options["window_size"] != (-1, -1):
         runs = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
         torch._assert_async((runs <= 1).all(), "a sliding window over a mask with padding between tokens")

@@ -37,7 +37,7 @@ DISTRIBUTIONS = (
 )
 
 #: Imports that distributions fight over, with the distributions that may ship each.
-_IMPORTS: Mapping[str, tuple[str, ...]] = {
+KNOWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "transformers": ("transformers",),
     "flash_attn": ("flash-attn", "flash-attn-4"),
@@ -139,8 +139,8 @@ def _metadata_version(dist: importlib.metadata.Distribution) -> str | None:
 
 def _imports(found: Mapping[str, importlib.metadata.Distribution], problems: list[str]) -> dict[str, tuple[str, ...]]:
     imports: dict[str, tuple[str, ...]] = {}
-    for name, candidates in _IMPORTS.items():
-        if not _importable(name):
+    for name, candidates in KNOWN_IMPORTS.items():
+        if not importable(name):
             absent = [c for c in candidates if c in found and not name.endswith(".cute")]
             problems += [f"{candidate} is installed but {name} can't be found: reinstall it." for candidate in absent]
             continue
@@ -153,8 +153,10 @@ def _imports(found: Mapping[str, importlib.metadata.Distribution], problems: lis
     return imports
 
 
-def _importable(name: str) -> bool:
+def importable(name: str) -> bool:
     """Whether `name` would be found, without importing its parent."""
+    if sys.modules.get(name) is not None:
+        return True
     top, _, rest = name.partition(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -275,6 +277,8 @@ def _visible(found: list[tuple[str, Device]], visible: str | None) -> list[Devic
             chosen.append(found[int(entry)][1])
         elif matches := [device for uuid, device in found if entry and uuid.startswith(entry)]:
             chosen.append(matches[0])
+        elif entry.startswith("MIG-") and found:
+            chosen.append(found[0][1])  # a slice of some GPU, which NVML lists by another name: they are seldom mixed
         else:
             break
     return chosen

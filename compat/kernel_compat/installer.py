@@ -190,6 +190,7 @@ def installed(*, skip: Collection[str] = ()) -> Iterator[Report]:
     Inside another installation it changes nothing on leaving.
     """
     with _state.lock:
+        outer = _state.skip if _state.installed else None
         if not _state.blocks:
             _state.blocks_own = not _state.installed
         _state.blocks += 1
@@ -200,6 +201,8 @@ def installed(*, skip: Collection[str] = ()) -> Iterator[Report]:
             _state.blocks -= 1
             if not _state.blocks and _state.blocks_own:
                 uninstall()
+            elif outer is not None and outer != _state.skip:
+                install(skip=outer)
 
 
 def _discover() -> tuple[list[Shim], dict[str, str]]:

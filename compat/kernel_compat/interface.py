@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from .attention import attention_forward
+from .errors import UnsupportedFeatureError
 from .masks import attention_mask_function
 from .names import AttentionName
 
@@ -21,7 +23,8 @@ def add(entry: AttentionName) -> str | None:
         theirs = functions[entry.name]
         return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
     _set(functions, entry.name, entry.forward or attention_forward(entry.kernel, entry.name))
-    paged = _paged_forward()
+    # A forward of the user's own isn't bypassed by upstream's: it has no paged alias.
+    paged = None if entry.forward is not None else _paged_forward(entry.name)
     if paged is not None:
         _set(functions, f"paged|{entry.name}", paged)
     if masks is not None:
@@ -57,11 +60,22 @@ def tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
     return functions._global_mapping, masks._global_mapping
 
 
-def _paged_forward() -> Callable[..., Any] | None:
+def _paged_forward(name: str) -> Callable[..., Any] | None:
     """Upstream's forward for ``paged|NAME``: there from 5.0 until 5.19 did away with the prefix."""
     functions, _ = tables()
-    forward: Callable[..., Any] | None = functions.get("paged|flash_attention_2")
-    return forward
+    if "paged|flash_attention_2" not in functions:
+        return None
+    upstream = importlib.import_module("transformers.integrations.flash_paged").paged_attention_forward
+
+    @wraps(upstream)
+    def paged_attention_forward(module: Any, *args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+        if softcap:  # dropped by upstream's
+            raise UnsupportedFeatureError(
+                "softcap in continuous batching", f"paged|{name}", "Use transformers 5.19 or later, or 'paged|eager'."
+            )
+        return upstream(module, *args, **kwargs)
+
+    return paged_attention_forward
 
 
 def _set(table: dict[str, Any], key: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """From the masks and position ids transformers hands over to the sequence lengths that varlen kernels take.
 
 What reads values off the device is done once for a tensor, not once for a layer: the result is kept for as long as the
-tensor lives and isn't written to.
+tensor lives and isn't written to. Tensors made in inference mode are asked each time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ __all__ = [
     "Packing",
     "Padding",
     "Reduced",
+    "as_int",
     "attention_mask_function",
     "fixed_shapes",
+    "longest",
     "packing",
     "padding",
+    "query_mask",
     "reduce_mask",
+    "require_total",
+    "starts_of_sequences",
 ]
 
 
@@ -79,7 +84,8 @@ _MEMO_SIZE = 8
 def _once(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
     """`compute()`, or what it answered for this very tensor, if nobody has written to it since.
 
-    Layers are often given views of their own of one mask, so a view counts as its base with an offset.
+    Layers are often given views of their own of one mask, so a view counts as its base with an offset. Writes are told by
+    the version counter, which writes through ``.data`` or a shared numpy array go past.
     """
     if tensor.is_inference():  # has no version counter: a write to it would go unnoticed
         return compute()
@@ -115,8 +121,7 @@ def padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
 
 def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
     there = mask.bool()
-    batch, kv_len = there.shape
-    queries = there[:, kv_len - q_len :] if padded_queries else there.new_ones(batch, q_len)
+    queries = query_mask(there, q_len, padded_queries)
     k_lens, q_lens = there.sum(1, dtype=torch.int32), queries.sum(1, dtype=torch.int32)
     # A second run of tokens in a row: a hole between them.
     runs = there[:, :1].sum(1) + (there[:, 1:] & ~there[:, :-1]).sum(1)
@@ -138,6 +143,16 @@ def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
         k_max,
         most_runs > 1,
     )
+
+
+def query_mask(there: Tensor, q_len: int, padded_queries: bool) -> Tensor:
+    """(batch, q_len) bool: which queries are there, of a bool mask (batch, kv_len) over the keys.
+
+    A single query is always there: a mask as long as a static cache ends in zeros that are not about it.
+    """
+    if padded_queries and q_len > 1:
+        return there[:, there.shape[1] - q_len :]
+    return there.new_ones(there.shape[0], q_len)
 
 
 def _true_indices(mask: Tensor, count: int) -> Tensor:
@@ -218,6 +233,8 @@ _HIDDEN = -1e4
 def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
     """What a 4D mask says, proved once a mask: padding, causality and a window, and nothing besides.
 
+    A query whose own key nobody sees counts as padding, as in the mask of a batch padded on the right: its output is zero.
+
     Args:
         mask: (batch or 1, heads or 1, q_len, kv_len or more), bool (True: visible) or float (added to the scores).
 
@@ -228,8 +245,10 @@ def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
 
 
 def _reduce(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
-    if mask.shape[-2] != q_len:
-        raise ValueError(f"a 4D attention mask of shape {tuple(mask.shape)} does not fit {q_len} queries")
+    if mask.shape[-2] != q_len or mask.shape[-1] < kv_len:
+        raise ValueError(
+            f"a 4D attention mask of shape {tuple(mask.shape)} does not fit {q_len} queries and {kv_len} keys"
+        )
     visible = _visible(mask)[..., :kv_len]
     if visible.shape[1] > 1 and not bool((visible == visible[:, :1]).all()):
         raise ValueError(
@@ -282,7 +301,6 @@ def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int)
     left = int(torch.where(visible, distance, lowest).max())
     right = int(torch.where(visible, -distance, lowest).max())
     causal = right <= 0
-    hidden_right = 0 if causal else right
 
     def matches(left: int | None, right: int | None) -> bool:
         expected = keys[:, None, :]
@@ -293,14 +311,12 @@ def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int)
         return bool(((expected == visible).all(-1) | silent).all())
 
     # The weakest description that is exact: no window where none shows.
-    for left_limit, right_limit in ((None, hidden_right if causal else None), (left, hidden_right)):
-        if left_limit is not None and left_limit < 0:  # a kernel takes it for no limit
-            continue
-        if matches(left_limit, right_limit):
-            window = (-1 if left_limit is None else left_limit, -1 if right_limit is None or causal else right_limit)
-            if causal and left_limit is not None:
-                window = (left_limit, 0)
-            return Reduced(None if bool(keys.all()) else keys, True, kv_len, causal, window)
+    padding = None if bool(keys.all()) else keys
+    if matches(None, 0 if causal else None):
+        return Reduced(padding, True, kv_len, causal, (-1, -1))
+    window = (left, 0 if causal else right)
+    if left >= 0 and matches(*window):  # a kernel takes a negative limit for none
+        return Reduced(padding, True, kv_len, causal, window)
     return None
 
 
@@ -325,9 +341,12 @@ def attention_mask_function(
         None, (batch, length) bool with length at most kv_length, or (batch, 1, q_length, kv_length) bool.
     """
     tracing = torch.compiler.is_compiling()
-    if mask_function is not None and not (
-        _told_in_a_graph(mask_function, kwargs) if tracing else _told_otherwise(mask_function)
-    ):
+    patterns = frozenset() if mask_function is None or tracing else _patterns(mask_function)
+    if tracing and mask_function is not None:
+        told = _told_in_a_graph(mask_function, kwargs, attention_mask is not None)
+    else:
+        told = patterns <= _TOLD
+    if not told:
         given: dict[str, Any] = {"cache_position": cache_position}
         if cache_position is None:  # from 5.6 on
             given = {"q_length": q_length, "q_offset": q_offset}
@@ -340,22 +359,35 @@ def attention_mask_function(
             **given,
             **kwargs,
         )
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -kv_length:]
-        # Shorter than the keys: those of a static cache, which the forward cuts to the mask's length.
-        if attention_mask.shape[1] < kv_length or fixed_shapes(attention_mask):
-            return attention_mask
-        return None if bool(attention_mask.all()) else attention_mask
     if cache_position is not None:
         q_length = cache_position.shape[0]
-    if kv_length == q_length:
+    # A cache: a static one has room behind the last key, which must not be attended. Keys that are not the queries' own,
+    # as in cross-attention, have none.
+    if kv_length != q_length and tracing and attention_mask is not None and q_length != 1:
+        torch._assert_async(
+            attention_mask[:, -1].any(), "a mask as long as a static cache: cut it to the tokens there are"
+        )
+    elif kv_length != q_length and not tracing and "bidirectional_mask_function" not in patterns:
+        end = _end(cache_position, q_length, q_offset)
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :end]
+        elif end - kv_offset < kv_length:
+            device = cache_position.device if cache_position is not None else kwargs.get("device")
+            attention_mask = torch.ones(batch_size, end - kv_offset, dtype=torch.bool, device=device)
+    if attention_mask is None:
         return None
-    # A cache: a static one has room behind the last key, which must not be attended.
-    end = as_int(cache_position[-1]) + 1 if cache_position is not None else as_int(q_offset) + (q_length or 0)
-    if end - kv_offset >= kv_length:
-        return None
-    device = cache_position.device if cache_position is not None else kwargs.get("device")
-    return torch.ones(batch_size, end - kv_offset, dtype=torch.bool, device=device)
+    attention_mask = attention_mask[:, -kv_length:]
+    # Shorter than the keys: those of a static cache, which the forward cuts to the mask's length.
+    if attention_mask.shape[1] < kv_length or fixed_shapes(attention_mask):
+        return attention_mask
+    return None if bool(attention_mask.all()) else attention_mask
+
+
+def _end(cache_position: Tensor | None, q_length: int | None, q_offset: int | Tensor) -> int:
+    """How many tokens there are, cached and new."""
+    if cache_position is not None:
+        return as_int(cache_position[-1]) + 1
+    return as_int(q_offset) + (q_length or 0)
 
 
 #: Mask functions of transformers.masking_utils whose meaning reaches the forward by other ways: ``is_causal``,
@@ -372,27 +404,28 @@ _TOLD = frozenset(
 _COMBINING = frozenset({"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"})
 
 
-def _told_otherwise(function: Callable[..., Any]) -> bool:
+def _patterns(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of the mask functions that one is made of; of one that isn't known, its own."""
     name = function.__qualname__
-    if name in _TOLD:
-        return True
     if name not in _COMBINING:
-        return False
+        return frozenset({name})
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    inner = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
-    return all(_told_otherwise(part) for part in inner)
+    parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
+    return frozenset().union(*map(_patterns, parts))
 
 
-def _told_in_a_graph(function: Callable[..., Any], arguments: dict[str, Any]) -> bool:
-    """As `_told_otherwise`, where tracing hides what a function combines: by what upstream says beside it."""
+def _told_in_a_graph(function: Callable[..., Any], arguments: dict[str, Any], masked: bool) -> bool:
+    """Whether `_TOLD` has all, where tracing hides what a function combines: by what upstream says beside it."""
     name = function.__name__
     if name in ("causal_mask_function", "bidirectional_mask_function"):
         return True
-    # A model's own pattern comes with `use_vmap` (from 4.57 on), chunks come with their size.
+    # A model's own pattern comes with `use_vmap` (from 5.0 on), chunks come with their size.
     chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
+    # Before, beside a mask: packed sequences are looked for where there is none, windows come with their size.
+    untold = masked and "local_size" not in arguments
     return (
         name == "and_mask"
-        and not arguments.get("use_vmap")
+        and not arguments.get("use_vmap", untold)
         and (chunk is None or arguments.get("local_size", chunk) != chunk)
     )
 

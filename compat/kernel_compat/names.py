@@ -123,16 +123,18 @@ def unregister_attention(name: str) -> None:
     """Forget a registered name, also in transformers.
 
     Raises:
-        ValueError: the name is not registered.
+        ValueError: the name is not registered, or the library's own.
     """
     with _lock:
         if name not in _registered:
             raise ValueError(f"{name!r} is not registered; registered are: {', '.join(_registered) or 'none'}")
+        if _registered[name].builtin:
+            raise ValueError(f"{name!r} is the library's own and goes with uninstall()")
         _restore(name, None)
 
 
 def registered_attention() -> dict[str, AttentionName]:
-    """The registered names, those of the library included, in the order of registration."""
+    """The registered names in the order of registration; while installed, those of the library included."""
     with _lock:
         return dict(_registered)
 

@@ -46,20 +46,21 @@ def _replace_loaders(originals: Mapping[str, Any]) -> Mapping[str, Any]:
             return loaded[key]
         module: Any = sys.modules[_UTILS]
         with lock:
-            before = module._loaded_implementation
-            if entry is not None:
-                implementation = implementation.replace(entry.name, _OURS + entry.name)
-                # The name may be the one loaded last, for a kernel that it no longer means.
-                module._loaded_implementation = None
+            before = {n: v for n, v in vars(module).items() if n == "_loaded_implementation" or n.endswith("_fn")}
+            if entry is None:
+                try:
+                    return lazy(implementation, *args, **kwargs)
+                except BaseException:
+                    # Up to 5.22 the name counts as loaded before it is: the next call would get the previous kernel.
+                    module._loaded_implementation = before["_loaded_implementation"]
+                    raise
+            # The name may be the one loaded last, for a kernel that it no longer means.
+            module._loaded_implementation = None
             try:
-                result = lazy(implementation, *args, **kwargs)
-            except BaseException:
-                # Up to 5.22 the name counts as loaded before it is: the next call would get the previous kernel.
-                module._loaded_implementation = before
-                raise
-            if entry is not None:
-                loaded[key] = result
-        return result
+                loaded[key] = lazy(implementation.replace(entry.name, _OURS + entry.name), *args, **kwargs)
+            finally:
+                vars(module).update(before)  # ours are kept here, and upstream's stay upstream's
+        return loaded[key]
 
     return {
         "load_and_register_attn_kernel": load_and_register_attn_kernel,

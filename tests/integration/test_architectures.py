@@ -79,6 +79,12 @@ class TestBart:
         assert distance(found, expected) < TOLERANCE
         assert distance(gradient, expected_gradient) < 10 * TOLERANCE
 
+    def test_without_masks(self, pair: tuple[Any, Any]) -> None:
+        """More keys than queries in cross-attention, and nothing that says which."""
+        inputs = {k: v for k, v in self.inputs().items() if not k.endswith("mask")}
+        expected, found = (model(**inputs, use_cache=False).logits for model in pair)
+        assert distance(found, expected) < TOLERANCE
+
     def test_masks_reach_the_forward_as_upstream_makes_them(self, models: Path, pair: tuple[Any, Any]) -> None:
         """What makes this a test of S8: 4D masks before 5.0, none since."""
         from kernel_compat import attention
@@ -298,3 +304,74 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
     assert mask[0, 0, 0].tolist() == [True, True, True, False, False, False]
     plain = masking_utils.sliding_window_causal_mask_function(3)
     assert attention_mask_function(mask_function=plain, **arguments) is None
+
+
+@pytest.mark.skipif(not hasattr(transformers, "ModernBertConfig"), reason="no ModernBERT")
+@pytest.mark.skipif(TRANSFORMERS.release < (5, 3), reason="ModernBERT has attention functions of its own")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_encoder_with_windows_to_both_sides(models: Path, side: str) -> None:
+    config = transformers.ModernBertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        local_attention=6,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+    )
+    path = save(models, "modernbert", transformers.AutoModelForMaskedLM, config)
+    ids = torch.randint(3, VOCAB, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    expected, found = (
+        load(path, name, transformers.AutoModelForMaskedLM)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        for name in ("eager", NAME)
+    )
+    assert distance(found, expected) < TOLERANCE
+
+
+@pytest.mark.skipif(TRANSFORMERS.release < (5, 4), reason="Qwen2-MoE passes its window")
+def test_a_window_the_model_does_not_pass(models: Path) -> None:
+    """Upstream's own flash attention computes these layers without a window."""
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=4,
+        use_sliding_window=True,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0,
+    )
+    path = save(models, "qwen2_moe", transformers.AutoModelForCausalLM, config)
+    ids = torch.randint(3, VOCAB, (2, 12))
+    expected, found = (load(path, name)(input_ids=ids, use_cache=False).logits for name in ("eager", NAME))
+    assert distance(found, expected) < TOLERANCE
+
+
+def test_a_mask_as_long_as_a_static_cache(models: Path) -> None:
+    """Its zeros for what is to come are no padding."""
+    path = saved(models, "llama")
+    ids = torch.randint(3, VOCAB, (1, 10))
+    expected = load(path, "eager")(input_ids=ids, use_cache=False).logits
+    model = load(path, NAME)
+    options = {"batch_size": 1, "max_batch_size": 1, "device": "cpu", "dtype": torch.float32}
+    options = {k: v for k, v in options.items() if accepts(transformers.StaticCache.__init__, k)}
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16, **options)
+    found = []
+    for start, stop in ((0, 7), (7, 8), (8, 10)):
+        mask = (torch.arange(16) < stop).long()[None]
+        positions = {"cache_position": torch.arange(start, stop)} if TRANSFORMERS.release < (5, 4) else {}
+        part = model(
+            input_ids=ids[:, start:stop], attention_mask=mask, past_key_values=cache, use_cache=True, **positions
+        )
+        found.append(part.logits)
+    assert distance(torch.cat(found, 1), expected) < TOLERANCE

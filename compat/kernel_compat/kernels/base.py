@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from dataclasses import replace as dataclass_replace
 from typing import Any, NamedTuple
 
-from ..environment import Environment
+from ..environment import KNOWN_IMPORTS, Environment, importable
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 
 __all__ = ["Features", "Functions", "Kernel", "Provider"]
@@ -110,6 +110,8 @@ class Provider:
         """Why this package can't run here; empty when all is well."""
         reasons = []
         owners = environment.imports.get(self.module)
+        if owners is None and self.module not in KNOWN_IMPORTS and importable(self.module.partition(".")[0]):
+            owners = ()  # somebody else's package, which the environment doesn't describe
         if self.bundled:
             pass
         elif owners is None or (owners and self.distribution not in owners):
@@ -228,7 +230,7 @@ def adapt(
     kvcache = raw["flash_attn_with_kvcache"] if features.paged else None
     dense = raw["flash_attn_func"]
     if dense is not None:
-        needed = [keyword for keyword, feature in _OPTIONAL.items() if getattr(features, feature)]
+        needed = ["softmax_scale", "causal", *(k for k, feature in _OPTIONAL.items() if getattr(features, feature))]
         if not all(_takes(dense, provider.renamed, keyword) for keyword in needed):
             dense = None  # varlen does what it can't
     return features, Functions(call.dense(dense, varlen), call.varlen(varlen), kvcache and call.kvcache(kvcache))

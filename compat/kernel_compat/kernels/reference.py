@@ -96,14 +96,15 @@ def flash_attn_varlen_func(
     def positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
         index = torch.arange(total, device=q.device)
         sequence = torch.bucketize(index, cu_seqlens[1:].to(index.dtype), right=True)
-        # Tokens behind the last sequence belong to none; the kernels leave them unwritten.
+        # Tokens behind the last sequence belong to none and get zeros; the kernels leave them unwritten.
         return sequence, index - cu_seqlens.to(index.dtype)[sequence.clamp(max=cu_seqlens.shape[0] - 1)]
 
     q_sequence, q_position = positions(cu_seqlens_q, q.shape[0])
     k_sequence, k_position = positions(cu_seqlens_k, k.shape[0])
     extra = (cu_seqlens_k.diff() - cu_seqlens_q.diff()).to(q_position.dtype)
     q_position = q_position + extra[q_sequence.clamp(max=extra.shape[0] - 1)]
-    visible = _visible(q_position, k_position, causal, window_size) & (q_sequence[:, None] == k_sequence[None])
+    together = (q_sequence[:, None] == k_sequence[None]) & (q_sequence < cu_seqlens_q.shape[0] - 1)[:, None]
+    visible = _visible(q_position, k_position, causal, window_size) & together
     return _attention(q[None], k[None], v[None], visible, dropout_p, softmax_scale, softcap, s_aux)[0]
 
 
