@@ -145,6 +145,35 @@ def test_names_are_withdrawn() -> None:
     assert masks_before == masks._global_mapping
 
 
+@pytest.mark.skipif(not (5, 0) <= TRANSFORMERS.release < (5, 19), reason="no paged|NAME")
+@pytest.mark.usefixtures("installed")
+def test_the_paged_alias_drops_nothing() -> None:
+    """Upstream's forward for it drops softcap, and would take the place of a user's own."""
+    paged = ALL_ATTENTION_FUNCTIONS[f"paged|{NAME}"]
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match="softcap in continuous batching"):
+        paged(torch.nn.Module(), q, q, q, None, softcap=2.0)
+    kernel_compat.register_attention("own_flash", "flash_attention_reference", forward=lambda *a, **k: (q, None))
+    try:
+        assert "own_flash" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+        assert "paged|own_flash" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    finally:
+        kernel_compat.unregister_attention("own_flash")
+
+
+@pytest.mark.skipif(TRANSFORMERS.major < 5, reason="transformers 4 keeps no name")
+def test_upstreams_loader_keeps_nothing_of_ours(models: Path) -> None:
+    before = upstream._loaded_implementation
+    kernel_compat.register_attention(NAME, "flash_attention_reference")
+    try:
+        with kernel_compat.installed():
+            load(saved(models, "llama"), NAME)
+            assert upstream.lazy_import_flash_attention(NAME) is upstream.lazy_import_flash_attention(NAME)
+    finally:
+        kernel_compat.unregister_attention(NAME)
+    assert upstream._loaded_implementation == before
+
+
 def test_every_seam_is_the_original_object_again() -> None:
     def seams() -> dict[str, Any]:
         with kernel_compat.installed() as report:
