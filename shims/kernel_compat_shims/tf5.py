@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Mapping
@@ -18,6 +19,11 @@ _MODEL = "transformers.modeling_utils:PreTrainedModel"
 
 #: Upstream's loader is asked for a registered name in this disguise: it would not ask the hub loader for a name of its own.
 _OURS = "kernel_compat:"
+
+
+def _not_ours(record: logging.LogRecord) -> bool:
+    """Upstream warns of every kernel without a paged cache as it loads; ours refuse when they are asked for one."""
+    return _OURS not in record.getMessage()
 
 
 def _replace_forward(originals: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,9 +62,12 @@ def _replace_loaders(originals: Mapping[str, Any]) -> Mapping[str, Any]:
                     raise
             # The name may be the one loaded last, for a kernel that it no longer means.
             module._loaded_implementation = None
+            logger = logging.getLogger(_UTILS)
+            logger.addFilter(_not_ours)
             try:
                 loaded[key] = lazy(implementation.replace(entry.name, _OURS + entry.name), *args, **kwargs)
             finally:
+                logger.removeFilter(_not_ours)
                 vars(module).update(before)  # ours are kept here, and upstream's stay upstream's
         return loaded[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -167,7 +168,19 @@ def test_upstreams_loader_keeps_nothing_of_ours(models: Path) -> None:
     kernel_compat.register_attention(NAME, "flash_attention_reference")
     try:
         with kernel_compat.installed():
-            load(saved(models, "llama"), NAME)
+            records: list[logging.LogRecord] = []
+            handler = logging.Handler()
+            handler.emit = records.append  # type: ignore[method-assign]
+            logger = logging.getLogger(upstream.__name__)
+            logger.addHandler(handler)
+            level = logger.level
+            logger.setLevel(logging.WARNING)
+            try:
+                load(saved(models, "llama"), NAME)
+            finally:
+                logger.setLevel(level)
+                logger.removeHandler(handler)
+            assert records == []  # no warning of a paged cache that nobody asked for
             assert upstream.lazy_import_flash_attention(NAME) is upstream.lazy_import_flash_attention(NAME)
     finally:
         kernel_compat.unregister_attention(NAME)
