@@ -21,6 +21,7 @@ from .masks import (
     query_mask,
     reduce_mask,
     require_total,
+    runs,
     starts_of_sequences,
 )
 
@@ -413,8 +414,7 @@ def _padded_by_sorting(
     kv_len = key.shape[1]
     queries = query_mask(mask, q_len, padded_queries)
     if options["window_size"] != (-1, -1):
-        runs = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
-        torch._assert_async((runs <= 1).all(), "a sliding window over a mask with padding between tokens")
+        torch._assert_async((runs(mask) <= 1).all(), "a sliding window over a mask with padding between tokens")
 
     def offsets(there: Tensor) -> Tensor:
         lengths = there.sum(1, dtype=torch.int32)

@@ -24,7 +24,7 @@ def add(entry: AttentionName) -> str | None:
         return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
     _set(functions, entry.name, entry.forward or attention_forward(entry.kernel, entry.name))
     # A forward of the user's own isn't bypassed by upstream's: it has no paged alias.
-    paged = None if entry.forward is not None else _paged_forward(entry.name)
+    paged = None if entry.forward is not None else _paged_forward(functions, entry.name)
     if paged is not None:
         _set(functions, f"paged|{entry.name}", paged)
     if masks is not None:
@@ -60,9 +60,8 @@ def tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
     return functions._global_mapping, masks._global_mapping
 
 
-def _paged_forward(name: str) -> Callable[..., Any] | None:
+def _paged_forward(functions: dict[str, Any], name: str) -> Callable[..., Any] | None:
     """Upstream's forward for ``paged|NAME``: there from 5.0 until 5.19 did away with the prefix."""
-    functions, _ = tables()
     if "paged|flash_attention_2" not in functions:
         return None
     upstream = importlib.import_module("transformers.integrations.flash_paged").paged_attention_forward

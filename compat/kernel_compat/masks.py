@@ -29,6 +29,7 @@ __all__ = [
     "query_mask",
     "reduce_mask",
     "require_total",
+    "runs",
     "starts_of_sequences",
 ]
 
@@ -123,10 +124,8 @@ def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
     there = mask.bool()
     queries = query_mask(there, q_len, padded_queries)
     k_lens, q_lens = there.sum(1, dtype=torch.int32), queries.sum(1, dtype=torch.int32)
-    # A second run of tokens in a row: a hole between them.
-    runs = there[:, :1].sum(1) + (there[:, 1:] & ~there[:, :-1]).sum(1)
     strange = (there != mask).any()
-    facts = torch.stack([k_lens.sum(), k_lens.max(), q_lens.sum(), q_lens.max(), runs.max(), strange])
+    facts = torch.stack([k_lens.sum(), k_lens.max(), q_lens.sum(), q_lens.max(), runs(there).max(), strange])
     k_total, k_max, q_total, q_max, most_runs, is_strange = facts.tolist()
     if is_strange:
         raise ValueError(
@@ -153,6 +152,11 @@ def query_mask(there: Tensor, q_len: int, padded_queries: bool) -> Tensor:
     if padded_queries and q_len > 1:
         return there[:, there.shape[1] - q_len :]
     return there.new_ones(there.shape[0], q_len)
+
+
+def runs(there: Tensor) -> Tensor:
+    """(batch,): how many runs of tokens each row of a bool mask has; more than one means padding between them."""
+    return there[:, :1].sum(1) + (there[:, 1:] & ~there[:, :-1]).sum(1)
 
 
 def _true_indices(mask: Tensor, count: int) -> Tensor:

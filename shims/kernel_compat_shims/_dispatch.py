@@ -7,7 +7,6 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from kernel_compat.environment import Environment
 from kernel_compat.names import AttentionName, resolve
 
 #: `PreTrainedModel._flash_attention_forward`'s parameters that the replacement reads by position or by name.
@@ -109,7 +108,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
         _require_support(self, entry.name)
-        entry.kernel.load(Environment.detect())
+        entry.kernel.load()
         preload(attn_implementation)
         return attn_implementation
 

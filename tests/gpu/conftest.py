@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import transformers
@@ -43,8 +42,3 @@ def name(kernel: str) -> Iterator[str]:
             yield private
     finally:
         kernel_compat.unregister_attention(private)
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")

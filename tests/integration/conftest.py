@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,12 +29,6 @@ def installed() -> Iterator[kernel_compat.Report]:
             yield report
     finally:
         kernel_compat.unregister_attention(NAME)
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny models are saved."""
-    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import inspect
 from functools import cache
 from typing import Any
 
-from .base import Features, Functions, Kernel, Provider, adapt
+from .base import Features, Functions, Kernel, Provider, adapt, takes
 
 __all__ = ["Features", "Functions", "Kernel", "Provider", "as_kernel", "known_kernels"]
 
@@ -63,10 +63,9 @@ def _foreign_kernel(functions: Any, raw: dict[str, Any]) -> Kernel:
         parameters = inspect.signature(raw["flash_attn_varlen_func"]).parameters
     except (TypeError, ValueError) as error:
         raise ValueError(f"the parameters of {functions!r}'s flash_attn_varlen_func can't be read: {error}") from error
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        missing = [keyword for keyword in _REQUIRED if keyword not in parameters]
-        if missing:
-            raise ValueError(f"{functions!r}'s flash_attn_varlen_func does not take {', '.join(missing)}")
+    missing = [keyword for keyword in _REQUIRED if not takes(raw["flash_attn_varlen_func"], keyword)]
+    if missing:
+        raise ValueError(f"{functions!r}'s flash_attn_varlen_func does not take {', '.join(missing)}")
     name = getattr(functions, "__name__", None) or type(functions).__name__
     everything = Features(
         softcap=True,

@@ -222,7 +222,9 @@ def adapt(
     """Put functions with a provider's own keywords behind the convention, and trim the features to what they take."""
     varlen = raw["flash_attn_varlen_func"]
     assert varlen is not None
-    missing = {feature for keyword, feature in _OPTIONAL.items() if not _takes(varlen, provider.renamed, keyword)}
+    missing = {
+        feature for keyword, feature in _OPTIONAL.items() if not takes(varlen, provider.renamed.get(keyword, keyword))
+    }
     off: dict[str, Any] = dict.fromkeys(missing, False)
     paged = features.paged and raw["flash_attn_with_kvcache"] is not None
     features = dataclass_replace(features, paged=paged, **off)
@@ -231,15 +233,17 @@ def adapt(
     dense = raw["flash_attn_func"]
     if dense is not None:
         needed = ["softmax_scale", "causal", *(k for k, feature in _OPTIONAL.items() if getattr(features, feature))]
-        if not all(_takes(dense, provider.renamed, keyword) for keyword in needed):
+        if not all(takes(dense, provider.renamed.get(keyword, keyword)) for keyword in needed):
             dense = None  # varlen does what it can't
-    return features, Functions(call.dense(dense, varlen), call.varlen(varlen), kvcache and call.kvcache(kvcache))
+    by_varlen = call.varlen(varlen)
+    return features, Functions(call.dense(dense, by_varlen), by_varlen, kvcache and call.kvcache(kvcache))
 
 
-def _takes(function: Callable[..., Any], renamed: Mapping[str, str], keyword: str) -> bool:
+def takes(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether a function can be called with a keyword."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return anything or renamed.get(keyword, keyword) in parameters
+    return anything or keyword in parameters
 
 
 class _Call:
@@ -268,31 +272,35 @@ class _Call:
             deterministic: bool = False,
             s_aux: Any = None,
         ) -> Any:
+            if function is None:
+                # Equal lengths are a special case of varlen.
+                import torch
+
+                batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+                starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+                packed = varlen(
+                    q.flatten(0, 1),
+                    k.flatten(0, 1),
+                    v.flatten(0, 1),
+                    cu_seqlens_q=starts * q_len,
+                    cu_seqlens_k=starts * kv_len,
+                    max_seqlen_q=q_len,
+                    max_seqlen_k=kv_len,
+                    dropout_p=dropout_p,
+                    softmax_scale=softmax_scale,
+                    causal=causal,
+                    window_size=window_size,
+                    softcap=softcap,
+                    deterministic=deterministic,
+                    s_aux=s_aux,
+                )
+                return packed.unflatten(0, (batch, q_len))
             self.check(q, k, v)
             options = self.options(dropout_p, window_size, softcap, deterministic, s_aux)
             v_dim = v.shape[-1]
             q, k, v, softmax_scale = self.padded(q, k, v, softmax_scale)
-            if function is not None:
-                out = _first(function(q, k, v, softmax_scale=softmax_scale, causal=causal, **options))
-                return out if out.shape[-1] == v_dim else out[..., :v_dim]
-            # No base function: equal lengths are a special case of varlen.
-            import torch
-
-            batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
-            starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-            out = varlen(
-                q.flatten(0, 1),
-                k.flatten(0, 1),
-                v.flatten(0, 1),
-                cu_seqlens_q=starts * q_len,
-                cu_seqlens_k=starts * kv_len,
-                max_seqlen_q=q_len,
-                max_seqlen_k=kv_len,
-                softmax_scale=softmax_scale,
-                causal=causal,
-                **options,
-            )
-            return _first(out).unflatten(0, (batch, q_len))[..., :v_dim]
+            out = _first(function(q, k, v, softmax_scale=softmax_scale, causal=causal, **options))
+            return out if out.shape[-1] == v_dim else out[..., :v_dim]
 
         return flash_attn_func
 
