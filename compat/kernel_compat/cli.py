@@ -62,10 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = command.find(arguments)
         except check.UnknownNameError as error:
             parser.error(str(error))
-    if arguments.json:
-        print(json.dumps(_plain(command.as_json(found)), indent=2, allow_nan=False))
-    else:
-        command.show(_console(), found)
+    try:
+        if arguments.json:
+            print(json.dumps(_plain(command.as_json(found)), indent=2, allow_nan=False))
+        else:
+            command.show(_console(), found)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough, as `head` does. What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if getattr(found, "ok", True) else 1
 
 
@@ -372,9 +377,14 @@ def _fields(value: Any) -> dict[str, Any]:
 def _console() -> Console:
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would exit with 1, which here means that something is wrong.
+            raise BrokenPipeError
+
+    console = Output(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:  # a log: one line a row, however long, for grep and for people
-        console = Console(highlight=False, markup=False, emoji=False, width=10_000)
+        console = Output(highlight=False, markup=False, emoji=False, width=10_000)
     return console
 
 

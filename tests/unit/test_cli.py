@@ -303,3 +303,19 @@ def test_the_progress_bar_goes_to_a_terminal_alone() -> None:
     assert b"flash_attention_reference: " in shown
     assert "\x1b" not in text
     assert "flash_attention_reference" in text
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("status", "--json"), ("explain", "flash_attention_reference")])
+def test_a_reader_that_stops_reading_is_no_error(arguments: tuple[str, ...]) -> None:
+    """As `kernel-compat status | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(
+        [sys.executable, "-m", "kernel_compat", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (0, "")
