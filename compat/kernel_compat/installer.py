@@ -84,6 +84,7 @@ class Report:
 class _Applied:
     shim: Shim
     seams: list[Located]
+    undo: Callable[[], None] = lambda: None
 
 
 class _State:
@@ -278,7 +279,12 @@ def _apply(shim: Shim, located: list[Located]) -> None:
         [(seam.owner, seam.name, seam.replacement) for seam in located],
         [(seam.original, seam.replacement) for seam in located if isinstance(seam.owner, ModuleType)],
     )
-    _state.applied[shim.name] = _Applied(shim, located)
+    _state.applied[shim.name] = applied = _Applied(shim, located)
+    try:
+        applied.undo = shim.complete()
+    except BaseException:
+        _undo([shim.name])
+        raise
 
 
 def _undo(shims: list[str]) -> None:
@@ -287,6 +293,7 @@ def _undo(shims: list[str]) -> None:
         applied = _state.applied[name]
         ours = [seam for seam in applied.seams if seam.in_place]
         theirs = [(name, seam) for seam in applied.seams if not seam.in_place]
+        applied.undo()
         swap(
             [(seam.owner, seam.name, seam.original) for seam in ours],
             [(seam.replacement, seam.original) for seam in applied.seams if isinstance(seam.owner, ModuleType)],

@@ -28,11 +28,13 @@ class Seam:
         parameters: the names its leading parameters must have, in order. Parameters after these are accepted
             if they have defaults: a release that adds an option doesn't break a replacement that passes it on.
         versions: releases of the shim's distribution that have this seam; it is left alone on the others.
+        holds: for an attribute that is a value and no function: the type it must have.
     """
 
     target: str
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
     versions: str = ""
+    holds: type | None = None
 
     @property
     def module(self) -> str:
@@ -54,9 +56,12 @@ class Seam:
         """Import the module, find the attribute and verify its parameters.
 
         Raises:
-            SeamError: the module can't be imported, the attribute isn't there, or its parameters differ.
+            SeamError: the module can't be imported, the attribute isn't there, or its parameters or type differ.
         """
-        expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
+        if self.holds is None:
+            expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
+        else:
+            expected = f"a value of type {self.holds.__name__}"
         try:
             owner: Any = importlib.import_module(self.module)
         except Exception as error:  # a broken install fails in any way it likes
@@ -72,7 +77,10 @@ class Seam:
         if name not in getattr(owner, "__dict__", ()):
             raise SeamError(self.target, expected, "nothing of that name", version)
         original = vars(owner)[name]
-        problem = _parameter_problem(getattr(owner, name), self.parameters)
+        if self.holds is None:
+            problem = _parameter_problem(getattr(owner, name), self.parameters)
+        else:
+            problem = None if type(original) is self.holds else f"a value of type {type(original).__name__}"
         if problem:
             raise SeamError(self.target, expected, problem, version)
         return Located(self, owner, name, original)
@@ -159,6 +167,8 @@ class Shim:
         replace: called with the originals by seam name once every seam is verified; returns the replacements
             under the same names. It must change nothing itself: the installer does the swapping.
         unneeded_because: answers why the shim has nothing to do in an environment its versions match, or None.
+        complete: for what replacing attributes can't do: called once they are replaced, and returns what undoes it, which
+            is called before they are put back.
     """
 
     name: str
@@ -168,6 +178,7 @@ class Shim:
     seams: tuple[Seam, ...]
     replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     unneeded_because: Callable[[Environment], str | None] = lambda environment: None
+    complete: Callable[[], Callable[[], None]] = lambda: lambda: None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "distribution", canonicalize_name(self.distribution))

@@ -297,6 +297,35 @@ def test_a_shim_that_is_wrong_in_itself(world: World, changes: dict[str, Any], r
     assert world.originals_in_place()
 
 
+def test_what_replacing_attributes_can_not_do(world: World) -> None:
+    """It is done when the seams are in place, and undone before they are put back."""
+    seen: list[tuple[str, bool]] = []
+
+    def complete() -> Callable[[], None]:
+        seen.append(("done", world.originals_in_place()))
+        return lambda: seen.append(("undone", world.originals_in_place()))
+
+    world.points = {"a": shim("one", complete=complete)}
+    kernel_compat.install()
+    kernel_compat.install()
+    assert seen == [("done", False)]
+    kernel_compat.uninstall()
+    assert seen == [("done", False), ("undone", False)]
+    assert world.originals_in_place()
+
+
+def test_a_completion_that_fails(world: World) -> None:
+    def complete() -> Callable[[], None]:
+        raise RuntimeError("no classes today")
+
+    world.points = {"a": shim("one", complete=complete), "b": shim("two", METHOD)}
+    report = kernel_compat.install()
+    assert states(report) == {"one": "failed", "two": "applied"}
+    assert report["one"].reason == "RuntimeError: no classes today"
+    kernel_compat.uninstall()
+    assert world.originals_in_place()
+
+
 def test_two_seams_of_one_name_in_a_shim(world: World) -> None:
     """`replace` is given the originals by name: one of the two would take the other's place."""
     other = world.module("kc_upstream_2", "def f(x): return ('other', x)\n")
