@@ -1,0 +1,55 @@
+"""What a model class says of flash attention: `_supports_flash_attn`, and `_supports_flash_attn_2` before 4.54."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["FLAG", "LEGACY", "declared_flash_support", "sets"]
+
+FLAG = "_supports_flash_attn"
+LEGACY = "_supports_flash_attn_2"
+
+
+def declared_flash_support(owner: type, model: object | None = None) -> bool | None:
+    """Whether a model class declares flash attention; None where no class says.
+
+    The nearest class of the MRO that sets either flag decides, and its `_supports_flash_attn` before its
+    `_supports_flash_attn_2`. `PreTrainedModel`'s own False is what is true of models that say nothing; of the classes
+    behind it the legacy flag alone counts, as it did when upstream read both.
+
+    Args:
+        owner: the model class.
+        model: the instance, where there is one: its own attributes come first, and properties are read on it. Without
+            it a property says False, since what it would say isn't known.
+    """
+    if model is not None:
+        own = vars(model)
+        for flag in (FLAG, LEGACY):
+            if flag in own:
+                return bool(own[flag])
+    before_base = True
+    for klass in owner.__mro__:
+        if is_base(klass):
+            before_base = False
+        elif before_base and sets(klass, FLAG):
+            return _read(vars(klass)[FLAG], owner, model)
+        if sets(klass, LEGACY):
+            return _read(vars(klass)[LEGACY], owner, model)
+    return None
+
+
+def is_base(klass: type) -> bool:
+    """Whether this is transformers' `PreTrainedModel`, told by its name: transformers may not be imported."""
+    return klass.__name__ == "PreTrainedModel" and klass.__module__ == "transformers.modeling_utils"
+
+
+def sets(klass: type, flag: str) -> bool:
+    """Whether the class itself says something by the flag; one that only bridges the two doesn't."""
+    return flag in vars(klass) and not getattr(vars(klass)[flag], "bridges_flags", False)
+
+
+def _read(value: Any, owner: type, model: object | None) -> bool:
+    if not hasattr(type(value), "__get__"):
+        return bool(value)
+    read = value.__get__(model, owner)
+    return read is not value and bool(read)

@@ -1,0 +1,342 @@
+"""Models that set `_supports_flash_attn_2` alone, as remote code does that was written for older releases."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packaging.version import Version
+from remote_code import saved_remote_code
+from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load
+from transformers import PreTrainedModel
+
+import kernel_compat
+
+BRIDGED = Version("5.4") <= TRANSFORMERS
+only_bridged = pytest.mark.skipif(not BRIDGED, reason="transformers itself reads the legacy flag before 5.4")
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a model with remote code; its classes are made anew for each test."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield saved_remote_code(tmp_path / "legacy_model")
+    for name in set(sys.modules) - before:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+class TestRemoteCode:
+    """`trust_remote_code=True` from a folder with `auto_map`, checked by upstream and by us."""
+
+    @only_bridged
+    def test_upstream_refuses_flash_attention_2(self, remote: Path) -> None:
+        with pytest.raises(ValueError, match="LegacyForCausalLM does not support Flash Attention 2"):
+            load(remote, "flash_attention_2", trust_remote_code=True)
+
+    @pytest.mark.usefixtures("installed")
+    def test_upstream_finds_no_fault_with_the_model(self, remote: Path) -> None:
+        """What is left is the package, which isn't here; tests/gpu loads it where it is."""
+        with pytest.raises(ImportError, match="flash_attn|FlashAttention2 has been toggled on"):
+            load(remote, "flash_attention_2", trust_remote_code=True)
+
+    @pytest.mark.usefixtures("installed")
+    def test_registered_name(self, remote: Path) -> None:
+        model = load(remote, NAME, trust_remote_code=True)
+        eager = load(remote, "eager", trust_remote_code=True)
+        assert model.config._attn_implementation == NAME
+        torch.testing.assert_close(model(ids()).logits, eager(ids()).logits)
+
+    @only_bridged
+    def test_loaded_before_install(self, remote: Path) -> None:
+        model = load(remote, "eager", trust_remote_code=True)
+        assert not model._supports_flash_attn
+        with kernel_compat.installed():
+            assert model._supports_flash_attn is True
+            assert type(model)._supports_flash_attn is True
+        assert model._supports_flash_attn is False
+        assert type(model)._supports_flash_attn is False
+
+
+Flags = dict[str, Any]
+
+
+def legacy(value: Any) -> Flags:
+    return {"_supports_flash_attn_2": value}
+
+
+def new(value: Any) -> Flags:
+    return {"_supports_flash_attn": value}
+
+
+def plain(name: str, **flags: Any) -> type:
+    return type(name, (), flags)
+
+
+def family(case: str) -> type:
+    """A model class; what its bases and itself set is in the name of the case."""
+    P = PreTrainedModel
+    old, old_not = plain("Old", **legacy(True)), plain("OldNot", **legacy(False))
+    newer, newer_not = plain("Newer", **new(True)), plain("NewerNot", **new(False))
+    llama = transformers.LlamaPreTrainedModel
+    made: dict[str, Any] = {
+        "nothing": lambda: type("M", (P,), {}),
+        "legacy": lambda: type("M", (P,), legacy(True)),
+        "legacy False": lambda: type("M", (P,), legacy(False)),
+        "legacy of the parent": lambda: type("M", (type("Parent", (P,), legacy(True)),), {}),
+        "legacy, then legacy False": lambda: type("M", (type("Parent", (P,), legacy(True)),), legacy(False)),
+        "legacy, then new False": lambda: type("M", (type("Parent", (P,), legacy(True)),), new(False)),
+        "new, then legacy False": lambda: type("M", (type("Parent", (P,), new(True)),), legacy(False)),
+        "new False, then legacy": lambda: type("M", (type("Parent", (P,), new(False)),), legacy(True)),
+        "new False, then legacy, then nothing": lambda: type(
+            "M", (type("Middle", (type("Parent", (P,), new(False)),), legacy(True)),), {}
+        ),
+        "new False, then legacy, then new False": lambda: type(
+            "M", (type("Middle", (type("Parent", (P,), new(False)),), legacy(True)),), new(False)
+        ),
+        "both, new False": lambda: type("M", (P,), {**new(False), **legacy(True)}),
+        "both, new True": lambda: type("M", (P,), {**new(True), **legacy(False)}),
+        "native, then legacy False": lambda: type("M", (llama,), legacy(False)),
+        "mixin before": lambda: type("M", (old, P), {}),
+        "mixin False before a native": lambda: type("M", (old_not, llama), {}),
+        "mixin behind": lambda: type("M", (P, old), {}),
+        "mixin with the new flag behind": lambda: type("M", (P, newer), {}),
+        "mixin with new False before a legacy parent": lambda: type(
+            "M", (newer_not, type("Parent", (P,), legacy(True))), {}
+        ),
+        "two parents, legacy first": lambda: type(
+            "M", (type("A", (P,), legacy(True)), type("B", (P,), new(False))), {}
+        ),
+        "two parents, new first": lambda: type("M", (type("B", (P,), new(False)), type("A", (P,), legacy(True))), {}),
+    }
+    return made[case]()
+
+
+EXPECTED = {
+    "nothing": False,
+    "legacy": True,
+    "legacy False": False,
+    "legacy of the parent": True,
+    "legacy, then legacy False": False,
+    "legacy, then new False": False,
+    "new, then legacy False": False,
+    "new False, then legacy": True,
+    "new False, then legacy, then nothing": True,
+    "new False, then legacy, then new False": False,
+    "both, new False": False,
+    "both, new True": True,
+    "native, then legacy False": False,
+    "mixin before": True,
+    "mixin False before a native": False,
+    "mixin behind": True,
+    "mixin with the new flag behind": False,
+    "mixin with new False before a legacy parent": False,
+    "two parents, legacy first": True,
+    "two parents, new first": False,
+}
+
+
+def instance(model_class: type) -> Any:
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    return model
+
+
+@only_bridged
+class TestRule:
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("case", EXPECTED)
+    def test_nearest_class_decides(self, case: str, when: str) -> None:
+        """Whether the class is made before `install()` or after, on the class and on an instance; and taken back."""
+        if when == "before":
+            made = family(case)
+            own, before = dict(vars(made)), made._supports_flash_attn
+            with kernel_compat.installed():
+                assert made._supports_flash_attn is EXPECTED[case]
+                assert instance(made)._supports_flash_attn is EXPECTED[case]
+            assert made._supports_flash_attn is before
+            assert dict(vars(made)) == own
+        else:
+            with kernel_compat.installed():
+                made = family(case)
+                assert made._supports_flash_attn is EXPECTED[case]
+                assert instance(made)._supports_flash_attn is EXPECTED[case]
+            assert made._supports_flash_attn is family(case)._supports_flash_attn
+            assert set(vars(made)) == set(vars(family(case)))
+
+    def test_set_later(self) -> None:
+        """As a framework does that switches a model class on or off."""
+        with kernel_compat.installed():
+            made = family("nothing")
+            made._supports_flash_attn_2 = True
+            assert made._supports_flash_attn is True
+            made._supports_flash_attn = False
+            assert made._supports_flash_attn is False
+            del made._supports_flash_attn
+            assert made._supports_flash_attn is True
+
+    def test_on_an_instance(self) -> None:
+        with kernel_compat.installed():
+            model = instance(family("legacy"))
+            model._supports_flash_attn_2 = False
+            assert model._supports_flash_attn is False
+            assert type(model)._supports_flash_attn is True
+            model._supports_flash_attn = True
+            assert model._supports_flash_attn is True
+
+    def test_property(self) -> None:
+        """A property is asked on the instance; on the class, where it would be true as an object, it says nothing."""
+
+        def says(self: Any) -> bool:
+            return self.answer
+
+        with kernel_compat.installed():
+            made = type("M", (PreTrainedModel,), legacy(property(says)))
+            model = instance(made)
+            for model.answer in (True, False):
+                assert model._supports_flash_attn is model.answer
+            assert made._supports_flash_attn is False
+
+    def test_own_init_subclass(self) -> None:
+        """A hook of the model's own is still called, with its arguments."""
+        seen = []
+
+        class Hooked(PreTrainedModel):
+            def __init_subclass__(cls, word: str = "", **kwargs: Any) -> None:
+                seen.append((cls.__name__, word))
+                super().__init_subclass__(**kwargs)
+
+        with kernel_compat.installed():
+
+            class Child(Hooked, word="hello"):
+                _supports_flash_attn_2 = True
+
+            assert Child._supports_flash_attn is True
+        assert seen == [("Child", "hello")]
+
+    def test_pickle_and_copy(self, remote: Path) -> None:
+        with kernel_compat.installed():
+            model = load(remote, "eager", trust_remote_code=True)
+            for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+                assert twin._supports_flash_attn is True
+                torch.testing.assert_close(twin(ids()).logits, model(ids()).logits)
+            native = transformers.AutoModelForCausalLM.from_config(CAUSAL_LMS["llama"]())
+            assert pickle.loads(pickle.dumps(native))._supports_flash_attn is True
+
+    def test_somebody_elses_flag_on_the_base_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = vars(PreTrainedModel)["_supports_flash_attn"]
+        with kernel_compat.installed():
+            ours = vars(PreTrainedModel)["_supports_flash_attn"]
+            PreTrainedModel._supports_flash_attn = True
+            left = kernel_compat.uninstall().left_alone
+            assert any("_supports_flash_attn" in entry for entry in left)
+            assert vars(PreTrainedModel)["_supports_flash_attn"] is True
+            PreTrainedModel._supports_flash_attn = ours
+        kernel_compat.uninstall()
+        assert vars(PreTrainedModel)["_supports_flash_attn"] is before
+
+
+def rule(made: type) -> bool:
+    """The rule, said otherwise: sort what classes say by their distance and take the first."""
+    base = made.__mro__.index(PreTrainedModel)
+    said = []
+    for distance, ancestor in enumerate(made.__mro__):
+        if ancestor is PreTrainedModel:
+            continue
+        said += (
+            [(distance, 1, vars(ancestor)["_supports_flash_attn_2"])]
+            if "_supports_flash_attn_2" in vars(ancestor)
+            else []
+        )
+        declares = vars(ancestor).get("_supports_flash_attn")
+        said += [(distance, 0, declares)] if isinstance(declares, bool) and distance < base else []
+    return min(said)[2] if said else False
+
+
+@only_bridged
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_hierarchy(data: st.DataObject) -> None:
+    """Random classes, some made before `install()`; each reads by the rule, and as before once it is gone."""
+    flags = st.fixed_dictionaries(
+        {}, optional={"_supports_flash_attn": st.booleans(), "_supports_flash_attn_2": st.booleans()}
+    )
+    mixins = [plain(f"Mixin{i}", **data.draw(flags)) for i in range(3)]
+    made: list[type] = [PreTrainedModel]
+
+    def grow(count: int) -> None:
+        for _ in range(count):
+            parents = data.draw(st.lists(st.sampled_from([*made, *mixins]), min_size=1, max_size=3, unique=True))
+            if not any(issubclass(parent, PreTrainedModel) for parent in parents):
+                parents.append(data.draw(st.sampled_from(made)))
+            try:
+                made.append(type(f"Model{len(made)}", tuple(parents), data.draw(flags)))
+            except TypeError:
+                continue  # no consistent order of its bases
+
+    grow(4)
+    plainly = {one: one._supports_flash_attn for one in made}
+    with kernel_compat.installed():
+        grow(4)
+        for one in made[1:]:
+            assert one._supports_flash_attn is rule(one), (one.__mro__, [vars(k) for k in one.__mro__])
+    for one, before in plainly.items():
+        assert one._supports_flash_attn is before
+
+
+@only_bridged
+def test_native_models_read_the_same() -> None:
+    """Every model class of the release, imported before and after `install()`."""
+    code = """
+        import importlib, pkgutil
+        import transformers.models
+        from transformers import PreTrainedModel
+        import kernel_compat
+
+        def load(packages):
+            for package in packages:
+                module = importlib.import_module(f"transformers.models.{package}")
+                for part in pkgutil.iter_modules(getattr(module, "__path__", ())):
+                    if part.name.startswith("modeling_"):
+                        try:
+                            importlib.import_module(f"transformers.models.{package}.{part.name}")
+                        except ModuleNotFoundError as error:  # a package it needs isn't here
+                            assert not error.name.startswith("transformers"), error
+
+        def classes(of=PreTrainedModel):
+            for one in of.__subclasses__():
+                yield one
+                yield from classes(one)
+
+        packages = [package.name for package in pkgutil.iter_modules(transformers.models.__path__)]
+        load(packages[::2])
+        with kernel_compat.installed() as report:
+            assert report["tf5_5_legacy_flag"].state == "applied", report
+            load(packages[1::2])
+            bridged = {one: one._supports_flash_attn for one in classes()}
+        changed = [one for one, flag in bridged.items() if one._supports_flash_attn is not flag]
+        assert not changed, changed
+        assert all(type(flag) is bool for flag in bridged.values())
+        assert sum(bridged.values()) > 500, sum(bridged.values())
+        print(len(bridged))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 1500
