@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
-from tiny import randomize
+from safetensors.torch import save_file
+from tiny import VOCAB
 
 CONFIGURATION = """
 from transformers import PretrainedConfig
@@ -73,28 +75,32 @@ class LegacyForCausalLM(PreTrainedModel):
 """
 
 
-def saved_remote_code(folder: Path) -> Path:
-    """A folder that ``from_pretrained(folder, trust_remote_code=True)`` loads, its weights included."""
+def saved_remote_code(folder: Path, change: Callable[[str], str] = lambda code: code) -> Path:
+    """A folder that ``from_pretrained(folder, trust_remote_code=True)`` loads; imports nothing of it.
+
+    Args:
+        change: of the modeling file.
+    """
     folder.mkdir()
     (folder / "configuration_legacy.py").write_text(CONFIGURATION)
-    (folder / "modeling_legacy.py").write_text(MODELING)
-    (folder / "config.json").write_text(
-        """{
-  "model_type": "kernel_compat_legacy",
-  "architectures": ["LegacyForCausalLM"],
-  "auto_map": {
-    "AutoConfig": "configuration_legacy.LegacyConfig",
-    "AutoModelForCausalLM": "modeling_legacy.LegacyForCausalLM"
-  }
-}
-"""
-    )
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True, attn_implementation="eager")
-    randomize(model)
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    from safetensors.torch import save_file
-
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "modeling_legacy.py").write_text(change(MODELING))
+    config = {
+        "model_type": "kernel_compat_legacy",
+        "architectures": ["LegacyForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_legacy.LegacyConfig",
+            "AutoModelForCausalLM": "modeling_legacy.LegacyForCausalLM",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "embed.weight": (VOCAB, 64),
+        "attention.qkv.weight": (192, 64),
+        "attention.qkv.bias": (192,),
+        "head.weight": (VOCAB, 64),
+        "head.bias": (VOCAB,),
+    }
+    weights = {name: torch.randn(shape, generator=generator) * 0.25 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

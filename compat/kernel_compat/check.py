@@ -18,6 +18,7 @@ from .environment import Environment
 from .errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from .installer import Report, ShimReport, installed, status
 from .kernels import Features, Kernel, Provider, known_kernels
+from .policy import Step, ladder
 
 __all__ = [
     "CaseResult",
@@ -76,7 +77,8 @@ class ProviderStatus:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of one name: `shims` are those that touch registered names in this environment."""
+    """What is known of one name: `shims` are those that touch registered names in this environment, and `ladder` is what
+    `policy.load_with_fallback` would try, the name itself first."""
 
     environment: Environment
     status: NameStatus
@@ -84,6 +86,7 @@ class Explanation:
     state: str | None
     providers: tuple[ProviderStatus, ...]
     shims: tuple[ShimReport, ...]
+    ladder: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def _owner(name: str) -> Owner:
     entry = _names.registered_attention().get(name)
     if entry is not None:
         return "kernel-compat" if entry.builtin else "registered"
-    return "transformers" if _names._upstream_owner(name) else "kernel-compat"
+    return "transformers" if _names.upstream_owner(name) else "kernel-compat"
 
 
 def _install_hint(provider: Provider, environment: Environment) -> str:
@@ -198,9 +201,10 @@ def explain(name: str) -> Explanation:
     report = status()
     environment = report.environment
     known = {status.name: status for status in attention_names(environment)}
+    steps = ladder(name, environment)
     if name not in known:
         if name in _names._UPSTREAM:
-            return Explanation(environment, NameStatus(name, None, "transformers"), None, None, (), ())
+            return Explanation(environment, NameStatus(name, None, "transformers"), None, None, (), (), steps)
         there = ", ".join(sorted({*known, *_names._UPSTREAM}))
         raise UnknownNameError(f"{name!r} is no attention name here; there are: {there}")
     entry = _names.registered_attention().get(name)
@@ -222,6 +226,7 @@ def explain(name: str) -> Explanation:
             for provider in kernel.providers
         ),
         tuple(shim for shim in report.shims if shim.state != "not needed"),
+        steps,
     )
 
 

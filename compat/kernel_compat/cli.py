@@ -1,7 +1,7 @@
-"""The command line: ``kernel-compat check | status | explain NAME``.
+"""The command line: ``kernel-compat check | status | explain NAME | plan``.
 
-Exit codes: 0, everything usable is right; 1, a usable kernel is wrong, a shim failed, a name was refused, or torch or
-transformers is broken; 2, bad arguments.
+Exit codes: 0, everything usable is right; 1, a usable kernel is wrong, a shim failed, a name was refused, torch or
+transformers is broken, or nothing here would do what was planned; 2, bad arguments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import check
+from . import check, policy
 from .environment import DISTRIBUTIONS, Environment
+from .errors import KernelUnavailableError
 from .installer import Report, ShimReport, status
 
 if TYPE_CHECKING:  # rich takes a good part of `status`: it is imported where tables are printed, and never for JSON
@@ -41,6 +42,10 @@ _COLOURS = {
 }
 
 
+class _BadArgumentsError(Exception):
+    """Arguments that don't go together."""
+
+
 class _Command(NamedTuple):
     """A subcommand: what finds the answer, and what makes JSON or tables of it."""
 
@@ -60,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _import(module, parser)
         try:
             found = command.find(arguments)
-        except check.UnknownNameError as error:
+        except (check.UnknownNameError, _BadArgumentsError) as error:
             parser.error(str(error))
     try:
         if arguments.json:
@@ -90,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Which attention implementations work in this environment, and why the others don't.",
         epilog="Exit codes: 0 everything usable is right; 1 something is wrong or failed; 2 bad arguments.",
     )
-    commands = parser.add_subparsers(metavar="check | status | explain", required=True)
+    commands = parser.add_subparsers(metavar="check | status | explain | plan", required=True)
     one = commands.add_parser(
         "check", parents=[common], help="run every attention name on tiny problems and compare with a reference"
     )
@@ -100,9 +105,23 @@ def _parser() -> argparse.ArgumentParser:
         "status", parents=[common], help="the environment, the shims and the attention names; runs nothing"
     )
     one.set_defaults(command=_Command(_find_status, _status_as_json, _show_status))
-    one = commands.add_parser("explain", parents=[common], help="what an attention name means here")
+    one = commands.add_parser(
+        "explain", parents=[common], help="what an attention name means here, and what would be tried in its place"
+    )
     one.add_argument("name", metavar="NAME", help="a kernel, a registered name or one of transformers' own")
     one.set_defaults(command=_Command(_find_explanation, _explanation_as_json, _show_explanation))
+    one = commands.add_parser(
+        "plan",
+        parents=[common],
+        help="which attention a training run should load its model with, and why",
+        description="Which attention a training run should load its model with, and whether Liger's kernels go with it.",
+    )
+    one.add_argument("--attn", metavar="NAME", help="the attention asked for (default: transformers' own choice)")
+    one.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism")
+    one.add_argument("--cp", type=int, default=1, metavar="N", help="ranks of context parallelism")
+    one.add_argument("--packed", action="store_true", help="several sequences share a row")
+    one.add_argument("--liger", action="store_true", help="Liger's kernels are asked for")
+    one.set_defaults(command=_Command(_find_plan, _plan_as_json, _show_plan))
     return parser
 
 
@@ -305,6 +324,7 @@ def _show_explanation(console: Console, found: check.Explanation) -> None:
     _print(console, name.name, "bold")
     if name.kernel is None:
         _print(console, "  transformers' own: kernel-compat has no part in it and changes nothing about it.")
+        _print_ladder(console, found.ladder)
         return
     _print(console, f"  As attn_implementation: {_OWNERS[name.owner]}{f' ({found.state})' if found.state else ''}.")
     if name.owner == "transformers":
@@ -337,7 +357,63 @@ def _show_explanation(console: Console, found: check.Explanation) -> None:
         if provider.reasons:
             why = _why(provider.reasons, provider.install if provider.version is None else "")
             _print(console, f"  not usable: {why}", "yellow")
+    _print_ladder(console, found.ladder)
     _print_shims(console, found.shims)
+
+
+def _print_ladder(console: Console, steps: Sequence[policy.Step]) -> None:
+    words = {True: "usable", False: "not usable", None: "not known"}
+    rows = [(step.name, words[step.usable], step.reason) for step in steps]
+    _print_table(console, "Ladder, tried from the top", ("name", "here", "reason"), rows)
+
+
+class _Plan(NamedTuple):
+    """What is planned, or why nothing can be."""
+
+    preload: policy.Preload | None
+    error: KernelUnavailableError | None
+
+    @property
+    def ok(self) -> bool:
+        return self.preload is not None
+
+
+def _find_plan(arguments: argparse.Namespace) -> _Plan:
+    try:
+        preload = policy.resolve_preload(
+            arguments.attn,
+            tp_size=arguments.tp,
+            cp_size=arguments.cp,
+            packed_sequence=arguments.packed,
+            use_liger_kernel=arguments.liger,
+        )
+    except KernelUnavailableError as error:
+        return _Plan(None, error)
+    except ValueError as error:
+        raise _BadArgumentsError(str(error)) from None
+    return _Plan(preload, None)
+
+
+def _plan_as_json(plan: _Plan) -> dict[str, Any]:
+    if plan.preload is None:
+        assert plan.error is not None
+        return {"ok": False, "error": str(plan.error), "reasons": plan.error.reasons}
+    return {"ok": True, **_fields(plan.preload)}
+
+
+def _show_plan(console: Console, plan: _Plan) -> None:
+    if plan.preload is None:
+        assert plan.error is not None
+        _print(console, f"No plan: {plan.error.kernel} is not usable here.", "bold red")
+        for reason in plan.error.reasons:
+            _print(console, f"  {reason}")
+        _print(console, str(plan.error.install))
+        return
+    name = plan.preload.attn_implementation
+    _print(console, f"attn_implementation  {name or 'unset: sdpa where the model has it, else eager'}", "bold")
+    _print(console, f"use_liger_kernel     {plan.preload.use_liger_kernel}", "bold")
+    for reason in plan.preload.reasons:
+        _print(console, f"  {reason}")
 
 
 def _capability(features: Any) -> str:

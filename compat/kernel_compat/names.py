@@ -41,6 +41,7 @@ class AttentionName:
         mask: the mask function transformers calls; None for the library's own.
         override: whether it may take the place of a name that transformers has itself.
         builtin: whether the library registered it itself.
+        handles_context_parallel: whether it is right under context parallelism.
     """
 
     name: str
@@ -49,6 +50,7 @@ class AttentionName:
     mask: Callable[..., Any] | None = None
     override: bool = False
     builtin: bool = False
+    handles_context_parallel: bool = False
 
     def same_as(self, other: AttentionName) -> bool:
         """Whether both were registered with the same arguments."""
@@ -69,6 +71,7 @@ def register_attention(
     mask: Callable[..., Any] | None = None,
     *,
     override: bool = False,
+    handles_context_parallel: bool = False,
 ) -> None:
     """Make `name` usable as ``attn_implementation=name`` once `install()` is called, or at once where it is.
 
@@ -87,6 +90,9 @@ def register_attention(
             ``attn_implementation=name`` and gets this kernel on every release.
         mask: replaces the library's mask function; called as those of transformers' ``ALL_MASK_ATTENTION_FUNCTIONS``.
         override: allow a name that transformers owns, or that is registered already.
+        handles_context_parallel: your word that the ranks of context parallelism exchange what attention under this name
+            needs, in `forward` or around it; `kernel_compat.policy.resolve_preload` keeps such a name where it would
+            choose sdpa.
 
     Raises:
         TypeError: `name` is not a string, `forward` or `mask` is not callable, or `kernel` is no kernel.
@@ -96,12 +102,14 @@ def register_attention(
     for argument, value in (("forward", forward), ("mask", mask)):
         if value is not None and not callable(value):
             raise TypeError(f"{argument} must be callable or None, not {value!r}")
-    entry = AttentionName(name, as_kernel(kernel), forward, mask, override)
+    entry = AttentionName(
+        name, as_kernel(kernel), forward, mask, override, handles_context_parallel=handles_context_parallel
+    )
     with _lock:
         if not override:
             if name in _registered and not _registered[name].builtin and not _registered[name].same_as(entry):
                 raise ValueError(f"{name!r} is registered already; pass override=True to replace it")
-            if owner := _upstream_owner(name):
+            if owner := upstream_owner(name):
                 raise ValueError(f"{name!r} belongs to {owner}; pass override=True to replace it")
         if "flash" not in name:
             warnings.warn(
@@ -205,11 +213,12 @@ def _check_name(name: object) -> None:
         raise ValueError(f"{name!r} may contain letters, digits, '_', '-' and '.' alone")
 
 
-def _upstream_owner(name: str) -> str | None:
+def upstream_owner(name: str, environment: Environment | None = None) -> str | None:
+    """Which transformers has this name itself, in an environment; None where it is free."""
     if name in _UPSTREAM:
         return "transformers"
     if name == "flash_attention_4":
-        version = Environment.detect().version("transformers")
+        version = (environment or Environment.detect()).version("transformers")
         if version is not None and version.release >= (5, 4):
             return f"transformers {version}"
     return None
@@ -218,7 +227,7 @@ def _upstream_owner(name: str) -> str | None:
 def _register_builtins() -> None:
     """The kernels' own names: ``flash_attention_reference`` everywhere, ``flash_attention_4`` before transformers 5.4."""
     for name, kernel in known_kernels().items():
-        if name not in _registered and _upstream_owner(name) is None:
+        if name not in _registered and upstream_owner(name) is None:
             _registered[name] = AttentionName(name, kernel, builtin=True)
 
 

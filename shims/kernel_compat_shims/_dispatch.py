@@ -7,6 +7,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.flags import declared_flash_support
 from kernel_compat.names import AttentionName, resolve
 
@@ -119,7 +120,8 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
 def _require_support(model: Any, name: str) -> None:
     """A model whose attention doesn't go through the interface would ignore the name: say so instead."""
     if not (declared_flash_support(type(model), model) or getattr(model, "_supports_attention_backend", False)):
-        raise ValueError(
-            f"{type(model).__name__} does not support flash attention, so attn_implementation={name!r} can't be "
-            "honoured: use 'sdpa' or 'eager', or a release of transformers whose model does."
+        raise UnsupportedFeatureError(
+            f"flash attention (attn_implementation={name!r})",
+            type(model).__name__,
+            "Use 'sdpa' or 'eager', or a release of transformers whose model does.",
         )

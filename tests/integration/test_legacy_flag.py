@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,8 @@ only_bridged = pytest.mark.skipif(not BRIDGED, reason="transformers itself reads
 
 
 @pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a model with remote code; its classes are made anew for each test."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    before = set(sys.modules)
-    yield saved_remote_code(tmp_path / "legacy_model")
-    for name in set(sys.modules) - before:
-        if name.startswith("transformers_modules"):
-            del sys.modules[name]
+def legacy_model(remote: Path) -> Path:
+    return saved_remote_code(remote / "legacy_model")
 
 
 def ids() -> torch.Tensor:
@@ -47,26 +39,26 @@ class TestRemoteCode:
     """`trust_remote_code=True` from a folder with `auto_map`, checked by upstream and by us."""
 
     @only_bridged
-    def test_upstream_refuses_flash_attention_2(self, remote: Path) -> None:
+    def test_upstream_refuses_flash_attention_2(self, legacy_model: Path) -> None:
         with pytest.raises(ValueError, match="LegacyForCausalLM does not support Flash Attention 2"):
-            load(remote, "flash_attention_2", trust_remote_code=True)
+            load(legacy_model, "flash_attention_2", trust_remote_code=True)
 
     @pytest.mark.usefixtures("installed")
-    def test_upstream_finds_no_fault_with_the_model(self, remote: Path) -> None:
+    def test_upstream_finds_no_fault_with_the_model(self, legacy_model: Path) -> None:
         """What is left is the package, which isn't here; tests/gpu loads it where it is."""
         with pytest.raises(ImportError, match="flash_attn|FlashAttention2 has been toggled on"):
-            load(remote, "flash_attention_2", trust_remote_code=True)
+            load(legacy_model, "flash_attention_2", trust_remote_code=True)
 
     @pytest.mark.usefixtures("installed")
-    def test_registered_name(self, remote: Path) -> None:
-        model = load(remote, NAME, trust_remote_code=True)
-        eager = load(remote, "eager", trust_remote_code=True)
+    def test_registered_name(self, legacy_model: Path) -> None:
+        model = load(legacy_model, NAME, trust_remote_code=True)
+        eager = load(legacy_model, "eager", trust_remote_code=True)
         assert model.config._attn_implementation == NAME
         torch.testing.assert_close(model(ids()).logits, eager(ids()).logits)
 
     @only_bridged
-    def test_loaded_before_install(self, remote: Path) -> None:
-        model = load(remote, "eager", trust_remote_code=True)
+    def test_loaded_before_install(self, legacy_model: Path) -> None:
+        model = load(legacy_model, "eager", trust_remote_code=True)
         assert not model._supports_flash_attn
         with kernel_compat.installed():
             assert model._supports_flash_attn is True
@@ -231,9 +223,9 @@ class TestRule:
             assert Child._supports_flash_attn is True
         assert seen == [("Child", "hello")]
 
-    def test_pickle_and_copy(self, remote: Path) -> None:
+    def test_pickle_and_copy(self, legacy_model: Path) -> None:
         with kernel_compat.installed():
-            model = load(remote, "eager", trust_remote_code=True)
+            model = load(legacy_model, "eager", trust_remote_code=True)
             for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
                 assert twin._supports_flash_attn is True
                 torch.testing.assert_close(twin(ids()).logits, model(ids()).logits)

@@ -11,6 +11,7 @@ import pytest
 
 import kernel_compat
 from kernel_compat import Features, Kernel, Provider, check
+from kernel_compat.policy import LADDER
 
 torch = pytest.importorskip("torch")
 
@@ -331,6 +332,21 @@ def test_explain_what_transformers_owns(name: str) -> None:
 def test_explain_of_a_bad_name(name: str, message: str) -> None:
     with pytest.raises(check.UnknownNameError, match=message):
         check.explain(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("flash_attention_3", LADDER[1:]),
+        ("flash_attention_reference", ("flash_attention_reference", "sdpa", "eager")),
+        ("sdpa", ("sdpa", "eager")),
+        ("flex_attention", ("flex_attention", "eager")),
+    ],
+)
+def test_explain_shows_the_ladder(name: str, steps: tuple[str, ...]) -> None:
+    found = check.explain(name).ladder
+    assert tuple(step.name for step in found) == steps
+    assert all(step.reason for step in found)
 
 
 def test_explain_of_what_is_no_string() -> None:

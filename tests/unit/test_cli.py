@@ -85,7 +85,15 @@ def bare_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["explain", "flash_attention_2"], ["explain", "eager"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status"],
+        ["explain", "flash_attention_2"],
+        ["explain", "eager"],
+        ["plan", "--attn", "flash_attention_2", "--packed"],
+    ],
+)
 @pytest.mark.parametrize("form", ["json", "tables"])
 def test_what_runs_nothing_imports_nothing_heavy(arguments: list[str], form: str) -> None:
     code = (
@@ -252,6 +260,9 @@ def test_a_failed_shim_ends_in_1(tmp_path: Path, command: str) -> None:
         (["check", "eager"], "'eager' can't be checked here"),
         (["status", "--import", "no_such_module"], "--import no_such_module: ModuleNotFoundError"),
         (["status", "--colour"], "unrecognized arguments: --colour"),
+        (["plan", "--tp", "two"], "argument --tp: invalid int value: 'two'"),
+        (["plan", "--tp", "0"], "tp_size counts ranks"),
+        (["plan", "--packed", "--cp", "2", "--json"], "packed sequences can't be split over context parallel ranks"),
     ],
 )
 def test_bad_arguments_end_in_2(arguments: list[str], message: str) -> None:
@@ -270,6 +281,60 @@ def test_explain_shows_features_and_reasons() -> None:
     found = json.loads(kernel_compat_cli("explain", "flash_attention_4", "--json").stdout)
     assert found["name"] == "flash_attention_4"
     assert found["providers"][0]["features"]["min_capability"] == [9, 0]
+
+
+def test_explain_shows_the_ladder_with_a_reason_a_step() -> None:
+    done = kernel_compat_cli("explain", "flash_attention_3", "--json", CUDA_VISIBLE_DEVICES="")
+    steps = json.loads(done.stdout)["ladder"]
+    walked = [step["name"] for step in steps]
+    assert (walked[0], walked[-2:]) == ("flash_attention_3", ["sdpa", "eager"])
+    assert "no CUDA device is visible" in steps[0]["reason"]
+    text = kernel_compat_cli("explain", "flash_attention_3", CUDA_VISIBLE_DEVICES="").stdout
+    for step in steps:
+        (line,) = [line for line in text.splitlines() if line.startswith(step["name"]) and step["reason"] in line]
+        assert ("not usable" in line) is not step["usable"]
+
+
+class TestPlan:
+    def test_what_is_decided_and_why(self) -> None:
+        arguments = ("plan", "--tp", "2", "--packed", "--attn", "flash_attention_3", "--liger")
+        done = kernel_compat_cli(*arguments, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done.stderr
+        assert "attn_implementation  flash_attention_3\n" in done.stdout
+        assert "use_liger_kernel     False\n" in done.stdout
+        for reason in (
+            "Liger is off: its kernels take one rank's shard for the whole under tensor parallelism (tp_size=2).",
+            "flash_attention_3 is kept: it was asked for, and takes packed sequences.",
+            "flash_attention_3 is not usable here: ",
+        ):
+            assert reason in done.stdout
+        found = json.loads(kernel_compat_cli(*arguments, "--json", CUDA_VISIBLE_DEVICES="").stdout)
+        assert found["ok"] is True
+        assert (found["attn_implementation"], found["use_liger_kernel"]) == ("flash_attention_3", False)
+        assert all(reason in done.stdout for reason in found["reasons"])
+
+    def test_context_parallelism(self) -> None:
+        found = json.loads(kernel_compat_cli("plan", "--cp", "2", "--attn", "eager", "--json").stdout)
+        assert found["attn_implementation"] == "sdpa"
+
+    def test_nothing_asked_for(self) -> None:
+        assert "unset: sdpa where the model has it, else eager" in kernel_compat_cli("plan").stdout
+
+    def test_registered_names(self, framework: Path) -> None:
+        arguments = ("plan", "--packed", "--attn", "right_flash", "--import", "some_framework", "--json")
+        assert (
+            json.loads(kernel_compat_cli(*arguments, paths=(framework,)).stdout)["attn_implementation"] == "right_flash"
+        )
+
+    @pytest.mark.parametrize("form", [(), ("--json",)])
+    def test_no_plan_ends_in_1(self, form: tuple[str, ...]) -> None:
+        done = kernel_compat_cli("plan", "--packed", *form, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 1, done.stderr
+        for name in ("flash_attention_4", "flash_attention_3", "flash_attention_2", "sdpa", "eager"):
+            assert f"{name}: " in done.stdout
+        assert "Traceback" not in done.stderr
+        if form:
+            assert json.loads(done.stdout)["ok"] is False
 
 
 def test_a_number_that_is_not_finite_is_null() -> None:

@@ -172,7 +172,11 @@ class Kernel:
     @property
     def features(self) -> Features:
         """What the kernel can do: as loaded, or as its provider declares it while it isn't loaded."""
-        return self._features or self.provider(Environment.detect()).features
+        return self._features or self.features_in(Environment.detect())
+
+    def features_in(self, environment: Environment) -> Features:
+        """What it can do in an environment: as loaded, or as its provider there declares it."""
+        return self._features or self.provider(environment).features
 
     def load(self, environment: Environment | None = None) -> Functions:
         """Import the kernel.

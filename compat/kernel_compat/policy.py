@@ -1,0 +1,542 @@
+"""Which attention to take when the one asked for can't be had: the ladder, and what to settle before a model is loaded."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, fields
+from traceback import walk_tb
+from types import FrameType
+from typing import Any, SupportsIndex, TypeVar
+
+from . import names as _names
+from .environment import Environment
+from .errors import KernelUnavailableError, UnsupportedFeatureError
+from .flags import declared_flash_support
+from .kernels import Features, Kernel, Provider, known_kernels
+from .kernels.base import instead
+
+__all__ = [
+    "LADDER",
+    "Choice",
+    "Preload",
+    "Step",
+    "best_available",
+    "ladder",
+    "load_with_fallback",
+    "next_fallback",
+    "resolve_preload",
+    "verify_flash_support",
+    "verify_sdpa_support",
+]
+
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: From the newest FlashAttention to what every model has.
+LADDER = (
+    "flash_attention_4",
+    "flash_attention_3",
+    "flash_attention_2",
+    "flash_attention_torch",
+    "sdpa",
+    "eager",
+)
+
+_ANYWHERE: dict[str, Any] = {
+    "dropout": True,
+    "varlen": False,
+    "dtypes": ("float32", "float64", "bfloat16", "float16"),
+    "devices": ("cpu", "cuda", "xpu", "mps", "npu", "hpu"),
+    "max_head_dim": None,
+    "value_head_dim": True,
+}
+#: What transformers' own two can do. Its sdpa has no softcap, and drops it silently before 5.21.
+_TRANSFORMERS = {
+    "sdpa": Features(**_ANYWHERE),
+    "eager": Features(softcap=True, sinks=True, deterministic=True, **_ANYWHERE),
+}
+
+#: How messages call the features that are not called as they are in `Features`.
+_WORDS = {"window": "sliding windows", "sinks": "attention sinks"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rung of the ladder, in an environment.
+
+    Attributes:
+        name: the attention name.
+        usable: whether it can be used there; None where that isn't for this library to tell.
+        reason: why not, or what it would run on.
+    """
+
+    name: str
+    usable: bool | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The attention name that was chosen, and the steps that led to it, itself the last."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What to load a model with.
+
+    Attributes:
+        attn_implementation: None leaves it to transformers: sdpa where the model has it, else eager.
+        use_liger_kernel: whether to patch the model with `kernel_compat.models.use_liger_kernel`.
+        reasons: why, one sentence a decision.
+    """
+
+    attn_implementation: str | None
+    use_liger_kernel: bool
+    reasons: tuple[str, ...]
+
+
+def next_fallback(name: str) -> str | None:
+    """The attention name to try when `name` can't be had; None behind ``eager``.
+
+    A registered name falls back as its kernel does: past flash attention, to ``sdpa``, where that is none of the
+    `LADDER`. An unknown name falls back to ``eager``. ``paged|NAME`` stays paged.
+
+    Raises:
+        TypeError: `name` is not a string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"an attention name must be a string, not {name!r}")
+    if name.startswith("paged|"):
+        following = next_fallback(name.removeprefix("paged|"))
+        return following and f"paged|{following}"
+    rung = _rung(name) + 1
+    return LADDER[rung] if rung < len(LADDER) else None
+
+
+def _rung(name: str) -> int:
+    if name in LADDER:
+        return LADDER.index(name)
+    entry = _names.registered_attention().get(name)
+    kernel = entry.kernel if entry else known_kernels().get(name)
+    if kernel is None:
+        return LADDER.index("eager") - 1
+    if kernel.name in LADDER and kernel is known_kernels().get(kernel.name):
+        return LADDER.index(kernel.name)
+    return LADDER.index("sdpa") - 1
+
+
+def ladder(
+    name: str = LADDER[0], environment: Environment | None = None, requires: Collection[str] = ()
+) -> tuple[Step, ...]:
+    """Every step from `name` down, each with the reason why it is or isn't usable in `environment`.
+
+    Args:
+        name: where to begin.
+        environment: default: this one. Reads what it describes; imports no framework and no kernel.
+        requires: features that are needed: the names of the yes-or-no fields of `kernel_compat.Features`.
+
+    Raises:
+        ValueError: `requires` names no feature.
+        TypeError: `name` is not a string, or `requires` is one.
+    """
+    return tuple(_steps(name, environment, requires))
+
+
+def best_available(environment: Environment | None = None, requires: Collection[str] = ()) -> Choice:
+    """The first of the `LADDER` that is usable in `environment` and has the features; arguments as those of `ladder`.
+
+    Raises:
+        KernelUnavailableError: none is; the message says for each why not.
+        ValueError: `requires` names no feature.
+    """
+    steps = []
+    for step in _steps(LADDER[0], environment, requires):
+        steps.append(step)
+        if step.usable:
+            return Choice(step.name, tuple(steps))
+    wanted = f"attention with {' and '.join(sorted(requires))}" if requires else "attention"
+    advice = "What installs one: kernel-compat explain NAME."
+    if _step("flash_attention_reference", environment or Environment.detect(), requires).usable:
+        advice += " flash_attention_reference runs here, slowly, where it is asked for."
+    raise KernelUnavailableError(wanted, [f"{step.name}: {step.reason}" for step in steps], advice)
+
+
+def _steps(name: str, environment: Environment | None, requires: Collection[str]) -> Iterator[Step]:
+    known = [f.name for f in fields(Features) if f.type in (bool, "bool")]
+    if isinstance(requires, str):
+        raise TypeError(f"requires takes a collection of features, not the string {requires!r}")
+    if unknown := sorted(map(repr, set(requires) - set(known))):
+        raise ValueError(f"no such features: {', '.join(unknown)}; there are: {', '.join(known)}")
+    environment = environment or Environment.detect()
+    candidate: str | None = name
+    while candidate is not None:
+        yield _step(candidate, environment, requires)
+        candidate = next_fallback(candidate)
+
+
+def _step(name: str, environment: Environment, requires: Collection[str]) -> Step:
+    found = _find(name.removeprefix("paged|"), environment)
+    if found is None:
+        return Step(name, False if name in LADDER else None, _unknown(name))
+    features, reasons, on = found
+    if reasons:
+        return Step(name, False, "; ".join(reasons))
+    if lacking := _lacking(features, requires):
+        return Step(name, False, f"it has no {', no '.join(lacking)}")
+    return Step(name, True, on)
+
+
+def _unknown(name: str) -> str:
+    if "/" in name:
+        return "it is a kernel of the hub, which transformers would download"
+    if _names.upstream_owner(name):
+        return "it is transformers' own, and no part of the ladder"
+    return "kernel-compat knows no kernel of this name"
+
+
+def _find(name: str, environment: Environment) -> tuple[Features, list[str], str] | None:
+    """What a name can do in an environment, why it can't run there, and what it would run on; None where nobody knows."""
+    torch = environment.packages.get("torch")
+    if name in _TRANSFORMERS and name not in _names.registered_attention():
+        absent = torch is None and "torch" not in environment.imports
+        reasons = ["torch is not installed"] if absent else []
+        return _TRANSFORMERS[name], reasons, f"transformers' own, on torch {torch or 'of unknown version'}"
+    found = _provider(name, environment)
+    if found is None:
+        return None
+    kernel, provider = found
+    reasons = provider.unavailable_because(environment)
+    version = "" if provider.bundled else f" {environment.packages.get(provider.distribution, '')}"
+    on = f"{provider.distribution}{version}"
+    if provider.features.devices == ("cuda",) and environment.devices:
+        on += f" on {environment.devices[0]}"
+    return kernel.features_in(environment), reasons, on
+
+
+def _provider(name: str, environment: Environment) -> tuple[Kernel, Provider] | None:
+    entry = _names.registered_attention().get(name)
+    kernel = entry.kernel if entry else known_kernels().get(name)
+    if kernel is None:
+        return None
+    if entry is None and _names.upstream_owner(name, environment):
+        return kernel, kernel.providers[0]  # the package that transformers itself imports
+    return kernel, kernel.provider(environment)
+
+
+def _lacking(features: Features, requires: Iterable[str]) -> list[str]:
+    return [_WORDS.get(feature, feature) for feature in sorted(requires) if not getattr(features, feature)]
+
+
+def load_with_fallback(load: Callable[[str], T], name: str, *, requires: Collection[str] = ()) -> T:
+    """Load a model with `name`, or with the next of the ladder where that isn't supported here.
+
+    Only errors that mean so lead to the next step: `KernelUnavailableError`, `UnsupportedFeatureError`, and what
+    transformers raises while it checks the name against the model, the packages and the device. Every other error is
+    passed on as it is. Of the names behind the first, those that can't be used here are not tried. Each step is logged
+    as a warning, once a process.
+
+    A model that needs what the name leaves out silently (attention sinks; softcap under ``sdpa``) counts as not
+    supported.
+
+    Args:
+        load: called with an attention name; returns the model, or anything else.
+        name: what to try first.
+        requires: features that the name must have, as in `best_available`.
+
+    Returns:
+        What `load` returned; a model says in ``config._attn_implementation`` what it was loaded with.
+
+    Raises:
+        KernelUnavailableError: nothing from `name` down to ``eager`` would do; the message has the reason of each.
+        TypeError: `name` is not a string.
+        ValueError: `requires` names no feature.
+    """
+    environment = Environment.detect()
+    refusals: list[str] = []
+    cause: Exception | None = None
+    for step in _steps(name, environment, requires):
+        reason: str | None = step.reason
+        # The first is tried though we know nothing of it: a hub kernel, a name somebody else has registered.
+        if step.usable or (step.name == name and _may_be_tried(name, environment, requires)):
+            try:
+                model = load(step.name)
+            except Exception as error:
+                if not _means_not_supported(error):
+                    raise
+                reason, cause = " ".join(str(error).split()), error
+            else:
+                reason = _left_out(model, step.name, environment)
+                if reason is None:
+                    return model
+                del model
+        refusals.append(f"{step.name}: {reason}")
+        if following := next_fallback(step.name):
+            _log_once(f"attn_implementation={step.name!r} is not supported here, trying {following!r}: {reason}")
+    if cause is not None and len(refusals) == 1:
+        raise cause
+    raise KernelUnavailableError(name, refusals) from cause
+
+
+def _may_be_tried(name: str, environment: Environment, requires: Collection[str]) -> bool:
+    found = _find(name.removeprefix("paged|"), environment)
+    return found is None or not _lacking(found[0], requires)
+
+
+def _left_out(model: object, name: str, environment: Environment) -> str | None:
+    """What a loaded model needs and its attention doesn't have, in a sentence."""
+    found = _find(name.removeprefix("paged|"), environment)
+    lacking = _lacking(found[0], _needs(model)) if found else []
+    return f"{type(model).__name__} needs {', '.join(lacking)}, which {name} has not" if lacking else None
+
+
+def _needs(model: Any) -> frozenset[str]:
+    """The features that a model's layers ask of attention, as far as their attributes tell."""
+    if not hasattr(model, "named_parameters"):
+        return frozenset()
+    needs = {"sinks" for name, _ in model.named_parameters() if name.rpartition(".")[2] == "sinks"}
+    for module in model.modules():
+        if getattr(module, "attn_logit_softcapping", None):
+            needs.add("softcap")
+        if getattr(module, "sliding_window", None) or _slides(getattr(module, "config", None)):
+            needs.add("window")
+    return frozenset(needs)
+
+
+def _slides(config: Any) -> bool:
+    if not getattr(config, "sliding_window", None) or not getattr(config, "use_sliding_window", True):
+        return False
+    layers = getattr(config, "layer_types", None)
+    return layers is None or any("sliding" in layer for layer in layers)
+
+
+#: The functions of transformers' PreTrainedModel, and ours in their place, in which a name is checked.
+_CHECKS = frozenset(
+    {
+        "_check_and_adjust_attn_implementation",
+        "get_correct_attn_implementation",
+        "_flash_attn_can_dispatch",
+        "_flash_attn_2_can_dispatch",
+        "_flash_attn_3_can_dispatch",
+        "_sdpa_can_dispatch",
+        "_flex_attn_can_dispatch",
+    }
+)
+_CONFIG_KEYS = ("_attn_implementation", "_attn_implementation_internal")
+
+
+def _means_not_supported(error: Exception) -> bool:
+    """Whether an error says that a model, an installation or a device doesn't go with an attention name.
+
+    Told by where it was raised, which holds for every release; the wording changes with most.
+    """
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    if isinstance(error, (KernelUnavailableError, UnsupportedFeatureError)):
+        # Those of model patches, which `load` may apply, say nothing of the attention.
+        return not any(_module(frame).startswith("kernel_compat.models.") for frame in frames)
+    # The hub's errors for what isn't in the cache are ValueErrors, and OSErrors too.
+    if not isinstance(error, (ImportError, ValueError)) or isinstance(error, OSError):
+        return False
+    return any(map(_checks_a_name, frames))
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _checks_a_name(frame: FrameType) -> bool:
+    name, module = frame.f_code.co_name, _module(frame)
+    if name in _CHECKS and module == "transformers.modeling_utils":
+        return True
+    # A config that refuses the name: GPT-OSS's in 5.0 to 5.2, and those of prefix language models.
+    refuses = name == "__setattr__" and "configuration_" in module
+    return refuses and frame.f_locals.get("key", frame.f_locals.get("name")) in _CONFIG_KEYS
+
+
+_logged: set[str] = set()
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        _logger.warning(message)
+
+
+def resolve_preload(
+    attn_implementation: str | None,
+    *,
+    tp_size: SupportsIndex = 1,
+    cp_size: SupportsIndex = 1,
+    packed_sequence: bool = False,
+    use_liger_kernel: bool = False,
+    environment: Environment | None = None,
+) -> Preload:
+    """Settle the attention and Liger before a model is loaded, from how it is going to be trained.
+
+    - Liger is switched off under tensor or context parallelism: its kernels see one shard as the whole.
+    - Context parallelism needs ``sdpa``; names registered with ``handles_context_parallel=True`` are kept.
+    - Packed sequences need a varlen kernel. FlashAttention-2, -3, -4, torch's, a hub kernel of flash attention and
+      registered names are kept; everything else becomes the best varlen kernel that is usable and has gradients.
+
+    Args:
+        attn_implementation: what was asked for; None for transformers' own choice.
+        tp_size, cp_size: ranks of tensor and context parallelism, 1 for none.
+        packed_sequence: whether several sequences share a row, told apart by ``position_ids`` or ``cu_seq_lens_*``.
+        use_liger_kernel: whether Liger was asked for.
+        environment: default: this one.
+
+    Raises:
+        ValueError: a size below 1, or packed sequences together with context parallelism.
+        TypeError: an argument of another type.
+        KernelUnavailableError: packed sequences, and no varlen kernel is usable; the message says for each why not.
+    """
+    if attn_implementation is not None and not isinstance(attn_implementation, str):
+        raise TypeError(f"attn_implementation must be a string or None, not {attn_implementation!r}")
+    tp, cp = _size("tp_size", tp_size), _size("cp_size", cp_size)
+    if packed_sequence and cp > 1:
+        raise ValueError(
+            f"packed sequences can't be split over context parallel ranks (cp_size={cp}): set cp_size=1, or don't pack"
+        )
+    environment = environment or Environment.detect()
+    reasons: list[str] = []
+    if use_liger_kernel and (tp > 1 or cp > 1):
+        use_liger_kernel = False
+        how = " and ".join(
+            f"{word} parallelism ({size_name}={size})"
+            for word, size_name, size in (("tensor", "tp_size", tp), ("context", "cp_size", cp))
+            if size > 1
+        )
+        reasons.append(f"Liger is off: its kernels take one rank's shard for the whole under {how}.")
+    elif use_liger_kernel:
+        reasons.append("Liger is on: nothing is sharded.")
+    asked = attn_implementation or "transformers' own choice"
+    if cp > 1:
+        entry = None if attn_implementation is None else _names.registered_attention().get(attn_implementation)
+        if entry is not None and entry.handles_context_parallel:
+            reasons.append(f"{entry.name} is kept: it was registered as handling context parallelism.")
+        elif attn_implementation == "sdpa":
+            reasons.append("sdpa is kept: context parallelism needs it.")
+        else:
+            reasons.append(f"sdpa instead of {asked}: context parallelism (cp_size={cp}) needs it.")
+            attn_implementation = "sdpa"
+    elif packed_sequence:
+        if attn_implementation is not None and _takes_packed(attn_implementation):
+            reasons.append(f"{attn_implementation} is kept: it was asked for, and takes packed sequences.")
+        else:
+            choice = best_available(environment, {"varlen", "backward"})
+            reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
+            reasons.append(f"{choice.name} instead of {asked}: packed sequences need a varlen kernel.")
+            attn_implementation = choice.name
+    else:
+        reasons.append(f"{asked} is kept: nothing asks for another.")
+    if attn_implementation is not None:
+        step = _step(attn_implementation, environment, ())
+        if step.usable is False:
+            reasons.append(f"{attn_implementation} is not usable here: {step.reason}.")
+        elif step.usable is None:
+            reasons.append(f"{attn_implementation} is for transformers to load: {step.reason}.")
+    return Preload(attn_implementation, bool(use_liger_kernel), tuple(reasons))
+
+
+def _size(name: str, value: SupportsIndex) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = None
+    if size is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if size < 1:
+        raise ValueError(f"{name} counts ranks, and is 1 without parallelism; it can't be {size}")
+    return size
+
+
+def _takes_packed(name: str) -> bool:
+    entry = _names.registered_attention().get(name)
+    if entry is not None:
+        return entry.kernel.features.varlen
+    return name in known_kernels() or name in LADDER[: LADDER.index("sdpa")] or ("/" in name and "flash" in name)
+
+
+def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
+    """Verify that a model can run under context parallelism of `cp_size` ranks; of one rank nothing is asked.
+
+    torch's context parallelism reaches attention that goes through ``scaled_dot_product_attention`` alone: with any
+    other each rank would attend to its own shard, without an error.
+
+    Args:
+        model: a model, or a model class, of which the declaration alone is verified.
+
+    Raises:
+        UnsupportedFeatureError: the model class has no sdpa, the model was loaded with another attention that doesn't
+            handle context parallelism itself, or it needs softcap or sinks, which sdpa has not.
+        ValueError, TypeError: `cp_size` is no number of ranks.
+    """
+    if _size("cp_size", cp_size) == 1:
+        return
+    name = (model if isinstance(model, type) else type(model)).__name__
+    current = None if isinstance(model, type) else model.config._attn_implementation
+    entry = _names.registered_attention().get(current or "")
+    if entry is not None and entry.handles_context_parallel:
+        return
+    need = f"sdpa, which context parallelism (cp_size={cp_size}) needs"
+    otherwise = "set cp_size=1, or register an attention name with handles_context_parallel=True"
+    if not getattr(model, "_supports_sdpa", False):
+        raise UnsupportedFeatureError(need, name, f"{otherwise[0].upper()}{otherwise[1:]}.")
+    if isinstance(model, type):
+        return
+    if current != "sdpa":
+        raise UnsupportedFeatureError(
+            f"context parallelism (cp_size={cp_size}) with attn_implementation={current!r}",
+            name,
+            f"Load it with attn_implementation='sdpa', {otherwise}.",
+        )
+    if lacking := _lacking(_TRANSFORMERS["sdpa"], _needs(model)):
+        raise UnsupportedFeatureError(need, name, f"It needs {', '.join(lacking)}, which sdpa has not: {otherwise}.")
+
+
+def verify_flash_support(model: Any, name: str, environment: Environment | None = None) -> None:
+    """Verify that a model can run with the flash attention `name`: as it declares, as its layers need, and here.
+
+    Args:
+        model: a model, or a model class, of which the declaration alone is verified.
+        name: a kernel's name or a registered one.
+
+    Raises:
+        UnsupportedFeatureError: the model class declares no flash attention, or a layer needs a feature (windows, softcap,
+            sinks) that `name` has not.
+        KernelUnavailableError: `name` can't run here.
+        ValueError: `name` is no flash attention.
+        TypeError: `name` is not a string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"an attention name must be a string, not {name!r}")
+    environment = environment or Environment.detect()
+    found = _provider(name, environment)
+    if found is None:
+        known = {*LADDER[: LADDER.index("sdpa")], *known_kernels(), *_names.registered_attention()}
+        raise ValueError(f"{name!r} is no flash attention; there are: {', '.join(sorted(known))}")
+    kernel, provider = found
+    owner = model if isinstance(model, type) else type(model)
+    declares = declared_flash_support(owner, None if isinstance(model, type) else model)
+    registered = name in _names.registered_attention() and getattr(model, "_supports_attention_backend", False)
+    if not declares and not registered:
+        raise UnsupportedFeatureError(
+            f"flash attention (attn_implementation={name!r})",
+            owner.__name__,
+            "Use 'sdpa' or 'eager', or a release of transformers whose model does.",
+        )
+    if not isinstance(model, type):
+        features = kernel.features_in(environment)
+        for feature in sorted(_needs(model)):
+            if not getattr(features, feature):
+                what = _WORDS.get(feature, feature)
+                raise UnsupportedFeatureError(
+                    f"{what}, which {owner.__name__} needs", name, f"{instead(kernel.name, feature)} Or use 'eager'."
+                )
+    if reasons := provider.unavailable_because(environment):
+        raise KernelUnavailableError(name, reasons, provider.install)

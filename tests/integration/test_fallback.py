@@ -1,0 +1,234 @@
+"""Falling back from names that a model, an installation or a device doesn't go with; what is no such error is raised."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from remote_code import saved_remote_code
+from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
+
+import kernel_compat
+from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, policy
+from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
+
+#: sdpa drops softcap without a word before.
+SDPA_REFUSES_SOFTCAP = Version("5.21") <= TRANSFORMERS
+
+
+class Loader:
+    """`from_pretrained` of one folder; remembers the names it was asked for."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path, self.options = path, options
+        self.asked: list[str] = []
+
+    def __call__(self, name: str) -> Any:
+        self.asked.append(name)
+        return load(self.path, name, **self.options)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_logged", set())
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+class TestSteps:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "flash_attention_4",
+            "flash_attention_3",
+            "flash_attention_2",
+            "nothing",
+            "flash_nothing",
+            "my_flash_attention_2",
+            "my_flash_attention_4",
+        ],
+    )
+    @pytest.mark.parametrize("in_force", [True, False])
+    def test_a_name_that_is_not_to_be_had(
+        self, name: str, in_force: bool, models: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """With the library installed and without: whatever this release of transformers raises means the same."""
+        if torch.cuda.is_available():
+            pytest.skip("asks for names that a machine without a GPU doesn't have")
+        if name.startswith("my_"):
+            kernel_compat.register_attention(name, kernel=name.removeprefix("my_"))
+        loader = Loader(saved(models, "llama"))
+        try:
+            with caplog.at_level(logging.WARNING, "kernel_compat"):
+                if in_force:
+                    with kernel_compat.installed():
+                        model = load_with_fallback(loader, name)
+                else:
+                    model = load_with_fallback(loader, name)
+        finally:
+            if name.startswith("my_"):
+                kernel_compat.unregister_attention(name)
+        expected = "eager" if "nothing" in name else "sdpa"
+        assert model.config._attn_implementation == expected
+        assert (loader.asked[0], loader.asked[-1]) == (name, expected)
+        assert f"attn_implementation={name!r} is not supported here" in caplog.text
+        torch.testing.assert_close(logits(model), logits(load(loader.path, "eager")))
+
+    def test_a_model_without_flash_attention(self, remote: Path) -> None:
+        """A registered name whose kernel would run; it is the model that can't."""
+        path = saved_remote_code(
+            remote / "plain", lambda code: code.replace("_supports_flash_attn_2 = True", "_supports_sdpa = True")
+        )
+        kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+        loader = Loader(path, trust_remote_code=True)
+        try:
+            with kernel_compat.installed():
+                model = load_with_fallback(loader, NAME)
+        finally:
+            kernel_compat.unregister_attention(NAME)
+        assert loader.asked == [NAME, "sdpa"]
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_a_model_without_sdpa_either(self, remote: Path) -> None:
+        loader = Loader(saved_remote_code(remote / "legacy"), trust_remote_code=True)
+        model = load_with_fallback(loader, "sdpa")
+        assert loader.asked == ["sdpa", "eager"]
+        assert model.config._attn_implementation == "eager"
+
+    @pytest.mark.skipif(SDPA_REFUSES_SOFTCAP, reason="sdpa refuses softcap from 5.21 on")
+    def test_upstream_drops_softcap_under_sdpa(self, models: Path) -> None:
+        path = saved(models, "gemma2_softcap")
+        difference = (logits(load(path, "sdpa")) - logits(load(path, "eager"))).abs().max()
+        assert difference > 0.1
+
+    def test_softcap_is_not_left_out(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:
+        loader = Loader(saved(models, "gemma2_softcap"))
+        with caplog.at_level(logging.WARNING, "kernel_compat"):
+            model = load_with_fallback(loader, "sdpa")
+        assert loader.asked == ["sdpa", "eager"]
+        assert model.config._attn_implementation == "eager"
+        assert SDPA_REFUSES_SOFTCAP or "needs softcap, which sdpa has not" in caplog.text
+
+    @pytest.mark.skipif("gpt_oss_sinks" not in CAUSAL_LMS, reason="this release has no GPT-OSS")
+    def test_a_config_that_refuses(self, models: Path) -> None:
+        loader = Loader(saved(models, "gpt_oss_sinks"))
+        assert load_with_fallback(loader, "flash_attention_2").config._attn_implementation == "eager"
+
+    @pytest.mark.usefixtures("installed")
+    def test_what_can_be_had_is_taken(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:
+        loader = Loader(saved(models, "gemma2_softcap"))
+        with caplog.at_level(logging.WARNING, "kernel_compat"):
+            assert load_with_fallback(loader, NAME).config._attn_implementation == NAME
+        assert loader.asked == [NAME]
+        assert caplog.text == ""
+
+
+class TestOtherErrors:
+    """None of them has to do with attention: each is raised at the first name, as it is."""
+
+    def check(self, loader: Loader, error: type[Exception] | tuple[type[Exception], ...], says: str) -> None:
+        for name in ("flash_attention_reference", "sdpa"):
+            loader.asked.clear()
+            with pytest.raises(error, match=says), kernel_compat.installed():
+                load_with_fallback(loader, name)
+            assert loader.asked == [name]
+
+    def test_no_such_folder(self, tmp_path: Path) -> None:
+        self.check(Loader(tmp_path / "nowhere"), (OSError, ValueError), "nowhere")
+
+    def test_no_weights(self, models: Path, tmp_path: Path) -> None:
+        config = (saved(models, "llama") / "config.json").read_text()
+        (tmp_path / "config.json").write_text(config)
+        self.check(Loader(tmp_path), OSError, "safetensors")
+
+    def test_an_unknown_model_type(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_type"}))
+        self.check(Loader(tmp_path), ValueError, "no_such_type")
+
+    def test_weights_of_another_shape(self, models: Path, tmp_path: Path) -> None:
+        source = saved(models, "llama")
+        for file in source.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = json.loads((source / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
+        self.check(Loader(tmp_path), RuntimeError, "size")
+
+    @pytest.mark.parametrize("name", ["flash_attn_of_nobody", "no_such_package"])
+    def test_remote_code_that_needs_a_package(self, name: str, remote: Path) -> None:
+        path = saved_remote_code(remote / f"needs_{name}", lambda code: f"import {name}\n{code}")
+        self.check(Loader(path, trust_remote_code=True), ImportError, name)
+
+    def test_an_error_of_the_models_own(self, remote: Path) -> None:
+        path = saved_remote_code(
+            remote / "raises",
+            lambda code: code.replace("self.post_init()", 'raise ValueError("attn_implementation is odd")').replace(
+                "_supports_flash_attn_2 = True", "_supports_flash_attn_2 = _supports_sdpa = True"
+            ),
+        )
+        self.check(Loader(path, trust_remote_code=True), ValueError, "attn_implementation is odd")
+
+
+class TestVerify:
+    def test_llama(self, models: Path) -> None:
+        model = load(saved(models, "llama"), "sdpa")
+        verify_sdpa_support(model, 2)
+        verify_flash_support(model, "flash_attention_reference")
+        if not torch.cuda.is_available():
+            with pytest.raises(KernelUnavailableError, match="flash_attention_2 is not usable here"):
+                verify_flash_support(model, "flash_attention_2")
+
+    def test_llama_with_eager(self, models: Path) -> None:
+        with pytest.raises(UnsupportedFeatureError, match=r"LlamaForCausalLM.*attn_implementation='eager'.*'sdpa'"):
+            verify_sdpa_support(load(saved(models, "llama"), "eager"), 2)
+
+    def test_softcap(self, models: Path) -> None:
+        model = load(saved(models, "gemma2_softcap"), "eager")
+        with pytest.raises(UnsupportedFeatureError, match="Gemma2ForCausalLM"):
+            verify_sdpa_support(model, 2)
+        model.config._attn_implementation = "sdpa"
+        with pytest.raises(UnsupportedFeatureError, match="Gemma2ForCausalLM"):
+            verify_sdpa_support(model, 2)
+        verify_flash_support(model, "flash_attention_reference")
+
+    @pytest.mark.skipif("gpt_oss_sinks" not in CAUSAL_LMS, reason="this release has no GPT-OSS")
+    def test_sinks(self, models: Path) -> None:
+        model = load(saved(models, "gpt_oss_sinks"), "eager")
+        for name in ("flash_attention_2", "flash_attention_3"):
+            with pytest.raises(
+                UnsupportedFeatureError, match=f"{name}.*attention sinks, which GptOssForCausalLM needs"
+            ):
+                verify_flash_support(model, name)
+        kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+        try:
+            verify_flash_support(model, NAME)
+        finally:
+            kernel_compat.unregister_attention(NAME)
+
+    @pytest.mark.parametrize("name", ["qwen2_window", "mistral_window", "gemma2_softcap"])
+    def test_windows_are_seen(self, name: str, models: Path) -> None:
+        assert "window" in policy._needs(load(saved(models, name), "eager"))
+        assert "window" not in policy._needs(load(saved(models, "llama"), "eager"))
+
+    def test_the_legacy_flag(self, remote: Path) -> None:
+        model = load(saved_remote_code(remote / "legacy"), "eager", trust_remote_code=True)
+        verify_flash_support(model, "flash_attention_reference")
+        verify_flash_support(type(model), "flash_attention_reference")
+        with pytest.raises(UnsupportedFeatureError, match="LegacyForCausalLM does not support sdpa"):
+            verify_sdpa_support(model, 2)
+
+
+def test_every_release_has_the_functions_that_check_a_name() -> None:
+    """Errors are told by them: one that is renamed upstream must be seen here."""
+    functions = vars(transformers.PreTrainedModel)
+    assert {"_check_and_adjust_attn_implementation", "_sdpa_can_dispatch", "_flex_attn_can_dispatch"} <= set(functions)
+    assert {name for name in functions if name.endswith("_can_dispatch") and "attn" in name} <= policy._CHECKS

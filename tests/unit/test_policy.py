@@ -1,0 +1,529 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kernel_compat
+from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, policy
+from kernel_compat.policy import (
+    LADDER,
+    best_available,
+    ladder,
+    load_with_fallback,
+    next_fallback,
+    resolve_preload,
+    verify_flash_support,
+    verify_sdpa_support,
+)
+
+A100 = Device("NVIDIA A100", (8, 0))
+H100 = Device("NVIDIA H100", (9, 0))
+B200 = Device("NVIDIA B200", (10, 0))
+CONSUMER = Device("NVIDIA RTX PRO 6000", (12, 0))
+
+IMPORTS = {
+    "flash-attn": {"flash_attn": ("flash-attn",)},
+    "flash-attn-3": {"flash_attn_interface": ("flash-attn-3",)},
+    "fa3-fwd": {"fa3_fwd_interface": ("fa3-fwd",)},
+    "flash-attn-4": {"flash_attn.cute": ("flash-attn-4",)},
+}
+ALL = ("flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+def environment(*packages: str, devices: tuple[Device, ...] = (), transformers: str = "5.23.0") -> Environment:
+    versions = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "fa3-fwd": "0.0.3", "flash-attn-4": "4.0.0b36"}
+    imports: dict[str, tuple[str, ...]] = {"torch": ("torch",), "transformers": ("transformers",)}
+    for package in packages:
+        imports.update(IMPORTS[package])
+    return Environment(
+        packages={"torch": "2.11.0", "transformers": transformers, **{name: versions[name] for name in packages}},
+        imports=imports,
+        devices=devices,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_logged", set())
+
+
+class Attention:
+    """A kernel of somebody's own."""
+
+    @staticmethod
+    def flash_attn_varlen_func(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+class TestNextFallback:
+    def test_the_ladder(self) -> None:
+        walked = ["flash_attention_4"]
+        while following := next_fallback(walked[-1]):
+            walked.append(following)
+        assert walked == [
+            "flash_attention_4",
+            "flash_attention_3",
+            "flash_attention_2",
+            "flash_attention_torch",
+            "sdpa",
+            "eager",
+        ]
+
+    @pytest.mark.parametrize(
+        ("kernel", "following"),
+        [
+            ("flash_attention_4", "flash_attention_3"),
+            ("flash_attention_2", "flash_attention_torch"),
+            ("flash_attention_reference", "sdpa"),
+            (Attention, "sdpa"),
+        ],
+    )
+    def test_a_registered_name_goes_by_its_kernel(self, kernel: Any, following: str) -> None:
+        kernel_compat.register_attention("my_flash", kernel=kernel)
+        assert next_fallback("my_flash") == following
+
+    def test_a_kernel_that_only_has_the_name_of_one(self) -> None:
+        class Impostor(Attention): ...
+
+        Impostor.__name__ = "flash_attention_4"
+        kernel_compat.register_attention("my_flash", kernel=Impostor)
+        assert next_fallback("my_flash") == "sdpa"
+
+    @pytest.mark.filterwarnings("ignore:.* has no 'flash' in it")
+    @pytest.mark.parametrize("name", LADDER)
+    @pytest.mark.parametrize("kernel", ["flash_attention_4", "flash_attention_2", "flash_attention_reference"])
+    def test_it_ends_whatever_the_rungs_are_bound_to(self, name: str, kernel: str) -> None:
+        kernel_compat.register_attention(name, kernel=kernel, override=True)
+        assert [step.name for step in ladder("flash_attention_4", environment())] == list(LADDER)
+
+    @pytest.mark.parametrize("name", ["nothing", "flex_attention", "org/repo", ""])
+    def test_an_unknown_name(self, name: str) -> None:
+        assert next_fallback(name) == "eager"
+
+    def test_paged_names_stay_paged(self) -> None:
+        assert next_fallback("paged|flash_attention_2") == "paged|flash_attention_torch"
+        assert next_fallback("paged|eager") is None
+
+    def test_no_string(self) -> None:
+        with pytest.raises(TypeError, match="must be a string, not None"):
+            next_fallback(None)  # type: ignore[arg-type]
+
+
+class TestBestAvailable:
+    @pytest.mark.parametrize(
+        ("packages", "device", "chosen"),
+        [
+            (ALL, A100, "flash_attention_2"),
+            (ALL, H100, "flash_attention_4"),
+            (ALL, B200, "flash_attention_4"),
+            (ALL, CONSUMER, "flash_attention_4"),
+            (("flash-attn", "flash-attn-3"), H100, "flash_attention_3"),
+            (("flash-attn", "flash-attn-3"), B200, "flash_attention_2"),
+            (("flash-attn-3",), A100, "sdpa"),
+            (("flash-attn-4",), A100, "sdpa"),
+            ((), H100, "sdpa"),
+        ],
+    )
+    def test_by_device(self, packages: tuple[str, ...], device: Device, chosen: str) -> None:
+        choice = best_available(environment(*packages, devices=(device,)), {"backward", "window"})
+        if chosen == "sdpa" and "flash_attention_torch" in kernel_compat.known_kernels():
+            chosen = "flash_attention_torch"
+        assert choice.name == chosen
+        assert [step.name for step in choice.steps] == list(LADDER[: LADDER.index(chosen) + 1])
+        assert [step.usable for step in choice.steps] == [False] * (len(choice.steps) - 1) + [True]
+        assert all(step.reason for step in choice.steps)
+
+    def test_why_not(self) -> None:
+        steps = {step.name: step.reason for step in ladder(environment=environment(*ALL, devices=(A100,)))}
+        assert "compute capability 9.0 or greater, and there is NVIDIA A100 (sm_80)" in steps["flash_attention_4"]
+        assert "compute capability 9.0 to 9.x, and there is NVIDIA A100 (sm_80)" in steps["flash_attention_3"]
+        assert steps["flash_attention_2"] == "flash-attn 2.8.3 on NVIDIA A100 (sm_80)"
+
+    def test_features(self) -> None:
+        here = environment(*ALL, devices=(H100,))
+        assert best_available(here, {"sinks"}).name == "flash_attention_4"
+        assert best_available(here, {"dropout", "softcap"}).name == "flash_attention_2"
+        assert best_available(here, {"dropout", "sinks"}).name == "eager"
+        assert best_available(environment(), {"softcap"}).name == "eager"
+        lacks = {step.name: step.reason for step in ladder(environment=here, requires={"dropout", "sinks"})}
+        assert lacks["flash_attention_2"] == "it has no attention sinks"
+        assert lacks["flash_attention_4"] == "it has no dropout"
+
+    def test_what_transformers_itself_would_import(self) -> None:
+        """transformers' flash_attention_3 can't run on the forward alone; a name of ours with the same kernel can."""
+        here = environment("fa3-fwd", devices=(H100,))
+        (step, *_) = ladder("flash_attention_3", here)
+        assert not step.usable
+        assert "flash-attn-3 is not installed" in step.reason
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_3")
+        (step, *_) = ladder("my_flash", here)
+        assert step.usable
+        assert step.reason == "fa3-fwd 0.0.3 on NVIDIA H100 (sm_90)"
+
+    def test_nothing_will_do(self) -> None:
+        with pytest.raises(KernelUnavailableError, match="attention with paged and sinks is not usable here") as caught:
+            best_available(environment(), {"sinks", "paged"})
+        for name in LADDER:
+            assert f"{name}: " in str(caught.value)
+
+    def test_without_torch(self) -> None:
+        with pytest.raises(KernelUnavailableError, match="eager: torch is not installed"):
+            best_available(Environment())
+
+    @pytest.mark.parametrize(
+        ("requires", "error", "says"),
+        [
+            ({"soft_cap"}, ValueError, "no such features: 'soft_cap'; there are: causal, window"),
+            ({"max_head_dim"}, ValueError, "no such features: 'max_head_dim'"),
+            ("softcap", TypeError, "not the string 'softcap'"),
+        ],
+    )
+    def test_bad_features(self, requires: Any, error: type[Exception], says: str) -> None:
+        with pytest.raises(error, match=says):
+            best_available(environment(), requires)
+
+
+def plan(name: str | None, here: Environment | None = None, **options: Any) -> policy.Preload:
+    return resolve_preload(name, environment=here or environment(*ALL, devices=(H100,)), **options)
+
+
+class TestResolvePreload:
+    @pytest.mark.parametrize("name", [None, "sdpa", "eager", "flash_attention_3", "flex_attention"])
+    def test_nothing_to_settle(self, name: str | None) -> None:
+        found = plan(name, use_liger_kernel=True)
+        assert not any("not usable" in reason for reason in found.reasons)
+        assert (found.attn_implementation, found.use_liger_kernel) == (name, True)
+        assert "nothing asks for another" in " ".join(found.reasons)
+
+    @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 4)])
+    def test_liger_is_off_under_tensor_or_context_parallelism(self, tp: int, cp: int) -> None:
+        found = plan("sdpa", tp_size=tp, cp_size=cp, use_liger_kernel=True)
+        assert found.use_liger_kernel is False
+        (reason,) = [reason for reason in found.reasons if "Liger" in reason]
+        assert (f"tensor parallelism (tp_size={tp})" in reason) is (tp > 1)
+        assert (f"context parallelism (cp_size={cp})" in reason) is (cp > 1)
+
+    def test_liger_that_was_not_asked_for(self) -> None:
+        found = plan("sdpa", tp_size=2)
+        assert found.use_liger_kernel is False
+        assert not any("Liger" in reason for reason in found.reasons)
+
+    @pytest.mark.parametrize("name", [None, "eager", "flash_attention_2", "flash_attention_4", "mine"])
+    def test_context_parallelism_needs_sdpa(self, name: str | None) -> None:
+        if name == "mine":
+            name = "my_flash"
+            kernel_compat.register_attention(name, kernel="flash_attention_2")
+        found = plan(name, cp_size=2)
+        assert found.attn_implementation == "sdpa"
+        assert any("sdpa instead of" in reason and "cp_size=2" in reason for reason in found.reasons)
+
+    def test_names_that_handle_context_parallelism(self) -> None:
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_2", handles_context_parallel=True)
+        found = plan("my_flash", cp_size=2)
+        assert found.attn_implementation == "my_flash"
+        assert any("registered as handling context parallelism" in reason for reason in found.reasons)
+
+    @pytest.mark.parametrize(
+        "name", [*LADDER[:4], "flash_attention_reference", "mine", "kernels-community/flash-attn2"]
+    )
+    @pytest.mark.parametrize("devices", [(H100,), ()])
+    def test_packed_sequences_keep_a_varlen_choice(self, name: str, devices: tuple[Device, ...]) -> None:
+        """Also where it can't run, which is said: a plan may be made on another machine than the one it is for."""
+        if name == "mine":
+            name = "my_flash"
+            kernel_compat.register_attention(name, kernel="flash_attention_2")
+        found = plan(name, environment(*ALL, devices=devices), packed_sequence=True)
+        assert found.attn_implementation == name
+        missing = name == "flash_attention_torch" and name not in kernel_compat.known_kernels()
+        unusable = (
+            not devices and name not in ("flash_attention_reference", "kernels-community/flash-attn2")
+        ) or missing
+        assert any("is not usable here" in reason for reason in found.reasons) is unusable
+
+    @pytest.mark.parametrize("name", [None, "sdpa", "eager", "flex_attention", "nothing"])
+    @pytest.mark.parametrize(("device", "best"), [(A100, "flash_attention_2"), (H100, "flash_attention_4")])
+    def test_packed_sequences_take_the_best_varlen_kernel(self, name: str | None, device: Device, best: str) -> None:
+        found = plan(name, environment(*ALL, devices=(device,)), packed_sequence=True, tp_size=2)
+        assert found.attn_implementation == best
+        assert any(f"{best} instead of" in reason for reason in found.reasons)
+        if device is A100:
+            assert any("flash_attention_4 is not usable here" in reason for reason in found.reasons)
+
+    def test_packed_sequences_and_no_varlen_kernel(self) -> None:
+        with pytest.raises(KernelUnavailableError) as caught:
+            plan("sdpa", environment(*ALL), packed_sequence=True)
+        said = str(caught.value)
+        for name in LADDER:
+            assert f"{name}: " in said
+        assert "sdpa: it has no varlen" in said
+        assert "no CUDA device is visible" in said
+        assert "flash_attention_reference runs here, slowly" in said
+
+    def test_packed_sequences_under_context_parallelism(self) -> None:
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_2", handles_context_parallel=True)
+        for name in ("flash_attention_2", "my_flash", None):
+            with pytest.raises(ValueError, match="packed sequences can't be split.*cp_size=2"):
+                plan(name, packed_sequence=True, cp_size=2)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "says"),
+        [
+            ({"tp_size": 0}, ValueError, "tp_size counts ranks.*can't be 0"),
+            ({"cp_size": -1}, ValueError, "cp_size counts ranks.*can't be -1"),
+            ({"tp_size": 1.5}, TypeError, "tp_size must be an integer, not 1.5"),
+            ({"cp_size": "2"}, TypeError, "cp_size must be an integer, not '2'"),
+            ({"cp_size": True}, TypeError, "cp_size must be an integer, not True"),
+        ],
+    )
+    def test_bad_sizes(self, options: dict[str, Any], error: type[Exception], says: str) -> None:
+        with pytest.raises(error, match=says):
+            plan("sdpa", **options)
+
+    @pytest.mark.parametrize("name", ["flex_attention", "org/repo", "flash_atention_2"])
+    def test_names_that_are_not_ours_to_judge(self, name: str) -> None:
+        assert any(f"{name} is for transformers to load" in reason for reason in plan(name).reasons)
+        (step, last) = ladder(name, environment())
+        assert (step.usable, last.name) == (None, "eager")
+
+    def test_a_dict_of_names(self) -> None:
+        with pytest.raises(TypeError, match="must be a string or None"):
+            plan({"": "sdpa"})  # type: ignore[arg-type]
+
+    def test_it_can_be_compared_and_kept(self) -> None:
+        assert plan("sdpa") == plan("sdpa")
+        assert hash(plan("sdpa")) == hash(plan("sdpa"))
+
+
+class Config:
+    def __init__(self, name: str = "sdpa", **values: Any) -> None:
+        self._attn_implementation = name
+        vars(self).update(values)
+
+
+class Layer:
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+class Model:
+    """What the policy reads of a model; tests/integration has real ones."""
+
+    _supports_sdpa = True
+    _supports_flash_attn = True
+
+    def __init__(self, name: str = "sdpa", layer: Layer | None = None, parameters: tuple[str, ...] = ()) -> None:
+        self.config = Config(name)
+        self.layer = layer or Layer()
+        self.parameter_names = parameters
+
+    def modules(self) -> Iterator[Any]:
+        yield from (self, self.layer)
+
+    def named_parameters(self) -> Iterator[tuple[str, None]]:
+        yield from ((name, None) for name in self.parameter_names)
+
+
+class Old(Model):
+    _supports_sdpa = False
+    _supports_flash_attn = False
+
+
+class TestVerifySdpa:
+    def test_one_rank_asks_nothing(self) -> None:
+        assert verify_sdpa_support(Old("eager"), 1) is None
+        assert verify_sdpa_support(Old("eager")) is None
+
+    def test_right(self) -> None:
+        verify_sdpa_support(Model("sdpa"), 2)
+        verify_sdpa_support(Model, 2)
+
+    @pytest.mark.parametrize("model", [Old("eager"), Old])
+    def test_a_model_without_sdpa(self, model: Any) -> None:
+        with pytest.raises(UnsupportedFeatureError, match=r"Old does not support sdpa.*cp_size=2.*Set cp_size=1"):
+            verify_sdpa_support(model, 2)
+
+    @pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
+    def test_a_model_that_was_loaded_with_another(self, name: str) -> None:
+        with pytest.raises(UnsupportedFeatureError, match=f"Model.*'{name}'.*Load it with attn_implementation='sdpa'"):
+            verify_sdpa_support(Model(name), 2)
+
+    def test_a_name_that_handles_it(self) -> None:
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_2", handles_context_parallel=True)
+        verify_sdpa_support(Old("my_flash"), 2)
+        kernel_compat.unregister_attention("my_flash")
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_2")
+        with pytest.raises(UnsupportedFeatureError):
+            verify_sdpa_support(Model("my_flash"), 2)
+
+    def test_softcap(self) -> None:
+        with pytest.raises(UnsupportedFeatureError, match="It needs softcap, which sdpa has not"):
+            verify_sdpa_support(Model("sdpa", Layer(attn_logit_softcapping=50.0)), 2)
+
+    def test_a_bad_size(self) -> None:
+        with pytest.raises(ValueError, match="can't be 0"):
+            verify_sdpa_support(Model(), 0)
+
+
+class TestVerifyFlash:
+    here = environment(*ALL, devices=(H100,))
+
+    @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4"])
+    def test_right(self, name: str) -> None:
+        assert verify_flash_support(Model(), name, self.here) is None
+        assert verify_flash_support(Model, name, self.here) is None
+
+    @pytest.mark.parametrize("model", [Old(), Old])
+    def test_a_model_without(self, model: Any) -> None:
+        with pytest.raises(
+            UnsupportedFeatureError, match="Old does not support flash attention.*Use 'sdpa' or 'eager'"
+        ):
+            verify_flash_support(model, "flash_attention_2", self.here)
+
+    def test_the_legacy_flag(self) -> None:
+        class Legacy(Model):
+            _supports_flash_attn_2 = True
+            _supports_flash_attn = False
+
+        class Newer(Legacy):
+            _supports_flash_attn_2 = True
+
+        with pytest.raises(UnsupportedFeatureError):
+            verify_flash_support(Legacy, "flash_attention_2", self.here)
+        verify_flash_support(Newer, "flash_attention_2", self.here)
+
+    @pytest.mark.parametrize(
+        ("model", "name", "says"),
+        [
+            (Model(parameters=("layers.0.sinks",)), "flash_attention_2", "attention sinks.*flash_attention_4"),
+            (Model(parameters=("layers.0.sinks",)), "flash_attention_3", "attention sinks.*flash_attention_4"),
+            (Model(layer=Layer(sliding_window=8)), "forward_alone", "sliding windows.*flash_attention_4"),
+            (Model(layer=Layer(config=Config(sliding_window=8))), "forward_alone", "sliding windows"),
+        ],
+    )
+    def test_a_feature_it_needs(self, model: Any, name: str, says: str) -> None:
+        here = environment("flash-attn", "fa3-fwd", devices=(H100,))
+        if name == "forward_alone":
+            name = "my_flash"
+            kernel_compat.register_attention(name, kernel="flash_attention_3")
+        with pytest.raises(UnsupportedFeatureError, match=says) as caught:
+            verify_flash_support(model, name, here)
+        assert "Model" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            Config(sliding_window=8, use_sliding_window=False),
+            Config(sliding_window=8, layer_types=["full_attention"]),
+            Config(sliding_window=None),
+        ],
+    )
+    def test_a_window_that_is_not_used(self, config: Config) -> None:
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_3")
+        here = environment("fa3-fwd", devices=(H100,))
+        assert verify_flash_support(Model(layer=Layer(config=config)), "my_flash", here) is None
+
+    def test_not_here(self) -> None:
+        with pytest.raises(KernelUnavailableError, match="flash_attention_3 is not usable here.*9.0 to 9.x.*B200"):
+            verify_flash_support(Model(), "flash_attention_3", environment(*ALL, devices=(B200,)))
+
+    @pytest.mark.parametrize("name", ["sdpa", "eager", "nothing"])
+    def test_no_flash_attention(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"'{name}' is no flash attention; there are: flash_attention_2"):
+            verify_flash_support(Model(), name, self.here)
+
+
+class TestLoadWithFallback:
+    """Which errors lead on is tested with real models, in tests/integration."""
+
+    def test_the_first_that_loads(self) -> None:
+        asked = []
+
+        def load(name: str) -> str:
+            asked.append(name)
+            return f"a model with {name}"
+
+        assert load_with_fallback(load, "my/kernel") == "a model with my/kernel"
+        assert asked == ["my/kernel"]
+
+    def test_steps_are_logged_once(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch.setattr(Environment, "detect", classmethod(lambda cls: environment()))
+        for _ in range(2):
+            asked = []
+
+            def load(name: str, asked: list[str] = asked) -> str:
+                asked.append(name)
+                if name == "flash_attention_4":
+                    raise KernelUnavailableError(name, ["no CUDA device"])
+                return name
+
+            with caplog.at_level(logging.WARNING, "kernel_compat"):
+                found = load_with_fallback(load, "flash_attention_4")
+            # What can't be used here isn't tried.
+            assert asked == ["flash_attention_4", found]
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == LADDER.index(found)
+        assert messages[0].startswith(
+            "attn_implementation='flash_attention_4' is not supported here, trying 'flash_attention_3': "
+            "flash_attention_4 is not usable here: no CUDA device"
+        )
+
+    @pytest.mark.parametrize(
+        "error", [ValueError("bad config"), ImportError("no einops"), OSError("no such file"), KeyboardInterrupt()]
+    )
+    def test_other_errors_are_passed_on(self, error: BaseException) -> None:
+        asked = []
+
+        def load(name: str) -> None:
+            asked.append(name)
+            raise error
+
+        with pytest.raises(type(error)) as caught:
+            load_with_fallback(load, "flash_attention_4")
+        assert caught.value is error
+        assert asked == ["flash_attention_4"]
+
+    def test_nothing_will_do(self) -> None:
+        def load(name: str) -> None:
+            raise UnsupportedFeatureError("anything", name, "No kernel does.")
+
+        with pytest.raises(KernelUnavailableError, match="eager: eager does not support anything") as caught:
+            load_with_fallback(load, "sdpa")
+        assert isinstance(caught.value.__cause__, UnsupportedFeatureError)
+        with pytest.raises(UnsupportedFeatureError, match="eager does not support anything"):
+            load_with_fallback(load, "eager")
+
+    def test_required_features(self) -> None:
+        asked: list[str] = []
+        load_with_fallback(asked.append, "sdpa", requires={"softcap"})
+        assert asked == ["eager"]
+
+    def test_a_model_that_needs_what_sdpa_leaves_out(self, caplog: pytest.LogCaptureFixture) -> None:
+        def load(name: str) -> Model:
+            return Model(name, Layer(attn_logit_softcapping=50.0))
+
+        with caplog.at_level(logging.WARNING, "kernel_compat"):
+            model = load_with_fallback(load, "sdpa")
+        assert model.config._attn_implementation == "eager"
+        assert "Model needs softcap, which sdpa has not" in caplog.text
+
+    def test_errors_of_model_patches(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A missing Liger is no reason for another attention."""
+        namespace: dict[str, Any] = {"__name__": "kernel_compat.models.liger"}
+        exec(
+            "from kernel_compat import KernelUnavailableError\n"
+            "def use(model): raise KernelUnavailableError('liger_kernel', ['it is not installed'])\n",
+            namespace,
+        )
+        asked = []
+
+        def load(name: str) -> None:
+            asked.append(name)
+            namespace["use"](None)
+
+        with pytest.raises(KernelUnavailableError, match="liger_kernel"):
+            load_with_fallback(load, "sdpa")
+        assert asked == ["sdpa"]
