@@ -51,6 +51,13 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session(tags=["ci"])
+def docs(session: nox.Session) -> None:
+    """The documentation as pages, the reference from the docstrings; a link that leads nowhere is an error."""
+    session.install("--editable", ".", "--group", "docs")
+    session.run("mkdocs", "build", "--strict", "--site-dir", f"{session.create_tmp()}/site", *session.posargs)
+
+
+@nox.session(tags=["ci"])
 def tests(session: nox.Session) -> None:
     """Unit and integration tests on the newest transformers and torch. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", "--group", "test")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,3 +26,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tiny models are saved."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for models with remote code, whose classes are made anew for each test."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]

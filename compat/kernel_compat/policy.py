@@ -35,7 +35,6 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: From the newest FlashAttention to what every model has.
 LADDER = (
     "flash_attention_4",
     "flash_attention_3",
@@ -44,6 +43,7 @@ LADDER = (
     "sdpa",
     "eager",
 )
+"""From the newest FlashAttention to what every model has."""
 
 _ANYWHERE: dict[str, Any] = {
     "dropout": True,
@@ -271,8 +271,11 @@ def load_with_fallback(load: Callable[[str], T], name: str, *, requires: Collect
                     raise
                 reason, cause = " ".join(str(error).split()), error
             else:
-                reason = _left_out(model, step.name, environment)
+                loaded = _implementation(model) or step.name
+                reason = _left_out(model, loaded, environment)
                 if reason is None:
+                    if loaded != step.name:
+                        _log_once(f"{type(model).__name__} was loaded with {loaded!r} in the place of {step.name!r}")
                     return model
                 del model
         refusals.append(f"{step.name}: {reason}")
@@ -286,6 +289,12 @@ def load_with_fallback(load: Callable[[str], T], name: str, *, requires: Collect
 def _may_be_tried(name: str, environment: Environment, requires: Collection[str]) -> bool:
     found = _find(name.removeprefix("paged|"), environment)
     return found is None or not _lacking(found[0], requires)
+
+
+def _implementation(model: object) -> str | None:
+    """What a model was loaded with: transformers takes another name here and there, without an error."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name if isinstance(name, str) else None
 
 
 def _left_out(model: object, name: str, environment: Environment) -> str | None:

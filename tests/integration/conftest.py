@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,16 +29,6 @@ def installed() -> Iterator[kernel_compat.Report]:
             yield report
     finally:
         kernel_compat.unregister_attention(NAME)
-
-
-@pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for models with remote code, whose classes are made anew for each test."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

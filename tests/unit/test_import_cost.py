@@ -28,6 +28,7 @@ ALLOWED = {
     "why a kernel is not usable": (
         "[kernel.unavailable_because(k.Environment.detect()) for kernel in k.known_kernels().values()]"
     ),
+    "what to load a model with": "k.policy.ladder(); k.policy.resolve_preload('flash_attention_2', packed_sequence=True)",
     "uninstall": "k.uninstall()",
     "every public name": "[getattr(k, name) for name in k.__all__]",
 }
