@@ -1,0 +1,117 @@
+"""Tiny models in bfloat16 with liger-kernel's Triton kernels, held against the same weights in float32 without them.
+
+The bound is upstream's own error in bfloat16: Liger rounds where upstream does, or less often, so it may not be farther
+off than twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from tiny import CAUSAL_LMS, VOCAB, randomize
+from torch import Tensor
+
+from kernel_compat.models import use_liger_kernel
+
+pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
+
+pytestmark = pytest.mark.gpu
+
+BATCH, LENGTH = 3, 40
+NAMES = ("llama", "llama_gqa", "qwen2_window", "mistral_window", "gemma2_softcap")
+
+#: Each by its own way to the loss: fused with the head, Liger's in the place of torch's, and torch's.
+OPTIONS = {
+    "fused": {},
+    "cross_entropy": {"cross_entropy": True, "fused_linear_cross_entropy": False},
+    "no loss": {"fused_linear_cross_entropy": False},
+}
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    gradient: Tensor
+    logits: Tensor
+
+
+def build(name: str) -> Any:
+    """With weights that bfloat16 holds exactly."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CAUSAL_LMS[name](), attn_implementation="eager")
+    return randomize(model).to(torch.bfloat16).float().to("cuda").train()
+
+
+def batch() -> dict[str, Tensor]:
+    """Padded on the right, with labels that are partly ignored."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, 23:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, :9] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def run(model: Any) -> Result:
+    inputs = batch()
+    model.zero_grad()
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    gradient = torch.cat([parameter.grad.float().flatten() for parameter in model.parameters()])
+    labels = inputs.pop("labels")
+    with torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits
+    counted = labels[:, 1:] != -100  # each position is for the next one's label
+    return Result(loss.detach().float(), gradient, logits[:, :-1][counted].float())
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients(name: str, options: str) -> None:
+    model = build(name)
+    truth = run(model)
+    model.to(torch.bfloat16)
+    yardstick = run(model)
+    with use_liger_kernel(model, **OPTIONS[options]):
+        ours = run(model)
+    after = run(model)
+
+    assert distance(ours.logits, truth.logits) <= 2 * distance(yardstick.logits, truth.logits)
+    assert distance(ours.gradient, truth.gradient) <= 2 * distance(yardstick.gradient, truth.gradient)
+    # A logit that is off by d moves the cross entropy by no more than 2 d.
+    allowed = 2 * 2 * (yardstick.logits - truth.logits).abs().max()
+    assert (ours.loss - truth.loss).abs() <= allowed
+    assert not torch.equal(ours.gradient, yardstick.gradient), "Liger's kernels have not run"
+
+    for name_of, before, now in zip(Result._fields, yardstick, after, strict=True):
+        assert torch.equal(before, now), f"{name_of} is not what it was before the patch"
+
+
+def kernels_of(call: Callable[[], Any]) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return {event.key for event in profile.key_averages()}
+
+
+def test_another_model_while_one_is_patched() -> None:
+    """What Liger shares with the process reaches it, as the docstring says: it computes the same, by Liger's rope."""
+    model, other = build("llama"), build("llama")
+    expected = run(other)
+    before = kernels_of(lambda: run(other))
+    with use_liger_kernel(model):
+        found = run(other)
+        ligers = kernels_of(lambda: run(other)) - before
+    assert ligers
+    assert not any("rms_norm" in kernel for kernel in ligers)  # the norms are the patched model's own
+    assert distance(found.logits, expected.logits) < 1e-4
+    assert distance(found.gradient, expected.gradient) < 1e-4
+    assert not ligers & kernels_of(lambda: run(other))
