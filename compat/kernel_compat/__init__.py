@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import models, policy
     from .environment import Device, Environment
     from .errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
     from .installer import Report, ShimReport, install, installed, status, uninstall
@@ -29,6 +30,7 @@ _HOMES = {
     "names": ("AttentionName", "register_attention", "registered_attention", "unregister_attention"),
     "seams": ("Seam", "Shim"),
 }
+_MODULES = ("models", "policy")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -50,6 +52,8 @@ __all__ = [
     "install",
     "installed",
     "known_kernels",
+    "models",
+    "policy",
     "register_attention",
     "registered_attention",
     "status",
@@ -59,6 +63,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     module = _HOME_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,159 @@
+"""transformers' own names where their packages are: the legacy flag, the ladder, and SDPA's backends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from remote_code import saved_remote_code
+from tiny import TRANSFORMERS, VOCAB, load, saved
+
+import kernel_compat
+from kernel_compat.models import use_sdpa_backends
+from kernel_compat.policy import best_available, load_with_fallback
+
+pytestmark = pytest.mark.gpu
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0)).to("cuda")
+
+
+def assert_right(path: Path, model: Any, **options: Any) -> None:
+    """Against eager in float32, by twice eager's own error in bfloat16."""
+    with torch.no_grad():
+        truth, yardstick = (
+            load(path, "eager", **options).to("cuda", dtype)(input_ids=tokens()).logits.float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        ours = model.to("cuda", torch.bfloat16)(input_ids=tokens()).logits.float()
+    assert (ours - truth).norm() <= 2 * (yardstick - truth).norm()
+
+
+def test_the_legacy_flag_under_upstreams_own_name(remote: Path, usable: Callable[[str], None]) -> None:
+    usable("flash_attention_2")
+    path = saved_remote_code(remote / "legacy")
+    if Version("5.4") <= TRANSFORMERS:
+        with pytest.raises(ValueError, match="does not support Flash Attention 2"):
+            load(path, "flash_attention_2", trust_remote_code=True, device_map="cuda")
+    with kernel_compat.installed():
+        model = load(path, "flash_attention_2", trust_remote_code=True, device_map="cuda")
+        assert model.config._attn_implementation == "flash_attention_2"
+        assert_right(path, model, trust_remote_code=True)
+
+
+def test_the_best_that_is_available_loads_and_is_right(models: Path) -> None:
+    choice = best_available(requires={"backward"})
+    path, asked = saved(models, "llama"), []
+
+    def attempt(name: str) -> Any:
+        asked.append(name)
+        return load(path, name)
+
+    with kernel_compat.installed():
+        model = load_with_fallback(attempt, choice.name)
+        assert asked == [choice.name]
+        assert model.config._attn_implementation == choice.name
+        assert_right(path, model)
+
+
+def test_falling_back_to_what_is_installed(models: Path) -> None:
+    """From a kernel that isn't here to the next that is, with what each device and package allows."""
+    steps = kernel_compat.policy.ladder("flash_attention_3")
+    if steps[0].usable:
+        pytest.skip("flash_attention_3 is usable here")
+    expected = next(step.name for step in steps if step.usable)
+    path = saved(models, "llama")
+    with kernel_compat.installed():
+        model = load_with_fallback(lambda name: load(path, name), "flash_attention_3")
+        assert model.config._attn_implementation == expected
+        assert_right(path, model)
+
+
+OPERATORS = {
+    "cudnn_attention": "aten::_scaled_dot_product_cudnn_attention",
+    "flash_attention": "aten::_scaled_dot_product_flash_attention",
+    "efficient_attention": "aten::_scaled_dot_product_efficient_attention",
+    "math": "aten::_scaled_dot_product_attention_math",
+}
+
+
+def operators(run: Callable[[], object]) -> dict[str, int]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    return {backend: counts[operator] for backend, operator in OPERATORS.items() if operator in counts}
+
+
+def inputs() -> dict[str, Any]:
+    """With a mask of ones: up to 4.57 transformers looks for packed sequences where there is none, and hands SDPA a 4D one."""
+    return {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens()), "use_cache": False}
+
+
+class TestSdpaBackends:
+    @pytest.mark.parametrize("backend", [*OPERATORS, None])
+    @pytest.mark.parametrize("reentrant", [None, True, False])
+    def test_forward_and_recomputation(self, models: Path, backend: str | None, reentrant: bool | None) -> None:
+        """Each layer runs the backend that was chosen, also when checkpointing runs it again from autograd's thread."""
+        model = load(saved(models, "llama"), "sdpa").to("cuda", torch.bfloat16).train()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        expected = backend or "cudnn_attention"
+        loss = []
+        with use_sdpa_backends(model, backend):
+            forward = operators(lambda: loss.append(model(**inputs()).logits.float().square().mean()))
+            backward = operators(loss[0].backward)
+        layers = model.config.num_hidden_layers
+        assert forward == {expected: layers}
+        assert backward == ({expected: layers} if reentrant is not None else {})
+        before = operators(lambda: model(**inputs()))
+        assert set(before) == set(
+            operators(lambda: load(saved(models, "llama"), "sdpa").to("cuda", torch.bfloat16).train()(**inputs()))
+        )
+
+    def test_the_order_in_a_process_that_has_not_chosen_yet(self) -> None:
+        """torch sets its own order as it chooses for the first time: it must not be in the place of ours."""
+        code = """
+            import torch
+            from kernel_compat.models import use_sdpa_backends
+
+            class Attention(torch.nn.Module):
+                def forward(self, x):
+                    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+            model, x = Attention(), torch.randn(1, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                with use_sdpa_backends(model, ["math", "flash_attention"]):
+                    model(x)
+                model(x)
+            print(*(event.key for event in profile.key_averages()))
+        """
+        run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        used = {backend for backend, operator in OPERATORS.items() if operator in run.stdout.split()}
+        assert used == {"math", "cudnn_attention"}
+
+    def test_a_backend_that_can_not(self, models: Path) -> None:
+        """Flash has no float32: torch says so, and nothing else is taken instead."""
+        model = load(saved(models, "llama"), "sdpa").to("cuda")
+        with use_sdpa_backends(model, "flash_attention"), pytest.raises(RuntimeError, match="No available kernel"):
+            model(**inputs())
+        assert model(**inputs()).logits.isfinite().all()
+
+    def test_compiled(self, models: Path) -> None:
+        model = load(saved(models, "llama"), "sdpa").to("cuda", torch.bfloat16)
+        with torch.no_grad(), use_sdpa_backends(model, "efficient_attention"):
+            eager = model(**inputs()).logits
+            compiled = torch.compile(model, fullgraph=True)
+            compiled(**inputs())
+            used = operators(lambda: compiled(**inputs()))
+            assert set(used) == {"efficient_attention"}
+            found = compiled(**inputs()).logits
+        assert (found - eager).float().norm() <= 0.02 * eager.float().norm()
