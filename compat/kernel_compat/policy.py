@@ -394,7 +394,8 @@ def resolve_preload(
 
     Args:
         attn_implementation: what was asked for; None for transformers' own choice.
-        tp_size, cp_size: ranks of tensor and context parallelism, 1 for none.
+        tp_size: ranks of tensor parallelism, 1 for none.
+        cp_size: ranks of context parallelism, 1 for none.
         packed_sequence: whether several sequences share a row, told apart by ``position_ids`` or ``cu_seq_lens_*``.
         use_liger_kernel: whether Liger was asked for.
         environment: default: this one.
