@@ -110,13 +110,17 @@ def next_fallback(name: str) -> str | None:
     Raises:
         TypeError: `name` is not a string.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"an attention name must be a string, not {name!r}")
-    if name.startswith("paged|"):
+    if _as_name(name).startswith("paged|"):
         following = next_fallback(name.removeprefix("paged|"))
         return following and f"paged|{following}"
     rung = _rung(name) + 1
     return LADDER[rung] if rung < len(LADDER) else None
+
+
+def _as_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"an attention name must be a string, not {name!r}")
+    return name
 
 
 def _rung(name: str) -> int:
@@ -174,7 +178,7 @@ def _steps(name: str, environment: Environment | None, requires: Collection[str]
     if unknown := sorted(map(repr, set(requires) - set(known))):
         raise ValueError(f"no such features: {', '.join(unknown)}; there are: {', '.join(known)}")
     environment = environment or Environment.detect()
-    candidate: str | None = name
+    candidate: str | None = _as_name(name)
     while candidate is not None:
         yield _step(candidate, environment, requires)
         candidate = next_fallback(candidate)
@@ -233,7 +237,7 @@ def _lacking(features: Features, requires: Iterable[str]) -> list[str]:
     return [_WORDS.get(feature, feature) for feature in sorted(requires) if not getattr(features, feature)]
 
 
-def load_with_fallback(load: Callable[[str], T], name: str, *, requires: Collection[str] = ()) -> T:
+def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: Collection[str] = ()) -> T:
     """Load a model with `name`, or with the next of the ladder where that isn't supported here.
 
     Only errors that mean so lead to the next step: `KernelUnavailableError`, `UnsupportedFeatureError`, and what
@@ -246,7 +250,7 @@ def load_with_fallback(load: Callable[[str], T], name: str, *, requires: Collect
 
     Args:
         load: called with an attention name; returns the model, or anything else.
-        name: what to try first.
+        name: what to try first. None, as in a `Preload`, begins where transformers does by itself: at ``sdpa``.
         requires: features that the name must have, as in `best_available`.
 
     Returns:
@@ -254,9 +258,10 @@ def load_with_fallback(load: Callable[[str], T], name: str, *, requires: Collect
 
     Raises:
         KernelUnavailableError: nothing from `name` down to ``eager`` would do; the message has the reason of each.
-        TypeError: `name` is not a string.
+        TypeError: `name` is neither a string nor None.
         ValueError: `requires` names no feature.
     """
+    name = "sdpa" if name is None else name
     environment = Environment.detect()
     refusals: list[str] = []
     cause: Exception | None = None
@@ -523,10 +528,8 @@ def verify_flash_support(model: Any, name: str, environment: Environment | None 
         ValueError: `name` is no flash attention.
         TypeError: `name` is not a string.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"an attention name must be a string, not {name!r}")
     environment = environment or Environment.detect()
-    found = _provider(name, environment)
+    found = _provider(_as_name(name), environment)
     if found is None:
         known = {*LADDER[: LADDER.index("sdpa")], *known_kernels(), *_names.registered_attention()}
         raise ValueError(f"{name!r} is no flash attention; there are: {', '.join(sorted(known))}")

@@ -496,6 +496,17 @@ class TestLoadWithFallback:
         with pytest.raises(UnsupportedFeatureError, match="eager does not support anything"):
             load_with_fallback(load, "eager")
 
+    def test_no_name(self) -> None:
+        asked: list[str] = []
+        load_with_fallback(asked.append, None)
+        assert asked == ["sdpa"]
+
+    @pytest.mark.parametrize("name", [3, {"": "sdpa"}])
+    def test_what_is_no_name(self, name: Any) -> None:
+        for function in (lambda: load_with_fallback(print, name), lambda: ladder(name)):
+            with pytest.raises(TypeError, match="an attention name must be a string"):
+                function()
+
     def test_required_features(self) -> None:
         asked: list[str] = []
         load_with_fallback(asked.append, "sdpa", requires={"softcap"})
