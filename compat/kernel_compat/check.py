@@ -18,7 +18,7 @@ from .environment import Environment
 from .errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from .installer import Report, ShimReport, installed, status
 from .kernels import Features, Kernel, Provider, known_kernels
-from .policy import Step, ladder
+from .policy import LADDER, Step, ladder
 
 __all__ = [
     "CaseResult",
@@ -29,6 +29,7 @@ __all__ = [
     "UnknownNameError",
     "attention_names",
     "explain",
+    "require_known",
     "run",
 ]
 
@@ -186,6 +187,28 @@ def _install_hint(provider: Provider, environment: Environment) -> str:
     return "" if provider.bundled or provider.distribution in environment.packages else provider.install
 
 
+def require_known(name: str) -> None:
+    """Check that a name means something: a kernel, a registered name, one of transformers' own or of the hub's.
+
+    Raises:
+        UnknownNameError: it doesn't; the message says which there are.
+        TypeError: `name` is not a string.
+    """
+    name = name.removeprefix("paged|") if isinstance(name, str) else name
+    if isinstance(name, str) and "/" in name:
+        return
+    try:
+        _names._check_name(name)
+    except ValueError as error:
+        raise UnknownNameError(str(error)) from None
+    known = {*known_kernels(), *_names.registered_attention(), *_names._UPSTREAM}
+    if name in known:
+        return
+    if name in LADDER:
+        raise UnknownNameError(f"{name!r} is a kernel that this version of kernel-compat doesn't have")
+    raise UnknownNameError(f"{name!r} is no attention name here; there are: {', '.join(sorted(known))}")
+
+
 def explain(name: str) -> Explanation:
     """What a name means here, and why it is or isn't usable. Imports neither torch nor transformers.
 
@@ -193,20 +216,14 @@ def explain(name: str) -> Explanation:
         UnknownNameError: nothing has that name, or nothing can have it.
         TypeError: `name` is not a string.
     """
-    name = name.removeprefix("paged|") if isinstance(name, str) else name
-    try:
-        _names._check_name(name)
-    except ValueError as error:
-        raise UnknownNameError(str(error)) from None
+    require_known(name)
     report = status()
     environment = report.environment
-    known = {status.name: status for status in attention_names(environment)}
     steps = ladder(name, environment)
+    name = name.removeprefix("paged|")
+    known = {status.name: status for status in attention_names(environment)}
     if name not in known:
-        if name in _names._UPSTREAM:
-            return Explanation(environment, NameStatus(name, None, "transformers"), None, None, (), (), steps)
-        there = ", ".join(sorted({*known, *_names._UPSTREAM}))
-        raise UnknownNameError(f"{name!r} is no attention name here; there are: {there}")
+        return Explanation(environment, NameStatus(name, None, "transformers"), None, None, (), (), steps)
     entry = _names.registered_attention().get(name)
     kernel = entry.kernel if entry else known_kernels()[name]
     return Explanation(

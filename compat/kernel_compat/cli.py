@@ -379,6 +379,8 @@ class _Plan(NamedTuple):
 
 
 def _find_plan(arguments: argparse.Namespace) -> _Plan:
+    if arguments.attn is not None:
+        check.require_known(arguments.attn)
     try:
         preload = policy.resolve_preload(
             arguments.attn,

@@ -1,10 +1,10 @@
-"""What a model class says of flash attention: `_supports_flash_attn`, and `_supports_flash_attn_2` before 4.54."""
+"""What a model class says of its attention: `_supports_flash_attn`, and `_supports_flash_attn_2` before 4.54."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FLAG", "LEGACY", "declared_flash_support", "sets"]
+__all__ = ["FLAG", "LEGACY", "declared_flash_support", "is_base", "read", "sets", "unwrapped"]
 
 FLAG = "_supports_flash_attn"
 LEGACY = "_supports_flash_attn_2"
@@ -27,15 +27,17 @@ def declared_flash_support(owner: type, model: object | None = None) -> bool | N
         for flag in (FLAG, LEGACY):
             if flag in own:
                 return bool(own[flag])
-    before_base = True
+    before_base, everybody = True, None
     for klass in owner.__mro__:
         if is_base(klass):
             before_base = False
+            if sets(klass, FLAG) and vars(klass)[FLAG] is True:  # somebody's word for all models
+                everybody = True
         elif before_base and sets(klass, FLAG):
-            return _read(vars(klass)[FLAG], owner, model)
+            return read(vars(klass)[FLAG], owner, model)
         if sets(klass, LEGACY):
-            return _read(vars(klass)[LEGACY], owner, model)
-    return None
+            return read(vars(klass)[LEGACY], owner, model)
+    return everybody
 
 
 def is_base(klass: type) -> bool:
@@ -48,8 +50,30 @@ def sets(klass: type, flag: str) -> bool:
     return flag in vars(klass) and not getattr(vars(klass)[flag], "bridges_flags", False)
 
 
-def _read(value: Any, owner: type, model: object | None) -> bool:
+def read(value: Any, owner: type, model: object | None) -> bool:
+    """What an attribute of a class says; False where it is a property that can't be asked: without an instance, or
+    before the parts it asks are built."""
     if not hasattr(type(value), "__get__"):
         return bool(value)
-    read = value.__get__(model, owner)
-    return read is not value and bool(read)
+    try:
+        said = value.__get__(model, owner)
+    except AttributeError:
+        return False
+    return said is not value and bool(said)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model that PEFT, ``torch.compile`` or torch's data parallel modules wrap."""
+    inner = model
+    while inner is not None:
+        model = inner
+        parts = getattr(model, "_modules", {})
+        if callable(getattr(type(model), "get_base_model", None)):
+            inner = model.get_base_model()
+        else:
+            inner = parts.get("_orig_mod")
+            if inner is None and type(model).__module__.startswith("torch."):
+                inner = parts.get("module")
+        if inner is model:
+            break
+    return model

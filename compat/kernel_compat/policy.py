@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from traceback import walk_tb
@@ -13,7 +15,7 @@ from typing import Any, SupportsIndex, TypeVar
 from . import names as _names
 from .environment import Environment
 from .errors import KernelUnavailableError, UnsupportedFeatureError
-from .flags import declared_flash_support
+from .flags import declared_flash_support, read, unwrapped
 from .kernels import Features, Kernel, Provider, known_kernels
 from .kernels.base import instead
 
@@ -113,26 +115,21 @@ def next_fallback(name: str) -> str | None:
     if _as_name(name).startswith("paged|"):
         following = next_fallback(name.removeprefix("paged|"))
         return following and f"paged|{following}"
-    rung = _rung(name) + 1
-    return LADDER[rung] if rung < len(LADDER) else None
+    if name not in LADDER:
+        entry = _names.registered_attention().get(name)
+        kernel = entry.kernel if entry else known_kernels().get(name)
+        if kernel is None:
+            return "eager"
+        if kernel.name not in LADDER or kernel is not known_kernels().get(kernel.name):
+            return "sdpa"
+        name = kernel.name
+    return (*LADDER, None)[LADDER.index(name) + 1]
 
 
 def _as_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"an attention name must be a string, not {name!r}")
     return name
-
-
-def _rung(name: str) -> int:
-    if name in LADDER:
-        return LADDER.index(name)
-    entry = _names.registered_attention().get(name)
-    kernel = entry.kernel if entry else known_kernels().get(name)
-    if kernel is None:
-        return LADDER.index("eager") - 1
-    if kernel.name in LADDER and kernel is known_kernels().get(kernel.name):
-        return LADDER.index(kernel.name)
-    return LADDER.index("sdpa") - 1
 
 
 def ladder(
@@ -193,6 +190,12 @@ def _step(name: str, environment: Environment, requires: Collection[str]) -> Ste
         return Step(name, False, "; ".join(reasons))
     if lacking := _lacking(features, requires):
         return Step(name, False, f"it has no {', no '.join(lacking)}")
+    release = environment.version("transformers")
+    if name.startswith("paged|") and release is not None and release.major < 5:
+        return Step(name, False, f"transformers {release} has no names with paged|")
+    ours = name not in _TRANSFORMERS and not _names.upstream_owner(name, environment)
+    if ours and _names.resolve(name) is None:
+        on += ", once kernel_compat.install() is called"
     return Step(name, True, on)
 
 
@@ -266,28 +269,25 @@ def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: 
     refusals: list[str] = []
     cause: Exception | None = None
     for step in _steps(name, environment, requires):
+        following = next_fallback(step.name)
         reason: str | None = step.reason
         # The first is tried though we know nothing of it: a hub kernel, a name somebody else has registered.
         if step.usable or (step.name == name and _may_be_tried(name, environment, requires)):
             try:
                 model = load(step.name)
             except Exception as error:
-                if not _means_not_supported(error):
+                if not _means_not_supported(error) or (following is None and not refusals):
                     raise
-                reason, cause = " ".join(str(error).split()), error
+                # Its frames would keep what they loaded alive, and by this frame what is returned.
+                reason, cause = " ".join(str(error).split()), error.with_traceback(None)
             else:
-                loaded = _implementation(model) or step.name
-                reason = _left_out(model, loaded, environment)
+                reason = _left_out(model, step.name, environment)
                 if reason is None:
-                    if loaded != step.name:
-                        _log_once(f"{type(model).__name__} was loaded with {loaded!r} in the place of {step.name!r}")
                     return model
                 del model
         refusals.append(f"{step.name}: {reason}")
-        if following := next_fallback(step.name):
+        if following:
             _log_once(f"attn_implementation={step.name!r} is not supported here, trying {following!r}: {reason}")
-    if cause is not None and len(refusals) == 1:
-        raise cause
     raise KernelUnavailableError(name, refusals) from cause
 
 
@@ -296,30 +296,53 @@ def _may_be_tried(name: str, environment: Environment, requires: Collection[str]
     return found is None or not _lacking(found[0], requires)
 
 
-def _implementation(model: object) -> str | None:
-    """What a model was loaded with: transformers takes another name here and there, without an error."""
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+def _left_out(loaded: object, asked: str, environment: Environment) -> str | None:
+    """What a loaded model needs and its attention doesn't have, in a sentence. Tells the log of names not asked for."""
+    model = loaded[0] if isinstance(loaded, tuple) and loaded else loaded  # output_loading_info=True
+    kind = type(model).__name__
+    names = _implementations(model)
+    table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    for name in names:
+        if table is not None and not name.endswith("eager") and name not in table:
+            return f"transformers loaded {kind} with {name!r}, for which it has no function"
+    for name, feature in _needs(model):
+        found = _find(name.removeprefix("paged|"), environment)
+        if found is not None and not getattr(found[0], feature):
+            return f"{kind} needs {_WORDS.get(feature, feature)}, which {name} has not"
+    if names and asked not in names:
+        _log_once(f"{kind} was loaded with {' and '.join(map(repr, names))} in the place of {asked!r}")
+    return None
+
+
+def _implementations(model: Any) -> list[str]:
+    """The attention names that a model's layers run; of a composite one, those of its parts."""
+    layers = [module for module in _modules(model) if not hasattr(module, "_supports_sdpa")]
+    names = set(filter(None, map(_implementation, layers)))
+    # Older code keeps no configuration in its layers.
+    return sorted(names or filter(None, [_implementation(model)]))
+
+
+def _modules(model: Any) -> Iterable[Any]:
+    return model.modules() if hasattr(model, "modules") else ()
+
+
+def _implementation(module: object) -> str | None:
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return name if isinstance(name, str) else None
 
 
-def _left_out(model: object, name: str, environment: Environment) -> str | None:
-    """What a loaded model needs and its attention doesn't have, in a sentence."""
-    found = _find(name.removeprefix("paged|"), environment)
-    lacking = _lacking(found[0], _needs(model)) if found else []
-    return f"{type(model).__name__} needs {', '.join(lacking)}, which {name} has not" if lacking else None
-
-
-def _needs(model: Any) -> frozenset[str]:
-    """The features that a model's layers ask of attention, as far as their attributes tell."""
-    if not hasattr(model, "named_parameters"):
-        return frozenset()
-    needs = {"sinks" for name, _ in model.named_parameters() if name.rpartition(".")[2] == "sinks"}
-    for module in model.modules():
+def _needs(model: Any) -> list[tuple[str, str]]:
+    """The features that a model's layers ask of attention, as far as their attributes tell, and under which name each."""
+    found = set()
+    for module in _modules(model):
+        name = _implementation(module) or _implementation(model) or ""
         if getattr(module, "attn_logit_softcapping", None):
-            needs.add("softcap")
+            found.add((name, "softcap"))
+        if getattr(module, "sinks", None) is not None:
+            found.add((name, "sinks"))
         if getattr(module, "sliding_window", None) or _slides(getattr(module, "config", None)):
-            needs.add("window")
-    return frozenset(needs)
+            found.add((name, "window"))
+    return sorted(found)
 
 
 def _slides(config: Any) -> bool:
@@ -406,12 +429,14 @@ def resolve_preload(
         environment: default: this one.
 
     Raises:
-        ValueError: a size below 1, or packed sequences together with context parallelism.
+        ValueError: an empty name, a size below 1, or packed sequences together with context parallelism.
         TypeError: an argument of another type.
         KernelUnavailableError: packed sequences, and no varlen kernel is usable; the message says for each why not.
     """
     if attn_implementation is not None and not isinstance(attn_implementation, str):
         raise TypeError(f"attn_implementation must be a string or None, not {attn_implementation!r}")
+    if attn_implementation is not None and not attn_implementation.strip():
+        raise ValueError("attn_implementation must not be empty; None leaves it to transformers")
     tp, cp = _size("tp_size", tp_size), _size("cp_size", cp_size)
     if packed_sequence and cp > 1:
         raise ValueError(
@@ -445,6 +470,8 @@ def resolve_preload(
         else:
             choice = best_available(environment, {"varlen", "backward"})
             reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
+            if attn_implementation is not None and _step(attn_implementation, environment, ()).usable is None:
+                asked += f" ({_unknown(attn_implementation)})"
             reasons.append(f"{choice.name} instead of {asked}: packed sequences need a varlen kernel.")
             attn_implementation = choice.name
     else:
@@ -493,25 +520,33 @@ def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
     """
     if _size("cp_size", cp_size) == 1:
         return
-    name = (model if isinstance(model, type) else type(model)).__name__
-    current = None if isinstance(model, type) else model.config._attn_implementation
-    entry = _names.registered_attention().get(current or "")
-    if entry is not None and entry.handles_context_parallel:
-        return
     need = f"sdpa, which context parallelism (cp_size={cp_size}) needs"
     otherwise = "set cp_size=1, or register an attention name with handles_context_parallel=True"
-    if not getattr(model, "_supports_sdpa", False):
-        raise UnsupportedFeatureError(need, name, f"{otherwise[0].upper()}{otherwise[1:]}.")
     if isinstance(model, type):
+        if not read(inspect.getattr_static(model, "_supports_sdpa", False), model, None):
+            raise UnsupportedFeatureError(need, model.__name__, f"{otherwise[0].upper()}{otherwise[1:]}.")
         return
-    if current != "sdpa":
+    model = unwrapped(model)
+    kind = type(model).__name__
+    registered = _names.registered_attention()
+    names = [
+        name
+        for name in _implementations(model)
+        if name not in registered or not registered[name].handles_context_parallel
+    ]
+    if not names and _implementations(model):
+        return
+    if not getattr(model, "_supports_sdpa", False):
+        raise UnsupportedFeatureError(need, kind, f"{otherwise[0].upper()}{otherwise[1:]}.")
+    if names != ["sdpa"]:
         raise UnsupportedFeatureError(
-            f"context parallelism (cp_size={cp_size}) with attn_implementation={current!r}",
-            name,
+            f"context parallelism (cp_size={cp_size}) with attn_implementation={' and '.join(map(repr, names))}",
+            kind,
             f"Load it with attn_implementation='sdpa', {otherwise}.",
         )
-    if lacking := _lacking(_TRANSFORMERS["sdpa"], _needs(model)):
-        raise UnsupportedFeatureError(need, name, f"It needs {', '.join(lacking)}, which sdpa has not: {otherwise}.")
+    sdpa = _TRANSFORMERS["sdpa"]
+    if lacking := _lacking(sdpa, {feature for name, feature in _needs(model) if name == "sdpa"}):
+        raise UnsupportedFeatureError(need, kind, f"It needs {', '.join(lacking)}, which sdpa has not: {otherwise}.")
 
 
 def verify_flash_support(model: Any, name: str, environment: Environment | None = None) -> None:
@@ -534,6 +569,7 @@ def verify_flash_support(model: Any, name: str, environment: Environment | None 
         known = {*LADDER[: LADDER.index("sdpa")], *known_kernels(), *_names.registered_attention()}
         raise ValueError(f"{name!r} is no flash attention; there are: {', '.join(sorted(known))}")
     kernel, provider = found
+    model = model if isinstance(model, type) else unwrapped(model)
     owner = model if isinstance(model, type) else type(model)
     declares = declared_flash_support(owner, None if isinstance(model, type) else model)
     registered = name in _names.registered_attention() and getattr(model, "_supports_attention_backend", False)
@@ -545,7 +581,7 @@ def verify_flash_support(model: Any, name: str, environment: Environment | None 
         )
     if not isinstance(model, type):
         features = kernel.features_in(environment)
-        for feature in sorted(_needs(model)):
+        for feature in sorted({feature for _, feature in _needs(model)}):
             if not getattr(features, feature):
                 what = _WORDS.get(feature, feature)
                 raise UnsupportedFeatureError(

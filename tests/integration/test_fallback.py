@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,86 @@ class TestSteps:
         assert caplog.text == ""
 
 
+def llava(text: str, **names: Any) -> Any:
+    """A composite model: a vision tower and the tiny text model of that name."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=CAUSAL_LMS[text](), image_token_index=5, attn_implementation=names
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+class TestCompositeModels:
+    """What counts is what each part runs."""
+
+    def test_softcap_in_a_part(self) -> None:
+        asked = []
+
+        def attempt(name: str) -> Any:
+            asked.append(name)
+            return llava("gemma2_softcap", **{"": "eager", "text_config": name, "vision_config": "eager"})
+
+        model = load_with_fallback(attempt, "sdpa")
+        assert asked == ["sdpa", "eager"]
+        assert model.config.text_config._attn_implementation == "eager"
+
+    def test_a_part_that_needs_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The text has softcap under eager; what is loaded with sdpa is the vision tower."""
+        with caplog.at_level(logging.WARNING, "kernel_compat"):
+            model = load_with_fallback(
+                lambda name: llava("gemma2_softcap", **{"text_config": "eager", "vision_config": name}), "sdpa"
+            )
+        assert model.config.vision_config._attn_implementation == "sdpa"
+        assert caplog.text == ""
+
+    def test_a_part_without_sdpa_under_context_parallelism(self) -> None:
+        verify_sdpa_support(llava("llama", **{"text_config": "sdpa", "vision_config": "sdpa"}), 2)
+        for part in ("text_config", "vision_config"):
+            names = {"text_config": "sdpa", "vision_config": "sdpa", part: "eager"}
+            with pytest.raises(UnsupportedFeatureError, match="LlavaForConditionalGeneration.*'eager' and 'sdpa'"):
+                verify_sdpa_support(llava("llama", **names), 2)
+
+
+class TestWhatIsReturned:
+    def test_nothing_keeps_it_alive(self, models: Path) -> None:
+        """Not even until the next collection of cycles: the memory of a model on a GPU is wanted at once."""
+        loader = Loader(saved(models, "llama"))
+        load_with_fallback(loader, "nothing")  # what is loaded once is loaded
+        gc.collect()
+        gc.disable()
+        try:
+            alive = weakref.ref(load_with_fallback(loader, "nothing").lm_head)
+            assert alive() is None
+        finally:
+            gc.enable()
+
+    def test_loading_info_beside_the_model(self, models: Path) -> None:
+        loader = Loader(saved(models, "gemma2_softcap"), output_loading_info=True)
+        path, options = loader.path, loader.options
+        model, info = load_with_fallback(
+            lambda name: transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=name, **options),
+            "sdpa",
+        )
+        assert model.config._attn_implementation == "eager"
+        assert not info["missing_keys"]
+
+    def test_a_name_that_transformers_has_no_function_for(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """As 5.4 returns it when a hub kernel that could not be loaded is asked for once more."""
+
+        def attempt(name: str) -> Any:
+            model = load(saved(models, "llama"), "sdpa" if name == "org/flash" else name)
+            if name == "org/flash":
+                model.config._attn_implementation_internal = name
+            return model
+
+        with caplog.at_level(logging.WARNING, "kernel_compat"):
+            model = load_with_fallback(attempt, "org/flash")
+        assert model.config._attn_implementation == "eager"
+        assert "loaded LlamaForCausalLM with 'org/flash', for which it has no function" in caplog.text
+
+
 class TestOtherErrors:
     """None of them has to do with attention: each is raised at the first name, as it is."""
 
@@ -193,6 +275,25 @@ class TestVerify:
             with pytest.raises(KernelUnavailableError, match="flash_attention_2 is not usable here"):
                 verify_flash_support(model, "flash_attention_2")
 
+    def test_wrapped_models(self, models: Path) -> None:
+        """torch.compile's wrapper, and one that forwards attributes as PEFT's does."""
+
+        class Peft(torch.nn.Module):
+            def __init__(self, model: Any) -> None:
+                super().__init__()
+                self.base_model = model
+
+            def get_base_model(self) -> Any:
+                return self.base_model
+
+        model = load(saved(models, "llama"), "sdpa")
+        for wrapped in (torch.compile(model), Peft(model), torch.compile(Peft(model))):
+            verify_sdpa_support(wrapped, 2)
+            verify_flash_support(wrapped, "flash_attention_reference")
+        eager = load(saved(models, "llama"), "eager")
+        with pytest.raises(UnsupportedFeatureError, match="LlamaForCausalLM"):
+            verify_sdpa_support(torch.compile(Peft(eager)), 2)
+
     def test_llama_with_eager(self, models: Path) -> None:
         with pytest.raises(UnsupportedFeatureError, match=r"LlamaForCausalLM.*attn_implementation='eager'.*'sdpa'"):
             verify_sdpa_support(load(saved(models, "llama"), "eager"), 2)
@@ -222,8 +323,8 @@ class TestVerify:
 
     @pytest.mark.parametrize("name", ["qwen2_window", "mistral_window", "gemma2_softcap"])
     def test_windows_are_seen(self, name: str, models: Path) -> None:
-        assert "window" in policy._needs(load(saved(models, name), "eager"))
-        assert "window" not in policy._needs(load(saved(models, "llama"), "eager"))
+        assert ("eager", "window") in policy._needs(load(saved(models, name), "eager"))
+        assert policy._needs(load(saved(models, "llama"), "eager")) == []
 
     def test_the_legacy_flag(self, remote: Path) -> None:
         model = load(saved_remote_code(remote / "legacy"), "eager", trust_remote_code=True)

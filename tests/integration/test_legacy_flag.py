@@ -21,6 +21,7 @@ from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load
 from transformers import PreTrainedModel
 
 import kernel_compat
+from kernel_compat.flags import declared_flash_support
 
 BRIDGED = Version("5.4") <= TRANSFORMERS
 only_bridged = pytest.mark.skipif(not BRIDGED, reason="transformers itself reads the legacy flag before 5.4")
@@ -205,6 +206,35 @@ class TestRule:
             for model.answer in (True, False):
                 assert model._supports_flash_attn is model.answer
             assert made._supports_flash_attn is False
+
+    def test_a_property_that_asks_a_part_which_is_not_built_yet(self) -> None:
+        """transformers reads the flag before the parts are there, whatever attention was asked for."""
+        with kernel_compat.installed():
+
+            class Composite(PreTrainedModel):
+                config_class = transformers.LlamaConfig
+                _supports_sdpa = True
+
+                def __init__(self, config: Any) -> None:
+                    super().__init__(config)
+                    self.language_model = transformers.LlamaModel(config)
+
+                @property
+                def _supports_flash_attn_2(self) -> bool:
+                    return bool(self.language_model._supports_flash_attn)
+
+            for name in ("eager", "sdpa"):
+                model = Composite._from_config(CAUSAL_LMS["llama"](), attn_implementation=name)
+                assert model.config._attn_implementation == name
+            assert model._supports_flash_attn is True
+
+    def test_somebodys_word_for_all_models(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(PreTrainedModel, "_supports_flash_attn", True)
+        assert declared_flash_support(family("nothing")) is True
+        assert declared_flash_support(family("legacy False")) is False
+        with kernel_compat.installed():
+            assert family("nothing")._supports_flash_attn is True
+            assert family("legacy False")._supports_flash_attn is False
 
     def test_own_init_subclass(self) -> None:
         """A hook of the model's own is still called, with its arguments."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import inspect
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ import transformers
 from tiny import CAUSAL_LMS, VOCAB, randomize
 
 from kernel_compat import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
-from kernel_compat.models import Handle, use_liger_kernel
+from kernel_compat.models import Handle, use_liger_kernel, use_sdpa_backends
 
 try:
     from liger_kernel.transformers import monkey_patch
@@ -734,3 +735,33 @@ def test_the_import_loads_no_framework() -> None:
     program = "import sys, kernel_compat.models; print(*{'torch', 'transformers', 'liger_kernel'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@real
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("first", ["liger", "sdpa"])
+def test_undone_in_either_order_with_sdpa_backends_over_it(name: str, first: str) -> None:
+    model = build(name)
+    scene, before = Scene(model), logits(model)
+    handles = {"liger": use_liger_kernel(model), "sdpa": use_sdpa_backends(model, "math")}
+    handles.pop(first).undo()
+    if first == "liger":
+        torch.testing.assert_close(logits(model), before)  # runs upstream's forward, under SDPA's backends
+        assert inspect.signature(model.forward) == inspect.signature(type(model).forward.__get__(model))
+    else:
+        assert is_patched(model)
+    for handle in handles.values():
+        handle.undo()
+    assert scene.changes() == []
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
+
+
+@real
+def test_after_sdpa_backends_it_is_refused() -> None:
+    """Liger would replace our forward, and the backends with it."""
+    model = build()
+    with use_sdpa_backends(model, "math"):
+        scene = Scene(model)
+        with pytest.raises(UnsupportedFeatureError, match="Patch the model before"):
+            use_liger_kernel(model)
+        assert scene.changes() == []

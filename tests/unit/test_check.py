@@ -324,7 +324,6 @@ def test_explain_what_transformers_owns(name: str) -> None:
     ("name", "message"),
     [
         ("nope", "is no attention name here; there are: eager.*flash_attention_2"),
-        ("org/repo", "looks like a hub kernel"),
         ("", "must not be empty"),
         ("a b", "may contain letters"),
     ],

@@ -255,7 +255,8 @@ def test_a_failed_shim_ends_in_1(tmp_path: Path, command: str) -> None:
         ([], "the following arguments are required"),
         (["explain"], "the following arguments are required: NAME"),
         (["explain", "nope"], "'nope' is no attention name here; there are: eager"),
-        (["explain", "org/repo"], "looks like a hub kernel"),
+        (["plan", "--attn", "flash_atention_2"], "'flash_atention_2' is no attention name here; there are: eager"),
+        (["plan", "--attn="], "an attention name must not be empty"),
         (["check", "nope", "--json"], "'nope' can't be checked here; these can: flash_attention_4"),
         (["check", "eager"], "'eager' can't be checked here"),
         (["status", "--import", "no_such_module"], "--import no_such_module: ModuleNotFoundError"),
@@ -293,6 +294,12 @@ def test_explain_shows_the_ladder_with_a_reason_a_step() -> None:
     for step in steps:
         (line,) = [line for line in text.splitlines() if line.startswith(step["name"]) and step["reason"] in line]
         assert ("not usable" in line) is not step["usable"]
+
+
+def test_explain_a_kernel_of_the_hub() -> None:
+    steps = json.loads(kernel_compat_cli("explain", "org/repo", "--json").stdout)["ladder"]
+    assert [step["name"] for step in steps] == ["org/repo", "eager"]
+    assert "a kernel of the hub" in steps[0]["reason"]
 
 
 class TestPlan:

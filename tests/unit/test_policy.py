@@ -162,7 +162,19 @@ class TestBestAvailable:
         kernel_compat.register_attention("my_flash", kernel="flash_attention_3")
         (step, *_) = ladder("my_flash", here)
         assert step.usable
-        assert step.reason == "fa3-fwd 0.0.3 on NVIDIA H100 (sm_90)"
+        assert step.reason == "fa3-fwd 0.0.3 on NVIDIA H100 (sm_90), once kernel_compat.install() is called"
+
+    def test_names_that_transformers_learns_from_us(self) -> None:
+        """flash_attention_4 is transformers' own from 5.4 on."""
+        for release, ours in (("5.3.0", True), ("5.4.0", False)):
+            choice = best_available(environment("flash-attn-4", devices=(H100,), transformers=release))
+            assert choice.name == "flash_attention_4"
+            assert ("once kernel_compat.install() is called" in choice.steps[-1].reason) is ours
+
+    def test_paged_names_came_with_5(self) -> None:
+        for release, usable in (("4.57.6", False), ("5.0.0", True)):
+            here = environment("flash-attn", devices=(H100,), transformers=release)
+            assert [step.usable for step in ladder("paged|sdpa", here)] == [usable, usable]
 
     def test_nothing_will_do(self) -> None:
         with pytest.raises(KernelUnavailableError, match="attention with paged and sinks is not usable here") as caught:
@@ -249,7 +261,8 @@ class TestResolvePreload:
     def test_packed_sequences_take_the_best_varlen_kernel(self, name: str | None, device: Device, best: str) -> None:
         found = plan(name, environment(*ALL, devices=(device,)), packed_sequence=True, tp_size=2)
         assert found.attn_implementation == best
-        assert any(f"{best} instead of" in reason for reason in found.reasons)
+        (reason,) = [reason for reason in found.reasons if f"{best} instead of" in reason]
+        assert ("kernel-compat knows no kernel of this name" in reason) is (name == "nothing")
         if device is A100:
             assert any("flash_attention_4 is not usable here" in reason for reason in found.reasons)
 
@@ -277,11 +290,12 @@ class TestResolvePreload:
             ({"tp_size": 1.5}, TypeError, "tp_size must be an integer, not 1.5"),
             ({"cp_size": "2"}, TypeError, "cp_size must be an integer, not '2'"),
             ({"cp_size": True}, TypeError, "cp_size must be an integer, not True"),
+            ({"attn_implementation": " "}, ValueError, "must not be empty"),
         ],
     )
     def test_bad_sizes(self, options: dict[str, Any], error: type[Exception], says: str) -> None:
         with pytest.raises(error, match=says):
-            plan("sdpa", **options)
+            resolve_preload(**{"attn_implementation": "sdpa", **options})
 
     @pytest.mark.parametrize("name", ["flex_attention", "org/repo", "flash_atention_2"])
     def test_names_that_are_not_ours_to_judge(self, name: str) -> None:
@@ -315,16 +329,12 @@ class Model:
     _supports_sdpa = True
     _supports_flash_attn = True
 
-    def __init__(self, name: str = "sdpa", layer: Layer | None = None, parameters: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str = "sdpa", layer: Layer | None = None) -> None:
         self.config = Config(name)
         self.layer = layer or Layer()
-        self.parameter_names = parameters
 
     def modules(self) -> Iterator[Any]:
         yield from (self, self.layer)
-
-    def named_parameters(self) -> Iterator[tuple[str, None]]:
-        yield from ((name, None) for name in self.parameter_names)
 
 
 class Old(Model):
@@ -363,6 +373,18 @@ class TestVerifySdpa:
         with pytest.raises(UnsupportedFeatureError, match="It needs softcap, which sdpa has not"):
             verify_sdpa_support(Model("sdpa", Layer(attn_logit_softcapping=50.0)), 2)
 
+    def test_a_class_with_a_property(self) -> None:
+        class Odd(Model):
+            _supports_sdpa = property(lambda self: False)  # type: ignore[assignment]
+
+        for model in (Odd, Odd()):
+            with pytest.raises(UnsupportedFeatureError, match="Odd does not support sdpa"):
+                verify_sdpa_support(model, 2)
+
+    def test_what_is_no_model_of_transformers(self) -> None:
+        with pytest.raises(UnsupportedFeatureError, match="Layer does not support sdpa"):
+            verify_sdpa_support(Layer(), 2)
+
     def test_a_bad_size(self) -> None:
         with pytest.raises(ValueError, match="can't be 0"):
             verify_sdpa_support(Model(), 0)
@@ -398,8 +420,8 @@ class TestVerifyFlash:
     @pytest.mark.parametrize(
         ("model", "name", "says"),
         [
-            (Model(parameters=("layers.0.sinks",)), "flash_attention_2", "attention sinks.*flash_attention_4"),
-            (Model(parameters=("layers.0.sinks",)), "flash_attention_3", "attention sinks.*flash_attention_4"),
+            (Model(layer=Layer(sinks=[0.0])), "flash_attention_2", "attention sinks.*flash_attention_4"),
+            (Model(layer=Layer(sinks=[0.0])), "flash_attention_3", "attention sinks.*flash_attention_4"),
             (Model(layer=Layer(sliding_window=8)), "forward_alone", "sliding windows.*flash_attention_4"),
             (Model(layer=Layer(config=Config(sliding_window=8))), "forward_alone", "sliding windows"),
         ],

@@ -21,6 +21,7 @@ from ..environment import importable
 from ..errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
 from ..seams import Seam
 from .handle import Handle
+from .sdpa import put_beneath
 
 __all__ = ["use_liger_kernel"]
 
@@ -405,6 +406,8 @@ def _restore(changes: Iterable[_Change]) -> None:
     for change in changes:
         if _same(_read(change.owner, change.name), change.after):
             _write(change.owner, change.name, change.before)
+        elif change.name == "forward" and change.module is not None and change.owner is vars(change.module):
+            put_beneath(change.module, change.after, None if change.before is _MISSING else change.before)
 
 
 # What the process shares.

@@ -41,9 +41,9 @@ def use_sdpa_backends(
     Deep copies and pickled ones keep the backends for good. Shallow ones, the replicas of ``nn.DataParallel`` included,
     run the original's forward, as with every forward that is an attribute of the instance.
 
-    Not covered: the recomputation of a checkpointed function that calls SDPA itself (give `checkpoint` a `context_fn`)
-    and of modules added later; what a forward calls that was compiled on its own before, as the rest of a forward is
-    after a graph break.
+    Not covered: what a forward leaves to run later, such as a generator; the recomputation of a checkpointed function
+    that calls SDPA itself (give `checkpoint` a `context_fn`) and of modules added later; what a forward calls that was
+    compiled on its own before, as the rest of a forward is after a graph break.
 
     Args:
         module: its `forward`, and those of the modules in it, become attributes of the instances, with the same
@@ -286,6 +286,23 @@ def _take_back(modules: Sequence[nn.Module], number: int) -> None:
                     del vars(module)["forward"]
             if not state.layers:
                 del vars(module)[_STATE]
+
+
+def put_beneath(module: nn.Module, old: object, new: Callable[..., Any] | None) -> bool:
+    """Have the forward of ours that is over `old` be over `new`, None for the class's; False where none is.
+
+    For other patches of this library, which find ours over theirs when they are undone.
+    """
+    with _patching:
+        state = _state_of(module)
+        for index, layer in enumerate(state.layers if state is not None else ()):
+            if layer.in_instance and layer.inner == old:
+                assert state is not None
+                state.layers[index] = _Layer(new, in_instance=new is not None)
+                if _index_in_place(module) == index:
+                    vars(module)["forward"] = _method(module, state.layers[index], index)
+                return True
+    return False
 
 
 # Running.
