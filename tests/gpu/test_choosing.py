@@ -17,7 +17,7 @@ from tiny import TRANSFORMERS, VOCAB, load, saved
 
 import kernel_compat
 from kernel_compat.models import use_sdpa_backends
-from kernel_compat.policy import best_available, load_with_fallback
+from kernel_compat.policy import best_available, load_with_fallback, resolve_preload
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +62,27 @@ def test_the_best_that_is_available_loads_and_is_right(models: Path) -> None:
         assert asked == [choice.name]
         assert model.config._attn_implementation == choice.name
         assert_right(path, model)
+
+
+@pytest.mark.parametrize("lengths", ["position_ids", "tensors", "integers"])
+def test_the_best_varlen_kernel_takes_packed_sequences(models: Path, lengths: str) -> None:
+    """Under its own name, transformers' where it has one."""
+    path, parts = saved(models, "llama"), (17, 20, 3)
+    ids = tokens()[:1]
+    packed: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in parts])[None].to("cuda")}
+    if lengths != "position_ids":
+        ends = torch.tensor([0, 17, 37, 40], dtype=torch.int32, device="cuda")
+        longest = torch.tensor(20) if lengths == "tensors" else 20
+        packed |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    with kernel_compat.installed(), torch.no_grad():
+        name = resolve_preload(None, packed_sequence=True).attn_implementation
+        model = load(path, name).to("cuda", torch.bfloat16)
+        ours = model(input_ids=ids, use_cache=False, **packed).logits.float()
+        truth, yardstick = (
+            torch.cat([eager(input_ids=part, use_cache=False).logits.float() for part in ids.split(parts, 1)], 1)
+            for eager in (load(path, "eager").to("cuda", dtype) for dtype in (torch.float32, torch.bfloat16))
+        )
+    assert (ours - truth).norm() <= 2 * (yardstick - truth).norm()
 
 
 def test_falling_back_to_what_is_installed(models: Path) -> None:

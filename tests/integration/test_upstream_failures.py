@@ -352,3 +352,60 @@ class TestGenerateCountsWrong:
 
     def test_ours(self, models: Path, installed: kernel_compat.Report) -> None:
         assert self.lengths(models, NAME) == []
+
+
+@pytest.fixture
+def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlashAttention-4's stand-in: like the real one it takes greatest lengths as integers alone."""
+
+    def varlen(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int | None, int | None] = (None, None),
+        **options: Any,
+    ) -> Tensor:
+        if not isinstance(max_seqlen_q, int) or not isinstance(max_seqlen_k, int):
+            raise ValueError(f"Expected IntTuple, whose leaves are integers, but got {max_seqlen_q}")
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return reference.flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=softmax_scale, causal=causal)
+
+    cute = ModuleType("flash_attn.cute")
+    vars(cute).update(flash_attn_func=reference.flash_attn_func, flash_attn_varlen_func=varlen)
+    package = ModuleType("flash_attn")
+    vars(package).update(cute=cute)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setattr(upstream, "_loaded_implementation", None)
+    yield
+    upstream._loaded_implementation = None
+
+
+@pytest.mark.usefixtures("fa4")
+@pytest.mark.skipif(RELEASE < (5, 4), reason="flash_attention_4 is transformers' own from 5.4 on")
+class TestUpstreamsOwnFlashAttention4:
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+
+    def test_upstream_dies_of_packed_sequences(self) -> None:
+        with pytest.raises(ValueError, match="whose leaves are integers"):
+            attend("flash_attention_4", position_ids=self.position_ids)
+
+    def test_with_the_library(self) -> None:
+        """Also where transformers had loaded it before; and the original is back when the library is gone."""
+        with pytest.raises(ValueError, match="whose leaves are integers"):
+            attend("flash_attention_4", position_ids=self.position_ids)
+        with kernel_compat.installed() as report:
+            assert report["tf5_fa4_lengths"].state == "applied", report
+            output = attend("flash_attention_4", position_ids=self.position_ids)
+        generator = torch.Generator().manual_seed(1)
+        q, k, v = (torch.randn(1, 8, 2, 16, generator=generator) for _ in range(3))
+        parts = [reference.flash_attn_func(q[:, s], k[:, s], v[:, s], causal=True) for s in (slice(5), slice(5, 8))]
+        torch.testing.assert_close(output, torch.cat(parts, dim=1))
+        with pytest.raises(ValueError, match="whose leaves are integers"):
+            attend("flash_attention_4", position_ids=self.position_ids)
