@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FLAG", "LEGACY", "declared_flash_support", "is_base", "read", "sets", "unwrapped"]
+from .errors import UnsupportedFeatureError
+
+__all__ = ["FLAG", "LEGACY", "declared_flash_support", "is_base", "read", "require_flash_support", "sets", "unwrapped"]
 
 FLAG = "_supports_flash_attn"
 LEGACY = "_supports_flash_attn_2"
@@ -38,6 +40,25 @@ def declared_flash_support(owner: type, model: object | None = None) -> bool | N
         if sets(klass, LEGACY):
             return read(vars(klass)[LEGACY], owner, model)
     return everybody
+
+
+def require_flash_support(model: Any, name: str, interface: bool = True) -> None:
+    """Check that a model, or a model class, doesn't ignore the flash attention `name`.
+
+    Args:
+        interface: whether going through transformers' attention interface is enough, as it is for registered names.
+
+    Raises:
+        UnsupportedFeatureError: it declares no flash attention.
+    """
+    owner, instance = (model, None) if isinstance(model, type) else (type(model), model)
+    through = interface and getattr(model, "_supports_attention_backend", False)
+    if not (declared_flash_support(owner, instance) or through):
+        raise UnsupportedFeatureError(
+            f"flash attention (attn_implementation={name!r})",
+            owner.__name__,
+            "Use 'sdpa' or 'eager', or a release of transformers whose model does.",
+        )
 
 
 def is_base(klass: type) -> bool:

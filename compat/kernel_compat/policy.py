@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex, TypeVar
 from . import names as _names
 from .environment import Environment
 from .errors import KernelUnavailableError, UnsupportedFeatureError
-from .flags import declared_flash_support, read, unwrapped
+from .flags import read, require_flash_support, unwrapped
 from .kernels import Features, Kernel, Provider, known_kernels
 from .kernels.base import instead
 
@@ -46,6 +46,8 @@ LADDER = (
     "eager",
 )
 """From the newest FlashAttention to what every model has."""
+
+_FLASH = LADDER[: LADDER.index("sdpa")]
 
 _ANYWHERE: dict[str, Any] = {
     "dropout": True,
@@ -156,6 +158,7 @@ def best_available(environment: Environment | None = None, requires: Collection[
         KernelUnavailableError: none is; the message says for each why not.
         ValueError: `requires` names no feature.
     """
+    environment = environment or Environment.detect()
     steps = []
     for step in _steps(LADDER[0], environment, requires):
         steps.append(step)
@@ -163,7 +166,7 @@ def best_available(environment: Environment | None = None, requires: Collection[
             return Choice(step.name, tuple(steps))
     wanted = f"attention with {' and '.join(sorted(requires))}" if requires else "attention"
     advice = "What installs one: kernel-compat explain NAME."
-    if _step("flash_attention_reference", environment or Environment.detect(), requires).usable:
+    if _step("flash_attention_reference", environment, requires).usable:
         advice += " flash_attention_reference runs here, slowly, where it is asked for."
     raise KernelUnavailableError(wanted, [f"{step.name}: {step.reason}" for step in steps], advice)
 
@@ -501,7 +504,7 @@ def _takes_packed(name: str) -> bool:
     entry = _names.registered_attention().get(name)
     if entry is not None:
         return entry.kernel.features.varlen
-    return name in known_kernels() or name in LADDER[: LADDER.index("sdpa")] or ("/" in name and "flash" in name)
+    return name in known_kernels() or name in _FLASH or ("/" in name and "flash" in name)
 
 
 def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
@@ -521,32 +524,31 @@ def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
     if _size("cp_size", cp_size) == 1:
         return
     need = f"sdpa, which context parallelism (cp_size={cp_size}) needs"
-    otherwise = "set cp_size=1, or register an attention name with handles_context_parallel=True"
+    otherwise = "cp_size=1, or register an attention name with handles_context_parallel=True"
     if isinstance(model, type):
         if not read(inspect.getattr_static(model, "_supports_sdpa", False), model, None):
-            raise UnsupportedFeatureError(need, model.__name__, f"{otherwise[0].upper()}{otherwise[1:]}.")
+            raise UnsupportedFeatureError(need, model.__name__, f"Set {otherwise}.")
         return
     model = unwrapped(model)
     kind = type(model).__name__
     registered = _names.registered_attention()
-    names = [
-        name
-        for name in _implementations(model)
-        if name not in registered or not registered[name].handles_context_parallel
-    ]
-    if not names and _implementations(model):
+    running = _implementations(model)
+    names = [name for name in running if name not in registered or not registered[name].handles_context_parallel]
+    if running and not names:
         return
     if not getattr(model, "_supports_sdpa", False):
-        raise UnsupportedFeatureError(need, kind, f"{otherwise[0].upper()}{otherwise[1:]}.")
+        raise UnsupportedFeatureError(need, kind, f"Set {otherwise}.")
     if names != ["sdpa"]:
         raise UnsupportedFeatureError(
             f"context parallelism (cp_size={cp_size}) with attn_implementation={' and '.join(map(repr, names))}",
             kind,
-            f"Load it with attn_implementation='sdpa', {otherwise}.",
+            f"Load it with attn_implementation='sdpa', set {otherwise}.",
         )
     sdpa = _TRANSFORMERS["sdpa"]
     if lacking := _lacking(sdpa, {feature for name, feature in _needs(model) if name == "sdpa"}):
-        raise UnsupportedFeatureError(need, kind, f"It needs {', '.join(lacking)}, which sdpa has not: {otherwise}.")
+        raise UnsupportedFeatureError(
+            need, kind, f"It needs {', '.join(lacking)}, which sdpa has not: set {otherwise}."
+        )
 
 
 def verify_flash_support(model: Any, name: str, environment: Environment | None = None) -> None:
@@ -566,26 +568,16 @@ def verify_flash_support(model: Any, name: str, environment: Environment | None 
     environment = environment or Environment.detect()
     found = _provider(_as_name(name), environment)
     if found is None:
-        known = {*LADDER[: LADDER.index("sdpa")], *known_kernels(), *_names.registered_attention()}
+        known = {*_FLASH, *known_kernels(), *_names.registered_attention()}
         raise ValueError(f"{name!r} is no flash attention; there are: {', '.join(sorted(known))}")
     kernel, provider = found
     model = model if isinstance(model, type) else unwrapped(model)
-    owner = model if isinstance(model, type) else type(model)
-    declares = declared_flash_support(owner, None if isinstance(model, type) else model)
-    registered = name in _names.registered_attention() and getattr(model, "_supports_attention_backend", False)
-    if not declares and not registered:
-        raise UnsupportedFeatureError(
-            f"flash attention (attn_implementation={name!r})",
-            owner.__name__,
-            "Use 'sdpa' or 'eager', or a release of transformers whose model does.",
-        )
+    require_flash_support(model, name, interface=name in _names.registered_attention())
     if not isinstance(model, type):
         features = kernel.features_in(environment)
         for feature in sorted({feature for _, feature in _needs(model)}):
             if not getattr(features, feature):
-                what = _WORDS.get(feature, feature)
-                raise UnsupportedFeatureError(
-                    f"{what}, which {owner.__name__} needs", name, f"{instead(kernel.name, feature)} Or use 'eager'."
-                )
+                what = f"{_WORDS.get(feature, feature)}, which {type(model).__name__} needs"
+                raise UnsupportedFeatureError(what, name, f"{instead(kernel.name, feature)} Or use 'eager'.")
     if reasons := provider.unavailable_because(environment):
         raise KernelUnavailableError(name, reasons, provider.install)

@@ -7,8 +7,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from kernel_compat.errors import UnsupportedFeatureError
-from kernel_compat.flags import declared_flash_support
+from kernel_compat.flags import require_flash_support
 from kernel_compat.names import AttentionName, resolve
 
 #: `PreTrainedModel._flash_attention_forward`'s parameters that the replacement reads by position or by name.
@@ -109,19 +108,9 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         entry = resolve(attn_implementation)
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
-        _require_support(self, entry.name)
+        require_flash_support(self, entry.name)  # whose attention would ignore the name
         entry.kernel.load()
         preload(attn_implementation)
         return attn_implementation
 
     return check
-
-
-def _require_support(model: Any, name: str) -> None:
-    """A model whose attention doesn't go through the interface would ignore the name: say so instead."""
-    if not (declared_flash_support(type(model), model) or getattr(model, "_supports_attention_backend", False)):
-        raise UnsupportedFeatureError(
-            f"flash attention (attn_implementation={name!r})",
-            type(model).__name__,
-            "Use 'sdpa' or 'eager', or a release of transformers whose model does.",
-        )
