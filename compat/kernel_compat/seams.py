@@ -78,7 +78,7 @@ class Seam:
             raise SeamError(self.target, expected, "nothing of that name", version)
         original = vars(owner)[name]
         if self.holds is None:
-            problem = _parameter_problem(getattr(owner, name), self.parameters)
+            problem = parameter_problem(getattr(owner, name), self.parameters)
         else:
             problem = None if type(original) is self.holds else f"a value of type {type(original).__name__}"
         if problem:
@@ -86,7 +86,7 @@ class Seam:
         return Located(self, owner, name, original)
 
 
-def _parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
+def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

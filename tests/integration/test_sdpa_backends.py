@@ -24,7 +24,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from kernel_compat.models import Handle, sdpa, use_sdpa_backends
+from kernel_compat import Handle
+from kernel_compat.models import sdpa, use_sdpa_backends
 
 SDPA = F.scaled_dot_product_attention
 DEFAULT = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]

@@ -1,9 +1,9 @@
-"""Patches of models that are built already, each with the handle that undoes it."""
+"""Patches of models that are built already, each with the `kernel_compat.Handle` that undoes it."""
 
 from __future__ import annotations
 
-from .handle import Handle
+from ..handle import Handle as Handle  # documented where it is
 from .liger import use_liger_kernel
 from .sdpa import assert_same_signature, use_sdpa_backends
 
-__all__ = ["Handle", "assert_same_signature", "use_liger_kernel", "use_sdpa_backends"]
+__all__ = ["assert_same_signature", "use_liger_kernel", "use_sdpa_backends"]

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from ..environment import importable
 from ..errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
+from ..handle import Handle
 from ..seams import Seam
-from .handle import Handle
 from .sdpa import put_beneath
 
 __all__ = ["use_liger_kernel"]

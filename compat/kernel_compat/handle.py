@@ -1,4 +1,4 @@
-"""What a patch of a model returns: the way back."""
+"""What a patch that can be taken back returns: the way back."""
 
 from __future__ import annotations
 
