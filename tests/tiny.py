@@ -18,7 +18,7 @@ VOCAB = 97
 NAME = "my_flash_attention_reference"
 WINDOW = 5
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -33,23 +33,23 @@ _SHAPE = {
 
 
 def _llama() -> Any:
-    return transformers.LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4})
+    return transformers.LlamaConfig(**{**SHAPE, "num_key_value_heads": 4})
 
 
 def _llama_gqa() -> Any:
-    return transformers.LlamaConfig(**{**_SHAPE, "num_attention_heads": 8, "num_key_value_heads": 2})
+    return transformers.LlamaConfig(**{**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 2})
 
 
 def _qwen2() -> Any:
-    return transformers.Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+    return transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
 
 
 def _mistral() -> Any:
-    return transformers.MistralConfig(**_SHAPE, head_dim=16, sliding_window=WINDOW)
+    return transformers.MistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW)
 
 
 def _gemma2() -> Any:
-    shape = {**_SHAPE, "num_hidden_layers": 4}
+    shape = {**SHAPE, "num_hidden_layers": 4}
     return transformers.Gemma2Config(
         **shape,
         head_dim=16,
@@ -62,7 +62,7 @@ def _gemma2() -> Any:
 
 def _gpt_oss() -> Any:
     return transformers.GptOssConfig(
-        **_SHAPE,
+        **SHAPE,
         head_dim=16,
         sliding_window=WINDOW,
         num_local_experts=4,
@@ -75,7 +75,7 @@ def _gpt_oss() -> Any:
 def _deepseek() -> Any:
     """Multi-head latent attention: the value's head dimension is smaller than the query's."""
     return transformers.DeepseekV3Config(
-        **{**_SHAPE, "num_key_value_heads": 4},
+        **{**SHAPE, "num_key_value_heads": 4},
         q_lora_rank=32,
         kv_lora_rank=16,
         qk_rope_head_dim=16,
@@ -108,6 +108,83 @@ CAUSAL_LMS: dict[str, Callable[[], Any]] = {
 }
 
 
+def bart() -> Any:
+    return transformers.BartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+    )
+
+
+def modernbert() -> Any:
+    """An encoder: one layer attends to all, the other to a window to both sides."""
+    return transformers.ModernBertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        local_attention=6,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+    )
+
+
+def llava() -> Any:
+    """A composite model: a vision tower and a text model with attention names of their own."""
+    return transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+        ),
+        text_config=transformers.LlamaConfig(**SHAPE),
+        image_token_index=90,
+        vision_feature_layer=-1,
+    )
+
+
+#: The tokens of a Qwen2-VL and a Qwen2.5-VL, and the text model of both.
+QWEN_VL: dict[str, Any] = {
+    "text_config": {
+        **SHAPE,
+        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+    },
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
+
+
+def two_images() -> dict[str, torch.Tensor]:
+    """A prompt with images of different sizes for either of them: 1 x 40 tokens, 112 patches of 4 x 4 pixels."""
+    grid = torch.tensor([[1, 8, 12], [1, 4, 4]])
+    first, second = [92, *[90] * 24, 93], [92, *[90] * 4, 93]
+    ids = torch.tensor([[5, 6, *first, 7, *second, 8, 9]])
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4),
+        "image_grid_thw": grid,
+    }
+    return {**inputs, "mm_token_type_ids": (ids == 90).long()} if TRANSFORMERS.release >= (5, 3) else inputs
+
+
 def randomize(model: torch.nn.Module) -> torch.nn.Module:
     """Weights far from the tiny initial ones, so that attention patterns are sharp and mistakes visible."""
     generator = torch.Generator().manual_seed(0)
@@ -121,15 +198,24 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def saved(folder: Path, name: str) -> Path:
-    """Save the tiny model of this name, once a folder."""
+def save(folder: Path, name: str, auto: Any, config: Any, soften: float = 1.0) -> Path:
+    """Save a tiny model of this class and config, once a folder; its attention scores multiplied by `soften`."""
     path = folder / name
     if not path.exists():
-        config = CAUSAL_LMS[name]()
         torch.manual_seed(0)
-        model = randomize(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+        build = getattr(auto, "from_config", None) or auto._from_config
+        model = randomize(build(config, attn_implementation="eager"))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "q_proj" in parameter_name:
+                    parameter.mul_(soften)
         model.save_pretrained(path)
     return path
+
+
+def saved(folder: Path, name: str) -> Path:
+    """Save the tiny decoder of this name, once a folder."""
+    return save(folder, name, transformers.AutoModelForCausalLM, CAUSAL_LMS[name]())
 
 
 def load(path: Path, attn_implementation: Any, auto: Any = None, **options: Any) -> Any:

@@ -16,19 +16,23 @@ if TYPE_CHECKING:
     from . import models, policy
     from .environment import Device, Environment
     from .errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
+    from .handle import Handle
     from .installer import Report, ShimReport, install, installed, status, uninstall
     from .kernels import Features, Functions, Kernel, Provider, known_kernels
     from .names import AttentionName, register_attention, registered_attention, unregister_attention
     from .seams import Seam, Shim
+    from .torch_backend import use_torch_flash_backend
 
 # Loaded on first use, so that the import costs next to nothing.
 _HOMES = {
     "environment": ("Device", "Environment"),
     "errors": ("KernelCompatError", "KernelUnavailableError", "SeamError", "UnsupportedFeatureError"),
+    "handle": ("Handle",),
     "installer": ("Report", "ShimReport", "install", "installed", "status", "uninstall"),
     "kernels": ("Features", "Functions", "Kernel", "Provider", "known_kernels"),
     "names": ("AttentionName", "register_attention", "registered_attention", "unregister_attention"),
     "seams": ("Seam", "Shim"),
+    "torch_backend": ("use_torch_flash_backend",),
 }
 _MODULES = ("models", "policy")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -39,6 +43,7 @@ __all__ = [
     "Environment",
     "Features",
     "Functions",
+    "Handle",
     "Kernel",
     "KernelCompatError",
     "KernelUnavailableError",
@@ -59,6 +64,7 @@ __all__ = [
     "status",
     "uninstall",
     "unregister_attention",
+    "use_torch_flash_backend",
 ]
 
 

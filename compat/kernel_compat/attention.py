@@ -296,20 +296,22 @@ def _packed(
         max_q = max_length_q if isinstance(max_length_q, int) else batch * q_len
         max_k = max_length_k if isinstance(max_length_k, int) else batch * key.shape[1]
         if batch > 1:
-            for offsets, tokens in ((cu_seqlens_q, batch * q_len), (cu_seqlens_k, batch * key.shape[1])):
-                torch._assert_async(offsets[-1] == tokens, "cu_seq_lens_* don't end where the batch does")
+            for given, tokens in ((cu_seqlens_q, batch * q_len), (cu_seqlens_k, batch * key.shape[1])):
+                torch._assert_async(given[-1] == tokens, "cu_seq_lens_* don't end where the batch does")
     else:
         max_q = as_int(max_length_q) if max_length_q is not None else longest(cu_seqlens_q)
         max_k = as_int(max_length_k) if max_length_k is not None else longest(cu_seqlens_k)
         if batch > 1:  # packed sequences stand in one row; over several, the offsets may not mean what they should
             require_total(cu_seqlens_q, batch * q_len, "cu_seq_lens_q")
             require_total(cu_seqlens_k, batch * key.shape[1], "cu_seq_lens_k")
+    offsets = cu_seqlens_q.to(torch.int32)
     output: Tensor = functions.flash_attn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        cu_seqlens_q=cu_seqlens_q.to(torch.int32),
-        cu_seqlens_k=cu_seqlens_k.to(torch.int32),
+        cu_seqlens_q=offsets,
+        # One tensor stays one: torch 2.15 chooses its fastest backend by that.
+        cu_seqlens_k=offsets if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.to(torch.int32),
         max_seqlen_q=max_q,
         max_seqlen_k=max_k,
         **options,

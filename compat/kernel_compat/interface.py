@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 from .attention import attention_forward
@@ -67,10 +68,20 @@ def _paged_forward(functions: dict[str, Any], name: str) -> Callable[..., Any] |
     upstream = importlib.import_module("transformers.integrations.flash_paged").paged_attention_forward
 
     @wraps(upstream)
-    def paged_attention_forward(module: Any, *args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    def paged_attention_forward(
+        module: Any, *args: Any, softcap: float | None = None, sliding_window: int | None = None, **kwargs: Any
+    ) -> Any:
         if softcap:  # dropped by upstream's
             raise UnsupportedFeatureError(
                 "softcap in continuous batching", f"paged|{name}", "Use transformers 5.19 or later, or 'paged|eager'."
+            )
+        if sliding_window and not getattr(module, "sliding_window", None):
+            # It asks the layer, and layers that pass their window, as Mistral's, have none: there would be no window.
+            module = SimpleNamespace(
+                config=module.config,
+                layer_idx=module.layer_idx,
+                scaling=module.scaling,
+                sliding_window=sliding_window,
             )
         return upstream(module, *args, **kwargs)
 

@@ -133,11 +133,13 @@ def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
         )
     if k_total == there.numel():
         return None
+    same = queries.shape == there.shape and padded_queries and q_len > 1
+    q_index, cu_seqlens_q = _true_indices(queries, q_total), _offsets(q_lens)
     return Padding(
-        _true_indices(queries, q_total),
-        _true_indices(there, k_total),
-        _offsets(q_lens),
-        _offsets(k_lens),
+        q_index,
+        q_index if same else _true_indices(there, k_total),
+        cu_seqlens_q,
+        cu_seqlens_q if same else _offsets(k_lens),
         q_max,
         k_max,
         most_runs > 1,

@@ -222,8 +222,9 @@ def _find(name: str, environment: Environment) -> tuple[Features, list[str], str
         return None
     kernel, provider = found
     reasons = provider.unavailable_because(environment)
-    version = "" if provider.bundled else f" {environment.packages.get(provider.distribution, '')}"
-    on = f"{provider.distribution}{version}"
+    ours = provider.module.startswith("kernel_compat.")
+    version = "" if ours else f" {environment.packages.get(provider.distribution, '')}"
+    on = f"{provider.distribution}{version}".strip()
     if provider.features.devices == ("cuda",) and environment.devices:
         on += f" on {environment.devices[0]}"
     return kernel.features_in(environment), reasons, on
@@ -295,8 +296,14 @@ def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: 
 
 
 def _may_be_tried(name: str, environment: Environment, requires: Collection[str]) -> bool:
-    found = _find(name.removeprefix("paged|"), environment)
-    return found is None or not _lacking(found[0], requires)
+    name = name.removeprefix("paged|")
+    found = _find(name, environment)
+    if found is None:
+        return True
+    ours = _provider(name, environment)
+    # One that loads where it can't run would only fail in the first forward.
+    late = ours is not None and bool(found[1]) and not ours[1].unloadable_because(environment)
+    return not late and not _lacking(found[0], requires)
 
 
 def _left_out(loaded: object, asked: str, environment: Environment) -> str | None:

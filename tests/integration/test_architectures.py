@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import NAME, TRANSFORMERS, VOCAB, accepts, load, randomize, saved
+from tiny import NAME, QWEN_VL, TRANSFORMERS, VOCAB, accepts, bart, llava, load, modernbert, save, saved, two_images
 from torch import Tensor
 
 import kernel_compat
@@ -16,14 +16,6 @@ import kernel_compat
 pytestmark = pytest.mark.usefixtures("installed")
 
 TOLERANCE = 1e-5
-
-
-def save(folder: Path, name: str, auto: Any, config: Any) -> Path:
-    path = folder / name
-    if not path.exists():
-        torch.manual_seed(0)
-        randomize(auto.from_config(config, attn_implementation="eager")).save_pretrained(path)
-    return path
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -35,24 +27,8 @@ class TestBart:
 
     @pytest.fixture
     def pair(self, models: Path) -> tuple[Any, Any]:
-        config = transformers.BartConfig(
-            vocab_size=VOCAB,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=64,
-            pad_token_id=1,
-            bos_token_id=0,
-            eos_token_id=2,
-            decoder_start_token_id=2,
-            forced_eos_token_id=None,
-        )
         auto = transformers.AutoModelForSeq2SeqLM
-        path = save(models, "bart", auto, config)
+        path = save(models, "bart", auto, bart())
         return load(path, "eager", auto), load(path, NAME, auto)
 
     def inputs(self) -> dict[str, Tensor]:
@@ -126,22 +102,7 @@ class TestQwen25VL:
     @pytest.fixture
     def pair(self, models: Path) -> tuple[Any, Any]:
         config = transformers.Qwen2_5_VLConfig(
-            text_config={
-                "vocab_size": VOCAB,
-                "hidden_size": 64,
-                "intermediate_size": 96,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 128,
-                "rope_scaling": {
-                    "type": "mrope",
-                    "rope_type": "default",
-                    "mrope_section": [2, 3, 3],
-                    "rope_theta": 1e4,
-                },
-                "pad_token_id": 0,
-            },
+            **QWEN_VL,
             vision_config={
                 "depth": 2,
                 "hidden_size": 32,
@@ -153,39 +114,18 @@ class TestQwen25VL:
                 "window_size": 16,
                 "fullatt_block_indexes": [1],
             },
-            image_token_id=90,
-            video_token_id=91,
-            vision_start_token_id=92,
-            vision_end_token_id=93,
         )
-        path = models / "qwen25vl"
         model = transformers.Qwen2_5_VLForConditionalGeneration
-        if not path.exists():
-            torch.manual_seed(0)
-            randomize(model._from_config(config, attn_implementation="eager")).save_pretrained(path)
+        path = save(models, "qwen25vl", model, config)
         return load(path, "eager", model), load(path, NAME, model)
 
-    def inputs(self) -> dict[str, Tensor]:
-        grid = torch.tensor([[1, 8, 12], [1, 4, 4]])
-        patches = int(grid.prod(1).sum())
-        first, second = [92, *[90] * 24, 93], [92, *[90] * 4, 93]
-        ids = torch.tensor([[5, 6, *first, 7, *second, 8, 9]])
-        types = (ids == 90).long()
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "pixel_values": torch.randn(patches, 3 * 2 * 4 * 4),
-            "image_grid_thw": grid,
-        }
-        return {**inputs, "mm_token_type_ids": types} if TRANSFORMERS.release >= (5, 3) else inputs
-
     def test_image(self, pair: tuple[Any, Any]) -> None:
-        inputs = self.inputs()
+        inputs = two_images()
         expected, found = (model(**inputs, use_cache=False).logits for model in pair)
         assert distance(found, expected) < TOLERANCE
 
     def test_generate(self, pair: tuple[Any, Any]) -> None:
-        inputs = self.inputs()
+        inputs = two_images()
         expected, found = (model.generate(**inputs, max_new_tokens=4, do_sample=False) for model in pair)
         assert torch.equal(found, expected)
 
@@ -195,33 +135,7 @@ class TestParts:
 
     @pytest.fixture
     def path(self, models: Path) -> Path:
-        config = transformers.LlavaConfig(
-            vision_config=transformers.CLIPVisionConfig(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=16,
-                patch_size=4,
-            ),
-            text_config=transformers.LlamaConfig(
-                vocab_size=VOCAB,
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                pad_token_id=0,
-            ),
-            image_token_index=90,
-            vision_feature_layer=-1,
-        )
-        path = models / "llava"
-        if not path.exists():
-            torch.manual_seed(0)
-            model = transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
-            randomize(model).save_pretrained(path)
-        return path
+        return save(models, "llava", transformers.LlavaForConditionalGeneration, llava())
 
     def logits(self, model: Any) -> Tensor:
         torch.manual_seed(3)
@@ -310,17 +224,7 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 3), reason="ModernBERT has attention functions of its own")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_encoder_with_windows_to_both_sides(models: Path, side: str) -> None:
-    config = transformers.ModernBertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        local_attention=6,
-        global_attn_every_n_layers=2,
-        pad_token_id=0,
-    )
-    path = save(models, "modernbert", transformers.AutoModelForMaskedLM, config)
+    path = save(models, "modernbert", transformers.AutoModelForMaskedLM, modernbert())
     ids = torch.randint(3, VOCAB, (2, 12))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0

@@ -26,7 +26,15 @@ from kernel_compat.kernels import as_kernel, base
 from kernel_compat.kernels.base import adapt
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
-KERNELS = ("flash_attention_4", "flash_attention_3", "flash_attention_2", "flash_attention_reference")
+KERNELS = (
+    "flash_attention_4",
+    "flash_attention_3",
+    "flash_attention_2",
+    "flash_attention_torch",
+    "flash_attention_reference",
+)
+#: Those that are packages of their own, and those that need a GPU.
+PACKAGES, ON_CUDA = KERNELS[:3], KERNELS[:4]
 
 
 def environment(
@@ -76,6 +84,10 @@ def test_the_kernels_there_are() -> None:
         ("flash_attention_4", ADA, False),
         ("flash_attention_4", HOPPER, True),
         ("flash_attention_4", BLACKWELL, True),
+        ("flash_attention_torch", (7, 5), False),
+        ("flash_attention_torch", AMPERE, True),
+        ("flash_attention_torch", HOPPER, True),
+        ("flash_attention_torch", (12, 0), True),
         ("flash_attention_reference", (5, 0), True),
     ],
 )
@@ -92,13 +104,14 @@ def test_the_needed_capability_is_named() -> None:
     assert "9.0 to 9.x" in reasons("flash_attention_3", environment(BLACKWELL))[0]
     assert "9.0 or greater" in reasons("flash_attention_4", environment(ADA))[0]
     assert "8.0 or greater" in reasons("flash_attention_2", environment((7, 0)))[0]
+    assert "8.0 or greater" in reasons("flash_attention_torch", environment((7, 0)))[0]
 
 
 def test_one_device_that_can_is_enough() -> None:
     assert reasons("flash_attention_3", environment(AMPERE, HOPPER)) == []
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:3])
+@pytest.mark.parametrize("kernel", ON_CUDA)
 def test_no_device(kernel: str) -> None:
     assert reasons(kernel, environment()) == ["no CUDA device is visible"]
 
@@ -110,12 +123,17 @@ def test_the_reference_needs_torch_alone() -> None:
     assert reasons("flash_attention_reference", Environment(imports={"torch": ()})) == []
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:3])
+@pytest.mark.parametrize("kernel", PACKAGES)
 def test_several_reasons(kernel: str) -> None:
     because = known_kernels()[kernel].unavailable_because(Environment())
     assert len(because) == 3
     assert because[0].endswith("is not installed")
     assert because[1:] == ["torch is not installed", "no CUDA device is visible"]
+
+
+def test_torchs_own_needs_torch_and_a_device() -> None:
+    assert reasons("flash_attention_torch", environment(HOPPER, imports=())) == []
+    assert reasons("flash_attention_torch", Environment()) == ["torch is not installed", "no CUDA device is visible"]
 
 
 def test_an_old_fa2() -> None:
@@ -284,6 +302,27 @@ def test_refine_lowers_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.load(HERE)
     assert not kernel.features.window
     assert kernel.features.causal
+
+
+def test_the_features_loaded_are_those_of_the_package_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an environment with another one the kernel knows what its versions let expect."""
+    module = SimpleNamespace(flash_attn_varlen_func=lambda q, **kwargs: q)
+    monkeypatch.setitem(sys.modules, "kc_kernel_module", module)  # type: ignore[arg-type]
+
+    def expected(environment: Environment, features: Features) -> Features:
+        from dataclasses import replace
+
+        return replace(features, window=environment.packages.get("kc-kernel") != "1", softcap=True)
+
+    kernel = Kernel("x", (provider(expected=expected),))
+    other = Environment(packages={"torch": "2.11.0", "kc-kernel": "2"}, imports=HERE.imports)
+    kernel.load(HERE)
+    assert (kernel.features_in(HERE).window, kernel.features_in(HERE).softcap) == (True, False)  # as loaded
+    assert (kernel.features_in(other).window, kernel.features_in(other).softcap) == (True, True)
+    kernel = Kernel("x", (provider(expected=expected),))
+    kernel.load(other)
+    assert (kernel.features_in(HERE).window, kernel.features_in(HERE).softcap) == (False, True)
+    assert kernel.features.window  # of this process
 
 
 def test_features_by_name() -> None:
@@ -505,6 +544,44 @@ def test_windows_without_a_limit(which: str, unlimited: int | None) -> None:
     u = unlimited
     expected = ["not given", "not given", (2, u), (u, 2), (2, u), (u, 0), (0, 0)]
     assert [call["window_size"] for call in calls] == expected
+
+
+@pytest.mark.parametrize("which", ["dense", "varlen"])
+@pytest.mark.parametrize(
+    ("options", "kv_len", "refused"),
+    [
+        ({"window_size": (2, -1)}, 1, True),
+        ({"window_size": (2, None)}, 1, True),
+        ({"window_size": (2, -1)}, 2, False),  # what the kernel puts in its place hides nothing yet
+        ({"window_size": (2, -1), "causal": True}, 1, False),
+        ({"window_size": (2, 0)}, 1, False),
+        ({"window_size": (-1, 2)}, 1, False),
+        ({"window_size": (-1, -1)}, 1, False),
+        ({}, 1, False),
+    ],
+)
+def test_a_window_without_a_limit_to_the_right(which: str, options: dict[str, Any], kv_len: int, refused: bool) -> None:
+    """Three queries and fewer keys, for a kernel that would put a limit there itself."""
+    _, functions, calls = adapted(OPTIONS, dense=OPTIONS, left_alone=False)
+    kv = Q[:, :kv_len]
+    lengths = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 3, "max_seqlen_k": kv_len}
+
+    def run() -> None:
+        if which == "dense":
+            functions.flash_attn_func(Q, kv, kv, **options)
+        else:
+            functions.flash_attn_varlen_func(FLAT, FLAT, FLAT, **lengths, **options)
+
+    if refused:
+        with pytest.raises(UnsupportedFeatureError, match="without a limit to the right over more queries than keys"):
+            run()
+        assert not calls
+    else:
+        run()
+        assert len(calls) == 1
+    _, functions, calls = adapted(OPTIONS, dense=OPTIONS)
+    run()
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("which", ["dense", "varlen"])

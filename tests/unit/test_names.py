@@ -205,7 +205,7 @@ def test_before_or_after_install(first: str) -> None:
     # Without an entry there upstream drops the padding.
     assert masks()["x_flash"] is attention_mask_function
     assert ("paged|x_flash" in functions()) == ("paged|flash_attention_2" in before[0])
-    added = {"x_flash", "y_flash", REFERENCE, "flash_attention_4"}
+    added = {"x_flash", "y_flash", REFERENCE, "flash_attention_torch", "flash_attention_4"}
     assert {key.removeprefix("paged|") for key in functions().keys() - before[0].keys()} <= added
     for name in ("x_flash", "y_flash", "paged|x_flash"):
         entry = resolve(name)
@@ -226,6 +226,8 @@ def test_the_kernels_own_names_come_with_install() -> None:
     entries = registered_attention()
     assert entries[REFERENCE].builtin
     assert entries[REFERENCE].kernel is known_kernels()[REFERENCE]
+    assert entries["flash_attention_torch"].builtin
+    assert entries["flash_attention_torch"].kernel is known_kernels()["flash_attention_torch"]
     # transformers has one of its own from 5.4 on.
     assert ("flash_attention_4" in entries) == ("flash_attention_4" not in before[0])
     assert "flash_attention_2" not in entries

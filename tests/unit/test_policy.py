@@ -24,6 +24,7 @@ A100 = Device("NVIDIA A100", (8, 0))
 H100 = Device("NVIDIA H100", (9, 0))
 B200 = Device("NVIDIA B200", (10, 0))
 CONSUMER = Device("NVIDIA RTX PRO 6000", (12, 0))
+T4 = Device("NVIDIA T4", (7, 5))
 
 IMPORTS = {
     "flash-attn": {"flash_attn": ("flash-attn",)},
@@ -34,13 +35,15 @@ IMPORTS = {
 ALL = ("flash-attn", "flash-attn-3", "flash-attn-4")
 
 
-def environment(*packages: str, devices: tuple[Device, ...] = (), transformers: str = "5.23.0") -> Environment:
+def environment(
+    *packages: str, devices: tuple[Device, ...] = (), transformers: str = "5.23.0", torch: str = "2.11.0"
+) -> Environment:
     versions = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "fa3-fwd": "0.0.3", "flash-attn-4": "4.0.0b36"}
     imports: dict[str, tuple[str, ...]] = {"torch": ("torch",), "transformers": ("transformers",)}
     for package in packages:
         imports.update(IMPORTS[package])
     return Environment(
-        packages={"torch": "2.11.0", "transformers": transformers, **{name: versions[name] for name in packages}},
+        packages={"torch": torch, "transformers": transformers, **{name: versions[name] for name in packages}},
         imports=imports,
         devices=devices,
     )
@@ -49,6 +52,14 @@ def environment(*packages: str, devices: tuple[Device, ...] = (), transformers: 
 @pytest.fixture(autouse=True)
 def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_logged", set())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests load kernels, of this torch; the environments here are built, with torches of their own."""
+    for kernel in kernel_compat.known_kernels().values():
+        monkeypatch.setattr(kernel, "_features", None)
+        monkeypatch.setattr(kernel, "_functions", None)
 
 
 class Attention:
@@ -123,19 +134,42 @@ class TestBestAvailable:
             (ALL, CONSUMER, "flash_attention_4"),
             (("flash-attn", "flash-attn-3"), H100, "flash_attention_3"),
             (("flash-attn", "flash-attn-3"), B200, "flash_attention_2"),
-            (("flash-attn-3",), A100, "sdpa"),
-            (("flash-attn-4",), A100, "sdpa"),
-            ((), H100, "sdpa"),
+            (("flash-attn-3",), A100, "flash_attention_torch"),
+            (("flash-attn-4",), A100, "flash_attention_torch"),
+            ((), H100, "flash_attention_torch"),
+            ((), CONSUMER, "flash_attention_torch"),
+            (ALL, T4, "sdpa"),
         ],
     )
     def test_by_device(self, packages: tuple[str, ...], device: Device, chosen: str) -> None:
         choice = best_available(environment(*packages, devices=(device,)), {"backward", "window"})
-        if chosen == "sdpa" and "flash_attention_torch" in kernel_compat.known_kernels():
-            chosen = "flash_attention_torch"
         assert choice.name == chosen
         assert [step.name for step in choice.steps] == list(LADDER[: LADDER.index(chosen) + 1])
         assert [step.usable for step in choice.steps] == [False] * (len(choice.steps) - 1) + [True]
         assert all(step.reason for step in choice.steps)
+
+    @pytest.mark.parametrize(
+        ("torch", "requires", "chosen", "because"),
+        [
+            ("2.9.1", {"varlen"}, None, "torch 2.9.1 is older than 2.10, the first with torch.nn.attention.varlen"),
+            ("2.10.0", {"varlen"}, "flash_attention_torch", "torch 2.10.0 on NVIDIA A100 (sm_80)"),
+            ("2.10.0", {"window"}, "sdpa", "it has no sliding windows"),
+            ("2.11.0", {"window"}, "flash_attention_torch", "torch 2.11.0 on NVIDIA A100 (sm_80)"),
+            ("2.11.0", {"varlen", "paged"}, None, "it has no paged"),
+            ("2.12.1", {"varlen", "paged"}, "flash_attention_torch", "torch 2.12.1 on NVIDIA A100 (sm_80)"),
+            ("2.15.0", {"sinks"}, "eager", "it has no attention sinks"),
+        ],
+    )
+    def test_torchs_own_by_its_version(self, torch: str, requires: set[str], chosen: str | None, because: str) -> None:
+        here = environment(devices=(A100,), torch=torch)
+        (step, *_) = ladder("flash_attention_torch", here, requires)
+        assert step.usable is (chosen == "flash_attention_torch")
+        assert step.reason == because + (", once kernel_compat.install() is called" if step.usable else "")
+        if chosen is None:
+            with pytest.raises(KernelUnavailableError, match=because):
+                best_available(here, requires)
+        else:
+            assert best_available(here, requires).name == chosen
 
     def test_why_not(self) -> None:
         steps = {step.name: step.reason for step in ladder(environment=environment(*ALL, devices=(A100,)))}
@@ -250,10 +284,7 @@ class TestResolvePreload:
             kernel_compat.register_attention(name, kernel="flash_attention_2")
         found = plan(name, environment(*ALL, devices=devices), packed_sequence=True)
         assert found.attn_implementation == name
-        missing = name == "flash_attention_torch" and name not in kernel_compat.known_kernels()
-        unusable = (
-            not devices and name not in ("flash_attention_reference", "kernels-community/flash-attn2")
-        ) or missing
+        unusable = not devices and name not in ("flash_attention_reference", "kernels-community/flash-attn2")
         assert any("is not usable here" in reason for reason in found.reasons) is unusable
 
     @pytest.mark.parametrize("name", [None, "sdpa", "eager", "flex_attention", "nothing"])
@@ -265,6 +296,15 @@ class TestResolvePreload:
         assert ("kernel-compat knows no kernel of this name" in reason) is (name == "nothing")
         if device is A100:
             assert any("flash_attention_4 is not usable here" in reason for reason in found.reasons)
+
+    @pytest.mark.parametrize("name", [None, "sdpa", "eager"])
+    def test_packed_sequences_without_any_package(self, name: str | None) -> None:
+        """torch itself has a kernel for them."""
+        found = plan(name, environment(devices=(A100,)), packed_sequence=True)
+        assert found.attn_implementation == "flash_attention_torch"
+        (reason,) = [reason for reason in found.reasons if "flash_attention_torch instead of" in reason]
+        assert "packed sequences need a varlen kernel" in reason
+        assert not any(reason.startswith("flash_attention_torch is not usable") for reason in found.reasons)
 
     def test_packed_sequences_and_no_varlen_kernel(self) -> None:
         with pytest.raises(KernelUnavailableError) as caught:

@@ -14,9 +14,9 @@ __all__ = ["Features", "Functions", "Kernel", "Provider", "as_kernel", "known_ke
 @cache
 def known_kernels() -> dict[str, Kernel]:
     """The library's kernels by name, the newest FlashAttention first."""
-    from . import flash_attention_2, flash_attention_3, flash_attention_4, reference
+    from . import flash_attention_2, flash_attention_3, flash_attention_4, flash_attention_torch, reference
 
-    modules = (flash_attention_4, flash_attention_3, flash_attention_2, reference)
+    modules = (flash_attention_4, flash_attention_3, flash_attention_2, flash_attention_torch, reference)
     return {module.KERNEL.name: module.KERNEL for module in modules}
 
 

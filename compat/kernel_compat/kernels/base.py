@@ -12,7 +12,7 @@ from dataclasses import replace as dataclass_replace
 from typing import Any, NamedTuple
 
 from ..environment import KNOWN_IMPORTS, Environment, importable
-from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from ..errors import KernelUnavailableError, SeamError, UnsupportedFeatureError
 
 __all__ = ["Features", "Functions", "Kernel", "Provider"]
 
@@ -91,8 +91,16 @@ class Provider:
         install: a sentence with the command that installs it.
         renamed: its own names for keywords that it calls otherwise.
         unlimited: what it writes for a window side without a limit.
+        expected: lowers `features` by what the versions of an environment say, while the module isn't imported.
         refine: lowers `features` by what the imported module says of itself.
+        functions: finds the functions of the convention in the imported module, by their names.
         refused: why an installed provider is not usable in an environment; empty when it is.
+        unpaged: why it can't use a cache in pages as things stand, by the tokens in a page and the head dimension; None where
+            it can.
+        runs_on: whether it has a kernel for a device type that `features` doesn't name. A provider with this loads where
+            there is no device at all, and refuses tensors of devices without a kernel as it is called.
+        left_alone: whether it is right for a window without a limit to the right where a sequence has more queries than
+            keys. FlashAttention-2 takes the number of keys for that limit, counted from the diagonal.
         bundled: at hand without an installation of its own.
     """
 
@@ -102,29 +110,48 @@ class Provider:
     install: str
     renamed: Mapping[str, str] = field(default_factory=dict)
     unlimited: int | None = -1
+    expected: Callable[[Environment, Features], Features] = lambda environment, features: features
     refine: Callable[[Any, Features], Features] = lambda module, features: features
+    functions: Callable[[Any], Mapping[str, Any]] = lambda module: {
+        f: getattr(module, f, None) for f in Functions._fields
+    }
     refused: Callable[[Environment], list[str]] = lambda environment: []
+    unpaged: Callable[[int, int], str | None] = lambda page_size, head_dim: None
+    runs_on: Callable[[str], bool] | None = None
+    left_alone: bool = True
     bundled: bool = False
+
+    def features_in(self, environment: Environment) -> Features:
+        """What it can do in an environment, as far as that is known without importing it."""
+        return self.expected(environment, self.features)
 
     def unavailable_because(self, environment: Environment) -> list[str]:
         """Why this package can't run here; empty when all is well."""
+        return self.absent_because(environment) + self._no_device_because(environment)
+
+    def unloadable_because(self, environment: Environment) -> list[str]:
+        """Why its functions can't be had here; empty when they can, though perhaps for no device that is there."""
+        if self.runs_on is not None and not environment.devices:
+            return self.absent_because(environment)
+        return self.unavailable_because(environment)
+
+    def absent_because(self, environment: Environment) -> list[str]:
+        """What isn't installed, or not as it must be."""
         reasons = []
         owners = environment.imports.get(self.module)
         if owners is None and self.module not in KNOWN_IMPORTS and importable(self.module.partition(".")[0]):
             owners = ()  # somebody else's package, which the environment doesn't describe
-        if self.bundled:
-            pass
-        elif owners is None or (owners and self.distribution not in owners):
+        if not self.bundled and (owners is None or (owners and self.distribution not in owners)):
             reasons.append(f"{self.distribution} is not installed")
         else:
             reasons += self.refused(environment)
         if "torch" not in environment.packages and "torch" not in environment.imports:
             reasons.append("torch is not installed")
-        if self.features.devices == ("cuda",):
-            reasons += self._device_reasons(environment)
         return reasons
 
-    def _device_reasons(self, environment: Environment) -> list[str]:
+    def _no_device_because(self, environment: Environment) -> list[str]:
+        if self.features.devices != ("cuda",):
+            return []
         low, high = self.features.min_capability, self.features.max_capability
         if not environment.devices:
             return ["no CUDA device is visible"]
@@ -154,6 +181,8 @@ class Kernel:
         self.providers = providers
         self._functions: Functions | None = None
         self._features: Features | None = None
+        #: The provider it was loaded from, and that one's version.
+        self._loaded: tuple[Provider, str | None] | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -175,35 +204,50 @@ class Kernel:
         return self._features or self.features_in(Environment.detect())
 
     def features_in(self, environment: Environment) -> Features:
-        """What it can do in an environment: as loaded, or as its provider there declares it."""
-        return self._features or self.provider(environment).features
+        """What it can do in an environment: as loaded, where that has the same package, or as its provider there declares it."""
+        provider = self.provider(environment)
+        there = (provider, environment.packages.get(provider.distribution))
+        if self._features is not None and self._loaded in (None, there):
+            return self._features
+        return provider.features_in(environment)
 
     def load(self, environment: Environment | None = None) -> Functions:
         """Import the kernel.
 
         Raises:
             KernelUnavailableError: it is not usable here; the message says why and what installs it.
+            SeamError: its package has functions that nobody has seen yet.
         """
         if self._functions is None:
             with self._lock:
                 if self._functions is None:
                     environment = environment or Environment.detect()
-                    self._features, self._functions = self._load(self.provider(environment), environment)
+                    provider = self.provider(environment)
+                    self._features, self._functions = self._load(provider, environment)
+                    self._loaded = (provider, environment.packages.get(provider.distribution))
         return self._functions
+
+    def unpaged_because(self, page_size: int, head_dim: int) -> str | None:
+        """Why it can't use a cache in pages of so many tokens, as things stand; None where it can. Loads the kernel."""
+        if self.load().flash_attn_with_kvcache is None:
+            return f"{self.name} has no paged cache"
+        return self.provider(Environment.detect()).unpaged(page_size, head_dim)
 
     def preload(self, features: Features, functions: Functions) -> None:
         """Give the kernel functions that are at hand already."""
         self._features, self._functions = features, functions
 
     def _load(self, provider: Provider, environment: Environment) -> tuple[Features, Functions]:
-        reasons = provider.unavailable_because(environment)
+        reasons = provider.unloadable_because(environment)
         if reasons:
             raise KernelUnavailableError(self.name, reasons, provider.install)
         try:
             module = importlib.import_module(provider.module)
-            raw = {f: getattr(module, f, None) for f in Functions._fields}
+            raw = provider.functions(module)
             if raw["flash_attn_varlen_func"] is None:
                 raise ImportError(f"{provider.module} has no flash_attn_varlen_func")
+        except SeamError:
+            raise
         except Exception as error:  # a package built for another torch fails in any way it likes
             reason = f"{provider.distribution} is installed but does not import ({type(error).__name__}: {error})"
             raise KernelUnavailableError(self.name, [reason], provider.install) from error
@@ -258,10 +302,13 @@ class _Call:
         self.features = features
         self.renamed = provider.renamed
         self.unlimited = provider.unlimited
+        self.left_alone = provider.left_alone
         self.supported = {k: getattr(features, f) for k, f in _OPTIONAL.items()}
         import torch
 
         self.dtypes = tuple(getattr(torch, dtype) for dtype in features.dtypes)
+        # torch.compile can't look into the dispatcher, which is what this asks.
+        self.runs_on = provider.runs_on and torch.compiler.assume_constant_result(provider.runs_on)
 
     def dense(self, function: Callable[..., Any] | None, varlen: Callable[..., Any]) -> Callable[..., Any]:
         def flash_attn_func(
@@ -282,12 +329,14 @@ class _Call:
 
                 batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
                 starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+                q_starts = starts * q_len
                 packed = varlen(
                     q.flatten(0, 1),
                     k.flatten(0, 1),
                     v.flatten(0, 1),
-                    cu_seqlens_q=starts * q_len,
-                    cu_seqlens_k=starts * kv_len,
+                    cu_seqlens_q=q_starts,
+                    # The same tensor where they are equal: torch 2.15 chooses its fastest backend by that.
+                    cu_seqlens_k=q_starts if kv_len == q_len else starts * kv_len,
                     max_seqlen_q=q_len,
                     max_seqlen_k=kv_len,
                     dropout_p=dropout_p,
@@ -301,6 +350,7 @@ class _Call:
                 return packed.unflatten(0, (batch, q_len))
             self.check(q, k, v)
             options = self.options(dropout_p, window_size, softcap, deterministic, s_aux)
+            self.check_window(causal, window_size, q.shape[1], k.shape[1])
             v_dim = v.shape[-1]
             q, k, v, softmax_scale = self.padded(q, k, v, softmax_scale)
             out = _first(function(q, k, v, softmax_scale=softmax_scale, causal=causal, **options))
@@ -334,6 +384,7 @@ class _Call:
             same = max_seqlen_k is max_seqlen_q
             max_q = max_seqlen_q if isinstance(max_seqlen_q, int) else int(max_seqlen_q)
             max_k = max_q if same else max_seqlen_k if isinstance(max_seqlen_k, int) else int(max_seqlen_k)
+            self.check_window(causal, window_size, max_q, max_k)
             out = _first(
                 function(
                     q,
@@ -371,6 +422,9 @@ class _Call:
         ) -> Any:
             self.check(q, k_cache, v_cache)
             options = self.options(0.0, window_size, softcap, False, s_aux)
+            if not self.left_alone:  # for which it takes the room that there is for keys
+                room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+                self.check_window(causal, window_size, q.shape[1], room)
             return _first(
                 function(
                     q,
@@ -398,12 +452,12 @@ class _Call:
             if supported["dropout_p"]:
                 options[renamed.get("dropout_p", "dropout_p")] = dropout_p
             else:
-                _warn_once(self.name, "attention dropout", "it is not applied")
+                warn_once(self.name, "attention dropout", "it is not applied")
         if deterministic:
             if supported["deterministic"]:
                 options[renamed.get("deterministic", "deterministic")] = True
             else:
-                _warn_once(self.name, "deterministic backward", "gradients vary in their last bits")
+                warn_once(self.name, "deterministic backward", "gradients vary in their last bits")
         left, right = window_size
         left, right = -1 if left is None else left, -1 if right is None else right
         if left >= 0 or right >= 0:
@@ -419,6 +473,17 @@ class _Call:
             self.require("s_aux", "sinks", "attention sinks")
             options[renamed.get("s_aux", "s_aux")] = s_aux
         return options
+
+    def check_window(self, causal: bool, window_size: tuple[int, int], max_q: int, max_k: int) -> None:
+        left, right = window_size
+        if self.left_alone or causal or left is None or left < 0 or (right is not None and right >= 0):
+            return
+        if max_q > max_k + 1:
+            raise UnsupportedFeatureError(
+                "a window without a limit to the right over more queries than keys",
+                self.name,
+                "Give it a limit to the right, or use flash_attention_4 or flash_attention_reference.",
+            )
 
     def padded(self, q: Any, k: Any, v: Any, scale: float | None) -> tuple[Any, Any, Any, float | None]:
         """Zeros behind the head dimensions, up to what the kernel takes: they change neither scores nor output."""
@@ -440,18 +505,18 @@ class _Call:
 
     def check(self, q: Any, k: Any, v: Any) -> None:
         features = self.features
+        device = q.device.type
+        if device not in features.devices and not (self.runs_on and self.runs_on(device)):
+            elsewhere = f"Move the model to {' or '.join(features.devices)}, or use flash_attention_reference."
+            if self.runs_on:  # which loaded though there may be no such device
+                raise KernelUnavailableError(self.name, [f"it has no kernel for tensors on {device!r}"], elsewhere)
+            raise UnsupportedFeatureError(f"tensors on {device!r}", self.name, elsewhere)
         if q.dtype not in self.dtypes:
             wanted = " or ".join(features.dtypes)
             raise UnsupportedFeatureError(
                 f"{q.dtype}",
                 self.name,
                 f"Cast the model to {wanted}, run it under torch.autocast, or use flash_attention_reference.",
-            )
-        if q.device.type not in features.devices:
-            raise UnsupportedFeatureError(
-                f"tensors on {q.device.type!r}",
-                self.name,
-                f"Move the model to {' or '.join(features.devices)}, or use flash_attention_reference.",
             )
         if features.max_head_dim is not None and q.shape[-1] > features.max_head_dim:
             raise UnsupportedFeatureError(
@@ -480,10 +545,11 @@ def instead(name: str, feature: str) -> str:
     """The sentence that says which kernels have a feature that the named one lacks."""
     from . import known_kernels
 
+    here = Environment.detect()
     able = [
         kernel.name
         for kernel in known_kernels().values()
-        if kernel.name != name and any(getattr(provider.features, feature) for provider in kernel.providers)
+        if kernel.name != name and any(getattr(provider.features_in(here), feature) for provider in kernel.providers)
     ]
     return f"Kernels that do: {', '.join(able)}." if able else "No kernel does."
 
@@ -491,7 +557,8 @@ def instead(name: str, feature: str) -> str:
 _warned: set[tuple[str, str]] = set()
 
 
-def _warn_once(name: str, what: str, consequence: str) -> None:
+def warn_once(name: str, what: str, consequence: str) -> None:
+    """Warn that a kernel lacks something that isn't worth an error, once a process."""
     import torch
 
     if (name, what) not in _warned and not torch.compiler.is_compiling():

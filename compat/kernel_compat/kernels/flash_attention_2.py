@@ -16,6 +16,10 @@ def _refused(environment: Environment) -> list[str]:
     return []
 
 
+def _unpaged(page_size: int, head_dim: int) -> str | None:
+    return f"its pages are multiples of 256 tokens, not of {page_size}" if page_size % 256 else None
+
+
 KERNEL = Kernel(
     "flash_attention_2",
     (
@@ -31,6 +35,8 @@ KERNEL = Kernel(
             ),
             install="Install it where torch is installed already: pip install --no-build-isolation flash-attn",
             refused=_refused,
+            unpaged=_unpaged,
+            left_alone=False,
         ),
     ),
 )

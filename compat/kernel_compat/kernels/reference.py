@@ -99,6 +99,8 @@ def flash_attn_varlen_func(
         # Tokens behind the last sequence belong to none and get zeros; the kernels leave them unwritten.
         return sequence, index - cu_seqlens.to(index.dtype)[sequence.clamp(max=cu_seqlens.shape[0] - 1)]
 
+    # Offsets fall back where transformers 5.0 to 5.5 appends padding: these sequences have no token.
+    cu_seqlens_q, cu_seqlens_k = (offsets.cummax(0).values for offsets in (cu_seqlens_q, cu_seqlens_k))
     q_sequence, q_position = positions(cu_seqlens_q, q.shape[0])
     k_sequence, k_position = positions(cu_seqlens_k, k.shape[0])
     extra = (cu_seqlens_k.diff() - cu_seqlens_q.diff()).to(q_position.dtype)

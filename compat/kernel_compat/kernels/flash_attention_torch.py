@@ -1,0 +1,339 @@
+"""FlashAttention from torch itself: ``torch.nn.attention.varlen.varlen_attn``, there from torch 2.10.
+
+What it can do is read from its signature. Every release so far has one of these:
+
+- 2.10: ``is_causal``; no window, no scale.
+- 2.11: ``scale`` and ``window_size``, of which ``(-1, 0)`` is causal.
+- 2.12 on: ``enable_gqa``, ``num_splits``, and a paged cache by ``seqused_k`` and ``block_table``.
+
+Its maker says so nowhere, but (measured on an H200 with torch 2.11): head dimensions must be multiples of 8, up to 256.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..environment import Environment
+from ..errors import SeamError, UnsupportedFeatureError
+from .base import Features, Functions, Kernel, Provider, warn_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAME = "flash_attention_torch"
+_MODULE = "torch.nn.attention.varlen"
+_LEADING = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+#: Its options, and what each must be when it isn't given for it to change nothing.
+_OFF = {
+    "is_causal": False,
+    "return_aux": None,
+    "scale": None,
+    "window_size": (-1, -1),
+    "enable_gqa": False,
+    "seqused_k": None,
+    "block_table": None,
+    "num_splits": None,
+}
+
+
+def _refused(environment: Environment) -> list[str]:
+    version = environment.version("torch")
+    if version is not None and version.release < (2, 10):
+        return [f"torch {version} is older than 2.10, the first with {_MODULE}"]
+    return []
+
+
+def _expected(environment: Environment, features: Features) -> Features:
+    version = environment.version("torch")
+    if version is None:
+        return features
+    return replace(features, window=version.release >= (2, 11), paged=version.release >= (2, 12))
+
+
+def _options(varlen_attn: Any) -> frozenset[str]:
+    """The options of a `varlen_attn`, by its signature.
+
+    Raises:
+        SeamError: it is none that the adapter knows how to call.
+    """
+    from ..seams import parameter_problem
+
+    problem = parameter_problem(varlen_attn, _LEADING)
+    if problem is None:
+        parameters = inspect.signature(varlen_attn).parameters
+        strange = [name for name, off in _OFF.items() if name in parameters and parameters[name].default != off]
+        ways = [name for name in ("is_causal", "window_size") if name in parameters]
+        if strange:
+            problem = ", ".join(f"{name}={parameters[name].default!r}" for name in strange)
+        elif len(ways) != 1:
+            problem = f"causality by {' and '.join(ways) or 'no parameter'}"
+        else:
+            return frozenset(parameters) & _OFF.keys()
+    import torch
+
+    expected = f"parameters ({', '.join(_LEADING)}, ...), and is_causal or window_size for causality"
+    raise SeamError(f"{_MODULE}:varlen_attn", expected, problem, f"torch {torch.__version__}")
+
+
+def _refine(module: Any, features: Features) -> Features:
+    options = _options(getattr(module, "varlen_attn", None))
+    return replace(features, window="window_size" in options, paged={"seqused_k", "block_table"} <= options)
+
+
+def _runs_on(device: str) -> bool:
+    """Whether torch has a kernel for a device type: CUDA, and what a backend or a test has registered."""
+    import torch
+
+    key = {"meta": "Meta", "privateuseone": "PrivateUse1"}.get(device, device.upper())
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", key))
+    except RuntimeError:  # no such key
+        return False
+
+
+def _functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
+    import torch
+
+    varlen_attn: Any = getattr(module, "varlen_attn", None)
+    options = _options(varlen_attn)
+    active_backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        scale: float | None,
+        causal: bool,
+        window: tuple[int, int],
+        deterministic: bool,
+        **paging: Tensor,
+    ) -> Tensor:
+        chosen: dict[str, Any] = dict(paging)
+        if "scale" not in options:
+            q, k, v = _scaled(q, k, v, scale)
+        elif scale is not None:
+            if scale <= 0:  # torch 2.15 takes positive ones alone
+                q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
+            chosen["scale"] = scale
+        if "is_causal" in options:
+            chosen["is_causal"] = causal
+        else:
+            chosen["window_size"] = (window[0], 0) if causal else window
+        if "enable_gqa" in options and q.shape[-2] != k.shape[-2]:
+            chosen["enable_gqa"] = True
+        if "num_splits" in options:
+            if paging or deterministic or torch.are_deterministic_algorithms_enabled():
+                # No sum in an order that depends on the rest of the batch. In pages torch 2.13 is silently wrong where it
+                # splits (measured).
+                chosen["num_splits"] = 1
+            elif active_backend() is not None and _prefers_flash():
+                chosen["num_splits"] = 0  # as many as it likes; cuDNN, which takes none, is out
+        output: Tensor = varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **chosen)
+        return output
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        deterministic: bool = False,
+    ) -> Tensor:
+        if deterministic:
+            _warn_of_backward(q, k, v)
+        return call(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            softmax_scale,
+            causal,
+            window_size,
+            deterministic,
+        )
+
+    def flash_attn_with_kvcache(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        cache_seqlens: Tensor | None = None,
+        block_table: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        deterministic: bool = False,
+    ) -> Tensor:
+        if cache_seqlens is None or block_table is None:
+            raise UnsupportedFeatureError("a cache without block_table and cache_seqlens", _NAME, "Give both.")
+        if q.shape[-1] % 8:
+            raise UnsupportedFeatureError(
+                f"a paged cache of head dimension {q.shape[-1]}", _NAME, "It must be a multiple of 8."
+            )
+        if active_backend() == "FA4" and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 10:
+            raise UnsupportedFeatureError(
+                "a paged cache while FA4 is active, on this device",
+                _NAME,
+                "kernel_compat.use_torch_flash_backend(None) returns to the kernel that has one.",
+            )
+        if k_cache.shape[-1] != v_cache.shape[-1]:
+            raise UnsupportedFeatureError(
+                "a paged cache whose values have another head dimension than its keys", _NAME, "Pad the values."
+            )
+        if (k is None) != (v is None):
+            raise ValueError("k and v are the new tokens' keys and values: give both or neither")
+        # Asked before anything is written, which torch would do afterwards.
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)):
+            raise UnsupportedFeatureError("gradients through a paged cache", _NAME, "Run it under torch.no_grad().")
+        batch, q_len = q.shape[:2]
+        lengths = cache_seqlens
+        if k is not None:
+            _write(k_cache, k, cache_seqlens, block_table)
+            _write(v_cache, v, cache_seqlens, block_table)
+            lengths = torch.where(lengths < 0, lengths, lengths + k.shape[1])
+        lengths = lengths.clamp(min=0).to(torch.int32)
+        # FA2 wants the offsets of the keys as well, and reads `seqused_k`; FA3 and FA4 refuse them beside pages.
+        k_offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        output = call(
+            q.flatten(0, 1),
+            k_cache,
+            v_cache,
+            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len,
+            k_offsets if active_backend() is None else None,
+            q_len,
+            block_table.shape[1] * k_cache.shape[1],  # the greatest there can be: the true one is on the device
+            softmax_scale,
+            causal,
+            window_size,
+            deterministic,
+            seqused_k=lengths,
+            block_table=block_table,
+        )
+        return output.unflatten(0, (batch, q_len))
+
+    paged = {"seqused_k", "block_table"} <= options
+    found = {
+        "flash_attn_func": None,  # made of varlen: torch has none of its own
+        "flash_attn_varlen_func": flash_attn_varlen_func,
+        "flash_attn_with_kvcache": flash_attn_with_kvcache if paged else None,
+    }
+    assert found.keys() == set(Functions._fields)
+    return found
+
+
+def _unpaged(page_size: int, head_dim: int) -> str | None:
+    import torch
+
+    if head_dim % 8:
+        return f"in pages a head dimension must be a multiple of 8, not {head_dim}"
+    backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    if backend is None and page_size % 256:
+        return f"its pages are multiples of 256 tokens, not of {page_size}"
+    if backend == "FA4" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 10:
+        return "FA4, which is active, has no paged cache on this device"
+    return None
+
+
+def _scaled(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The scale moved into the query, for a kernel that divides by the square root of the head dimension and by nothing else.
+
+    A power of two multiplies a query without rounding it, and zeros behind the head dimension, which the caller cuts
+    off the output, change what the kernel divides by: with the two together the scales of most models are exact. Where no
+    padding makes it so, the query is rounded once.
+    """
+    from torch.nn.functional import pad
+
+    dim = q.shape[-1]
+    if scale is None:
+        return q, k, v
+    if not scale:
+        return q * 0.0, k, v
+    for padded in range(dim, 257, 8):
+        factor = scale * math.sqrt(padded)
+        power = math.copysign(2.0 ** round(math.log2(abs(factor))), factor)
+        if abs(factor - power) <= 1e-12 * abs(power):  # torch.compile can't trace math.isclose
+            q, k, v = (pad(x, (0, padded - dim)) for x in (q, k, v)) if padded > dim else (q, k, v)
+            return q if power == 1 else q * power, k, v
+    return q * (scale * math.sqrt(dim)), k, v
+
+
+def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor) -> None:
+    """Write the keys or values of new tokens into their pages, behind the `lengths` tokens that are there.
+
+    Rows with no page or a negative length are padding, of which nothing may be written, nor of tokens behind the last
+    column; and shapes can't depend on which these are: each repeats what some token that is there writes, or writes back
+    what is there.
+
+    Args:
+        cache: (pages, page size, kv_heads, head_dim), changed in place.
+        new: (batch, tokens, kv_heads, head_dim).
+        lengths: (batch,).
+        block_table: (batch, pages a sequence).
+    """
+    import torch
+
+    page_size = cache.shape[1]
+    position = lengths[:, None] + torch.arange(new.shape[1], device=lengths.device)
+    column = (position // page_size).clamp(0, block_table.shape[1] - 1).long()
+    page = block_table.gather(1, column)
+    room = block_table.shape[1] * page_size
+    there = ((lengths[:, None] >= 0) & (position < room) & (page >= 0)).flatten()
+    source = torch.where(there, torch.arange(there.numel(), device=there.device), there.int().argmax())
+    place = page.flatten()[source].clamp(min=0).long(), (position % page_size).flatten()[source].long()
+    cache[place] = torch.where(there.any(), new.flatten(0, 1)[source].to(cache.dtype), cache[place])
+
+
+def _prefers_flash() -> bool:
+    """Whether a backend that was activated is what should run: unless the caller's ``sdpa_kernel`` says otherwise."""
+    import torch
+
+    ordered = getattr(torch.nn.attention, "_is_sdp_priority_order_active", lambda: False)
+    return bool(torch.backends.cuda.flash_sdp_enabled()) and not ordered()
+
+
+def _warn_of_backward(*inputs: Tensor) -> None:
+    import torch
+
+    if torch.are_deterministic_algorithms_enabled() or not torch.is_grad_enabled():
+        return
+    if any(x.requires_grad for x in inputs):
+        consequence = "gradients vary in their last bits unless torch.use_deterministic_algorithms(True) is in force"
+        warn_once(_NAME, "deterministic backward of its own", consequence)
+
+
+KERNEL = Kernel(
+    _NAME,
+    (
+        Provider(
+            module=_MODULE,
+            distribution="torch",
+            features=Features(deterministic=True, paged=True, head_dim_multiple=8, min_capability=(8, 0)),
+            install="Install a newer torch: pip install --upgrade 'torch>=2.10'",
+            expected=_expected,
+            refine=_refine,
+            functions=_functions,
+            refused=_refused,
+            unpaged=_unpaged,
+            runs_on=_runs_on,
+            left_alone=False,
+            bundled=True,
+        ),
+    ),
+)
