@@ -17,8 +17,10 @@ from . import names as _names
 from .environment import Environment
 from .errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from .installer import Report, ShimReport, installed, status
+from .installer import torch_flash_backend as active_backend
 from .kernels import Features, Kernel, Provider, known_kernels
 from .policy import LADDER, Step, ladder
+from .torch_backend import use_torch_flash_backend
 
 __all__ = [
     "CaseResult",
@@ -139,12 +141,14 @@ class CheckReport:
         installation: what `install()` did; nothing was installed where torch or transformers can't be imported.
         problems: what is broken beside names and shims: a torch or transformers that is there and doesn't import.
         missing: what isn't there, and how to install it. Not a problem.
+        torch_flash_backend: what torch's own flash attention ran on; None for the FlashAttention-2 it is built with.
     """
 
     installation: Report
     names: tuple[NameResult, ...]
     problems: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    torch_flash_backend: str | None = None
 
     @property
     def environment(self) -> Environment:
@@ -236,7 +240,7 @@ def explain(name: str) -> Explanation:
                 provider.distribution,
                 provider.module,
                 environment.packages.get(provider.distribution),
-                provider.features,
+                provider.features_in(environment),
                 tuple(provider.unavailable_because(environment)),
                 provider.install,
             )
@@ -292,7 +296,11 @@ CASES = (
 )
 
 
-def run(names: Sequence[str] | None = None, progress: Progress | None = None) -> CheckReport:
+def run(
+    names: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    torch_flash_backend: Literal["FA3", "FA4"] | None = None,
+) -> CheckReport:
     """Run attention names forward and backward and compare them with float64 math.
 
     Calls `install()` for as long as it takes, so that the shims are verified and applied as they are in use.
@@ -300,6 +308,8 @@ def run(names: Sequence[str] | None = None, progress: Progress | None = None) ->
     Args:
         names: kernels' names, registered names and ``sdpa``, transformers' own; None for all of them.
         progress: called before each case and at the end.
+        torch_flash_backend: activated for as long as it takes, as `use_torch_flash_backend` does; None leaves it as it is. One
+            that can't be is a problem of the report.
 
     Raises:
         UnknownNameError: `names` holds one that isn't there.
@@ -316,13 +326,19 @@ def run(names: Sequence[str] | None = None, progress: Progress | None = None) ->
     lacking = _lacking(environment, problems, missing)
     with ExitStack() as stack:
         report = _installation(stack, not lacking, problems)
+        if torch_flash_backend is not None:
+            try:
+                stack.enter_context(use_torch_flash_backend(torch_flash_backend))
+            except KernelUnavailableError as error:
+                problems.append(str(error))
+        backend = active_backend()
         if names is None:
             names = known if "transformers" in lacking or "torch" in lacking else [*known, "sdpa"]
         wanted = list(dict.fromkeys(names))
         steps = _Steps(progress, len(wanted))
         results = tuple(_check_name(name, report, lacking, steps) for name in wanted)
         steps.end()
-    return CheckReport(report, results, tuple(problems), tuple(missing))
+    return CheckReport(report, results, tuple(problems), tuple(missing), backend)
 
 
 def _lacking(environment: Environment, problems: list[str], missing: list[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import check, policy
 from .environment import DISTRIBUTIONS, Environment
@@ -100,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         "check", parents=[common], help="run every attention name on tiny problems and compare with a reference"
     )
     one.add_argument("names", nargs="*", metavar="NAME", help="only these attention names")
+    one.add_argument(
+        "--torch-flash-backend", choices=("FA3", "FA4"), help="what flash_attention_torch and sdpa run on meanwhile"
+    )
     one.set_defaults(command=_Command(_find_check, _check_as_json, _show_check))
     one = commands.add_parser(
         "status", parents=[common], help="the environment, the shims and the attention names; runs nothing"
@@ -137,8 +140,8 @@ def _import(module: str, parser: argparse.ArgumentParser) -> None:
 def _find_check(arguments: argparse.Namespace) -> check.CheckReport:
     names = arguments.names or None
     if arguments.json or not sys.stderr.isatty():
-        return check.run(names)
-    return _with_progress(names)
+        return check.run(names, torch_flash_backend=arguments.torch_flash_backend)
+    return _with_progress(names, arguments.torch_flash_backend)
 
 
 def _check_as_json(report: check.CheckReport) -> dict[str, Any]:
@@ -150,11 +153,12 @@ def _check_as_json(report: check.CheckReport) -> dict[str, Any]:
         "names": report.names,
         "problems": report.problems,
         "missing": report.missing,
+        "torch_flash_backend": report.torch_flash_backend,
     }
 
 
 def _show_check(console: Console, report: check.CheckReport) -> None:
-    _print_environment(console, report.environment)
+    _print_environment(console, report.environment, report.torch_flash_backend)
     _print_shims(console, [shim for shim in report.installation.shims if shim.state != "not needed"])
     _print_cases(console, report.names)
     rows = [
@@ -178,7 +182,7 @@ def _show_check(console: Console, report: check.CheckReport) -> None:
         _print(console, "Something is WRONG or failed: see above.", "bold red")
 
 
-def _with_progress(names: Sequence[str] | None) -> check.CheckReport:
+def _with_progress(names: Sequence[str] | None, backend: Literal["FA3", "FA4"] | None) -> check.CheckReport:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -189,7 +193,7 @@ def _with_progress(names: Sequence[str] | None) -> check.CheckReport:
         def progress(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total, refresh=True)
 
-        return check.run(names, progress)
+        return check.run(names, progress, backend)
 
 
 def _on(result: check.NameResult) -> str:
@@ -263,12 +267,13 @@ def _status_as_json(found: _Status) -> dict[str, Any]:
         "installed": report.installed,
         "shims": report.shims,
         "attention": [{**_fields(name), "state": report.attention.get(name.name)} for name in found.names],
+        "torch_flash_backend": report.torch_flash_backend,
     }
 
 
 def _show_status(console: Console, found: _Status) -> None:
     report = found.report
-    _print_environment(console, report.environment)
+    _print_environment(console, report.environment, report.torch_flash_backend)
     _print_shims(console, report.shims)
     rows = [
         (
@@ -497,7 +502,7 @@ def _print_table(console: Console, title: str, heads: Sequence[str], rows: Itera
         print(text, file=console.file)
 
 
-def _print_environment(console: Console, environment: Environment) -> None:
+def _print_environment(console: Console, environment: Environment, torch_flash_backend: str | None) -> None:
     _print(console, "Environment", "bold")
     lines = [("python", environment.python), ("system", environment.system)]
     for distribution in DISTRIBUTIONS:
@@ -507,6 +512,8 @@ def _print_environment(console: Console, environment: Environment) -> None:
             found = "there, of unknown version" if distribution in environment.imports else "not installed"
             lines.append((distribution, found))
     lines.append(("devices", ", ".join(map(str, environment.devices)) or "no CUDA device is visible"))
+    if torch_flash_backend is not None:
+        lines.append(("torch runs on", torch_flash_backend))
     for name, value in lines:
         _print(console, f"  {name:<18} {value}")
     for problem in environment.problems:

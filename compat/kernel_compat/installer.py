@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -38,7 +39,7 @@ class ShimReport:
         state: ``applied``; ``pending`` (applies here, `install()` hasn't been called); ``not needed``;
             ``skipped`` (asked for); ``failed`` (nothing of it is in place).
         reason: why it exists where it is applied or pending, and why not where it isn't.
-        seams: the attributes that it replaces here.
+        seams: the attributes that it replaces here, or would.
         foreign: of these, the ones somebody else has replaced since.
     """
 
@@ -59,6 +60,8 @@ class Report:
         shims: one entry a shim.
         attention: state by registered attention name: ``"available"``, or why transformers doesn't know it.
         left_alone: after `uninstall()`, what others had patched since and still is theirs.
+        torch_flash_backend: what torch's own flash attention runs on in this process (``"FA3"``, ``"FA4"``), None for the
+            FlashAttention-2 it is built with.
     """
 
     environment: Environment
@@ -66,6 +69,7 @@ class Report:
     shims: tuple[ShimReport, ...]
     attention: dict[str, str] = field(default_factory=dict)
     left_alone: tuple[str, ...] = ()
+    torch_flash_backend: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -343,9 +347,18 @@ def _report(environment: Environment, shims: list[Shim], broken: dict[str, str])
                 )
             )
         elif shim.name in _state.skip:
-            entries.append(entry("skipped", "asked for by install(skip=...)"))
+            entries.append(entry("skipped", "asked for by install(skip=...)", _unapplied(shim, environment).seams))
         elif shim.name in _state.failed:
-            entries.append(entry("failed", _state.failed[shim.name]))
+            entries.append(entry("failed", _state.failed[shim.name], _unapplied(shim, environment).seams))
         else:
             entries.append(_unapplied(shim, environment))
-    return Report(environment, _state.installed, tuple(entries), names.states(_state.installed))
+    attention = names.states(_state.installed)
+    return Report(environment, _state.installed, tuple(entries), attention, (), torch_flash_backend())
+
+
+def torch_flash_backend() -> str | None:
+    """What is active in this process, asked of a torch that is imported already."""
+    current: Callable[[], str | None] | None = getattr(
+        sys.modules.get("torch.nn.attention"), "current_flash_attention_impl", None
+    )
+    return None if current is None else current()

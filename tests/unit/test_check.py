@@ -15,6 +15,8 @@ from kernel_compat.policy import LADDER
 
 torch = pytest.importorskip("torch")
 
+from stand_in import cpu_flash_attention  # noqa: E402
+
 from kernel_compat.kernels import reference  # noqa: E402
 
 ALL = {case.name for case in check.CASES}
@@ -68,6 +70,29 @@ def test_tolerances_leave_room_for_rounding(dtype: str) -> None:
     subject = check._Registered("mine", kernel_compat.known_kernels()["flash_attention_reference"], None)
     for case in check.CASES:
         assert check._check_case(case, subject, "cpu", getattr(torch, dtype)).verdict == "right"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_torchs_own_kernel_is_right_in_every_case(dtype: str) -> None:
+    """In those that this torch's signature has, by what stands in for its CUDA kernel."""
+    with cpu_flash_attention():
+        known = kernel_compat.known_kernels()["flash_attention_torch"]
+        subject = check._Registered("mine", Kernel(known.name, known.providers), None)
+        results = [check._check_case(case, subject, "cpu", getattr(torch, dtype)) for case in check.CASES]
+    skipped = set() if subject.features.window else {"window"}
+    assert {result.case for result in results if result.verdict == "skipped"} == skipped
+    for result in results:
+        if result.case not in skipped:
+            assert result.verdict == "right", result.reason
+            assert set(result.errors) == {"output", "dq", "dk", "dv"}
+
+
+def test_torchs_own_kernel_is_not_usable_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it loads."""
+    monkeypatch.setattr("kernel_compat.environment._devices", lambda: ())
+    (result,) = check.run(["flash_attention_torch"]).names
+    assert (result.verdict, result.reasons) == ("not usable", ("no CUDA device is visible",))
+    assert result.cases == ()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -292,6 +317,7 @@ def test_every_kernel_and_every_registered_name_is_listed() -> None:
     assert found["my_flash"].reasons == ()
     assert found["flash_attention_2"].owner == "transformers"
     assert found["flash_attention_reference"].owner == "kernel-compat"
+    assert found["flash_attention_torch"].owner == "kernel-compat"
 
 
 def test_explain_lists_every_provider() -> None:
@@ -299,6 +325,22 @@ def test_explain_lists_every_provider() -> None:
     assert [provider.distribution for provider in found.providers] == ["flash-attn-3", "fa3-fwd"]
     assert found.providers[1].features.backward is False
     assert found.status.owner == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("version", "features"), [("2.10.0", set()), ("2.11.0", {"window"}), ("2.15.0", {"window", "paged"})]
+)
+def test_explain_shows_the_features_of_the_torch_there_is(
+    version: str, features: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = kernel_compat.Environment(packages={"torch": version}, imports={"torch": ("torch",)})
+    monkeypatch.setattr(kernel_compat.Environment, "detect", classmethod(lambda cls, distributions=(): here))
+    found = check.explain("flash_attention_torch")
+    (provider,) = found.providers
+    assert (provider.distribution, provider.version) == ("torch", version)
+    assert {"window", "paged"} & set(provider.features.names()) == features
+    assert provider.reasons == found.status.reasons == ("no CUDA device is visible",)
+    assert found.status.owner == "kernel-compat"
 
 
 @pytest.mark.parametrize("name", ["my_flash", "paged|my_flash"])
@@ -337,6 +379,7 @@ def test_explain_of_a_bad_name(name: str, message: str) -> None:
     ("name", "steps"),
     [
         ("flash_attention_3", LADDER[1:]),
+        ("flash_attention_torch", LADDER[3:]),
         ("flash_attention_reference", ("flash_attention_reference", "sdpa", "eager")),
         ("sdpa", ("sdpa", "eager")),
         ("flex_attention", ("flex_attention", "eager")),

@@ -15,6 +15,7 @@ import pytest
 
 import kernel_compat
 from kernel_compat import cli
+from kernel_compat.policy import LADDER
 
 COMPAT = Path(kernel_compat.__file__).parents[1]
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -284,6 +285,17 @@ def test_explain_shows_features_and_reasons() -> None:
     assert found["providers"][0]["features"]["min_capability"] == [9, 0]
 
 
+def test_explain_torchs_own_kernel() -> None:
+    text = kernel_compat_cli("explain", "flash_attention_torch", CUDA_VISIBLE_DEVICES="").stdout
+    for expected in ("torch.nn.attention.varlen", "8.0 or greater", "lacks: ", "no CUDA device is visible"):
+        assert expected in text
+    found = json.loads(kernel_compat_cli("explain", "flash_attention_torch", "--json", CUDA_VISIBLE_DEVICES="").stdout)
+    (provider,) = found["providers"]
+    assert provider["features"]["head_dim_multiple"] == 8
+    assert provider["version"] == found["environment"]["packages"].get("torch")
+    assert [step["name"] for step in found["ladder"]] == ["flash_attention_torch", "sdpa", "eager"]
+
+
 def test_explain_shows_the_ladder_with_a_reason_a_step() -> None:
     done = kernel_compat_cli("explain", "flash_attention_3", "--json", CUDA_VISIBLE_DEVICES="")
     steps = json.loads(done.stdout)["ladder"]
@@ -337,7 +349,7 @@ class TestPlan:
     def test_no_plan_ends_in_1(self, form: tuple[str, ...]) -> None:
         done = kernel_compat_cli("plan", "--packed", *form, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 1, done.stderr
-        for name in ("flash_attention_4", "flash_attention_3", "flash_attention_2", "sdpa", "eager"):
+        for name in LADDER:
             assert f"{name}: " in done.stdout
         assert "Traceback" not in done.stderr
         if form:

@@ -1,0 +1,106 @@
+"""Which FlashAttention torch's own attention runs on: the one it is built with, or FA3 or FA4 in its place."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+from .environment import Environment
+from .errors import KernelUnavailableError
+from .handle import Handle
+from .installer import status, torch_flash_backend
+from .kernels import known_kernels
+
+__all__ = ["use_torch_flash_backend"]
+
+Backend = Literal["FA3", "FA4"]
+
+_KERNELS = {"FA3": "flash_attention_3", "FA4": "flash_attention_4"}
+_INSTALL = {
+    "FA3": "flash-attn-3 is on no package index: build it from the hopper folder of the flash-attention source.",
+    "FA4": "Install it with: pip install --pre flash-attn-4",
+}
+#: Major compute capabilities that torch's backends take, in 2.11 to 2.15.
+_CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}
+#: What the shims replace that FA4 needs.
+_FA4_SEAM = "torch.nn.attention._fa4:_fa4_import_module"
+
+_lock = threading.RLock()
+
+
+def use_torch_flash_backend(backend: Backend | None) -> Handle:
+    """Run torch's own flash attention on FlashAttention-3 or -4, for the whole process, until the handle is undone.
+
+    That is ``flash_attention_torch``, every other caller of ``varlen_attn``, and what ``scaled_dot_product_attention`` runs on
+    its flash backend. Wraps torch's ``activate_flash_attention_impl``, there from torch 2.11.
+
+    Args:
+        backend: ``"FA3"`` (flash-attn-3, compute capability 9.x), ``"FA4"`` (flash-attn-4, 9.x and 10.x; after `install()`)
+            or None for the FlashAttention-2 that torch is built with.
+
+    Returns:
+        A handle whose ``undo()`` brings back the backend that was active before, unless another has been activated since;
+        as a context manager it does so at the end of the block.
+
+    Raises:
+        KernelUnavailableError: it can't run here; the message says why. What was active stays so.
+        ValueError: `backend` is none of these.
+    """
+    if backend is not None and backend not in _KERNELS:
+        raise ValueError(f"{backend!r} is no flash backend of torch; there are: 'FA3', 'FA4', None")
+    if backend is not None and (reasons := unavailable_because(backend)):
+        absent = any("is not installed" in reason for reason in reasons)
+        raise KernelUnavailableError(f"torch's {backend} backend", reasons, _INSTALL[backend] if absent else None)
+    with _lock:
+        previous = torch_flash_backend()
+        _activate(backend, previous)
+
+    def undo() -> None:
+        with _lock:
+            if torch_flash_backend() == backend:
+                _activate(previous, backend)
+
+    return Handle(undo)
+
+
+def unavailable_because(backend: Backend, environment: Environment | None = None) -> list[str]:
+    """Why a backend can't be activated here; empty when it can."""
+    report = status()
+    environment = environment or report.environment
+    provider = known_kernels()[_KERNELS[backend]].providers[0]
+    reasons = provider.unavailable_because(environment)
+    torch = environment.version("torch")
+    if torch is not None and torch.release < (2, 11):
+        reasons.append(f"torch {torch} is older than 2.11, the first that can activate one")
+    if backend == "FA3" and "fa3-fwd" in environment.packages and "flash-attn-3" not in environment.packages:
+        reasons.append("fa3-fwd is FA3's forward alone, and torch needs the full package, flash-attn-3")
+    majors = _CAPABILITIES[backend]
+    if not reasons and not any(device.capability[0] in majors for device in environment.devices):
+        wanted = " or ".join(f"{major}.x" for major in majors)
+        found = ", ".join(map(str, environment.devices))
+        reasons.append(f"torch's {backend} backend needs compute capability {wanted}, and there is {found}")
+    if backend == "FA4" and not reasons:
+        for shim in report.shims:
+            if _FA4_SEAM not in shim.seams or shim.state == "applied":
+                continue
+            advice = f"is {shim.state}: {shim.reason}"
+            if shim.state == "pending":
+                advice = f"mends, once kernel_compat.install() is called: {shim.reason}"
+            reasons.append(f"it would break what the shim {shim.name} {advice}")
+    return reasons
+
+
+def _activate(backend: str | None, current: str | None) -> None:
+    from torch.nn import attention
+
+    if backend is None:
+        if current is not None:
+            attention.restore_flash_attention_impl()
+        return
+    try:
+        attention.activate_flash_attention_impl(backend)
+    except Exception as error:  # a package built for another torch fails in any way it likes
+        # Upstream takes the previous one away before it tries.
+        _activate(current, None)
+        reason = f"it can't be activated ({type(error).__name__}: {error})"
+        raise KernelUnavailableError(f"torch's {backend} backend", [reason]) from error
