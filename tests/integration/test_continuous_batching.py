@@ -1,0 +1,532 @@
+"""Continuous batching under registered names: `generate_batch` gives what `generate` does, prompt by prompt.
+
+From transformers 5.4 on a kernel with a paged cache gets the block table, and computes each new token in place. Upstream's
+continuous batching runs on a CPU, but gives the block table where CUDA is: here CUDA is there for that decision alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from stand_in import cpu_flash_attention
+from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, randomize
+from torch import Tensor
+
+import kernel_compat
+from kernel_compat.kernels import reference
+
+RELEASE = TRANSFORMERS.release[:2]
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+SHIM = "tf5_decode_fast_path"
+NEW = 6
+PAGE = "page_size" if RELEASE >= (5, 18) else "block_size"
+
+if RELEASE < (5, 0):
+    pytest.skip("generate_batch with a registered name is there from transformers 5.0 on", allow_module_level=True)
+
+block_tables = pytest.mark.skipif(RELEASE < (5, 4), reason="transformers has block tables from 5.4 on")
+torch_pages = pytest.mark.skipif(TORCH < (2, 12), reason="varlen_attn takes a block table from torch 2.12 on")
+
+
+class InPages:
+    """A kernel of somebody's with a paged cache, in plain torch, for the block table with any torch."""
+
+    __name__ = "in_pages"
+    flash_attn_func = staticmethod(reference.flash_attn_func)
+    flash_attn_varlen_func = staticmethod(reference.flash_attn_varlen_func)
+
+    def __init__(self) -> None:
+        self.lengths: list[list[int]] = []
+
+    def flash_attn_with_kvcache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_seqlens: Tensor,
+        block_table: Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        """Row by row. Padding has a negative length and no pages; nothing of it is read or written."""
+        assert cache_seqlens.dtype == block_table.dtype == torch.int32
+        self.lengths.append(cache_seqlens.tolist())
+        output, page_size = torch.zeros_like(q), k_cache.shape[1]
+        for row, (length, pages) in enumerate(zip(cache_seqlens.tolist(), block_table, strict=True)):
+            if length < 0:
+                assert (pages == -1).all()
+                continue
+            used = pages[: length // page_size + 1]
+            assert (used >= 0).all()
+            for pool, new in ((k_cache, k), (v_cache, v)):
+                pool[used[-1], length % page_size] = new[row, 0]
+            keys, values = (pool[used].flatten(0, 1)[None, : length + 1] for pool in (k_cache, v_cache))
+            output[row] = reference.flash_attn_func(q[row][None], keys, values, 0.0, softmax_scale, causal, window_size)
+        return output
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    if RELEASE < (5, 1):  # which knows no memory but a GPU's
+        module = "transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown"
+        monkeypatch.setattr(module, lambda: (torch.device("cpu"), 1 << 33, 0, 0))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device, as far as upstream's decision is concerned."""
+
+    def is_available() -> bool:
+        return sys._getframe(1).f_code.co_name.endswith("ensure_decode_fast_path_is_available")
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+
+
+@pytest.fixture
+def calls() -> Iterator[list[dict[str, Any]]]:
+    with cpu_flash_attention() as calls:
+        yield calls
+
+
+@contextmanager
+def registered(**kernels: Any) -> Iterator[None]:
+    """Names for the length of a block; a kernel, or a pair of a kernel and a forward."""
+    for name, kernel in kernels.items():
+        kernel_compat.register_attention(name, *kernel if isinstance(kernel, tuple) else (kernel,))
+    try:
+        yield
+    finally:
+        for name in kernels:
+            kernel_compat.unregister_attention(name)
+
+
+# What upstream decides
+
+
+def config(name: str, **changes: Any) -> Any:
+    config = CAUSAL_LMS["llama_gqa"]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    config._attn_implementation = name if RELEASE >= (5, 19) else f"paged|{name}"
+    return config
+
+
+def decided(name: str, asked: int | None = 4, page_size: int = 256, **changes: Any) -> int:
+    """For how many blocks a request upstream makes a block table, when it is asked for four; 0 is none."""
+    from transformers.generation import continuous_batching
+
+    if RELEASE < (5, 9):
+        options = SimpleNamespace(max_blocks_per_request=asked, fallback_max_blocks_per_request=16)
+        slides = changes.get("sliding_window") is not None
+        pool = SimpleNamespace(
+            max_blocks_per_request=asked or 0, num_sliding_attention_groups=int(slides), block_size=page_size
+        )
+        processor = SimpleNamespace(config=config(name, **changes), cache=pool, cb_config=options)
+        decide = continuous_batching.continuous_api.ContinuousBatchProcessor._ensure_decode_fast_path_is_available
+        decide(processor)
+        return pool.max_blocks_per_request
+    options = transformers.ContinuousBatchingConfig(max_blocks_per_request=asked, **{PAGE: page_size})
+    decide = continuous_batching.initialization.ensure_decode_fast_path_is_available
+    decide(config(name, **changes), options, asked is not None)
+    blocks = options.max_blocks_per_request
+    return 32 if blocks is None else blocks
+
+
+@block_tables
+@pytest.mark.usefixtures("cuda")
+class TestUpstreamAsksTheName:
+    """By itself it gives the block table to names with a 3 in them, and from 5.13 on with a 2."""
+
+    @pytest.fixture(autouse=True)
+    def without_the_shim(self) -> Iterator[None]:
+        pages = InPages()
+        names = {"pages_flash": pages, "pages_flash_2": pages, "pages_flash_3": pages}
+        with registered(**names), kernel_compat.installed(skip=[SHIM]):
+            yield
+
+    @pytest.mark.parametrize("name", ["flash_attention_torch", "pages_flash"])
+    def test_no_digit_no_block_table(self, name: str) -> None:
+        assert decided(name) == 0
+
+    def test_digits(self) -> None:
+        assert decided("pages_flash_3") == 4
+        assert decided("pages_flash_2") == (4 if RELEASE >= (5, 13) else 0)
+
+    def test_pages_it_cannot_use(self) -> None:
+        """256 is the least FlashAttention-2 takes, also torch's; it dies of 32."""
+        with registered(torch_flash_3="flash_attention_torch"):
+            assert decided("torch_flash_3", page_size=32) == (4 if TORCH >= (2, 12) else 0)
+
+    @pytest.mark.skipif(not (5, 9) <= RELEASE <= (5, 15), reason="5.9 to 5.15 alone")
+    def test_windows_die(self) -> None:
+        assert decided("pages_flash_3", sliding_window=5) == 4
+        model = made("mistral_window", "pages_flash_3", torch.float32)
+        assert not batched(model, [[5, 6, 7]], max_blocks_per_request=4)
+
+
+@pytest.mark.usefixtures("cuda")
+class TestDecision:
+    """A registered name gets the block table exactly if its kernel can use it."""
+
+    @pytest.fixture(autouse=True)
+    def names(self, installed: kernel_compat.Report) -> Iterator[None]:
+        def forward(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return query.transpose(1, 2), None
+
+        pages = InPages()
+        named = {
+            "pages_flash": pages,
+            "pages_flash_2": pages,
+            "pages_flash_3": pages,
+            "plain_flash": "flash_attention_reference",
+            "plain_flash_2": "flash_attention_reference",
+            "plain_flash_3": "flash_attention_reference",
+            "torch_flash_3": "flash_attention_torch",
+            "forward_flash": (pages, forward),
+            "forward_flash_3": (pages, forward),
+        }
+        with registered(**named):
+            yield
+
+    def test_state(self, installed: kernel_compat.Report) -> None:
+        assert installed[SHIM].state == ("applied" if RELEASE >= (5, 4) else "not needed")
+
+    @block_tables
+    @pytest.mark.parametrize("name", ["pages_flash", "pages_flash_2", "pages_flash_3"])
+    def test_pages(self, name: str) -> None:
+        assert decided(name) == 4
+
+    @block_tables
+    @pytest.mark.parametrize("name", [NAME, "plain_flash", "plain_flash_2", "plain_flash_3"])
+    def test_no_pages(self, name: str) -> None:
+        assert decided(name) == 0
+
+    @block_tables
+    @pytest.mark.parametrize("name", ["flash_attention_torch", "torch_flash_3"])
+    def test_torch(self, name: str) -> None:
+        assert decided(name) == (4 if TORCH >= (2, 12) else 0)
+
+    @block_tables
+    @pytest.mark.parametrize("name", ["flash_attention_torch", "torch_flash_3"])
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"page_size": 32}, "its pages are multiples of 256 tokens, not of 32"),
+            ({"head_dim": 12}, "in pages a head dimension must be a multiple of 8, not 12"),
+        ],
+    )
+    def test_what_torch_cannot_page(
+        self, name: str, changes: dict[str, int], why: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert decided(name, **changes) == 0  # type: ignore[arg-type]
+        assert (why if TORCH >= (2, 12) else "has no paged cache") in caplog.text
+
+    @block_tables
+    @pytest.mark.parametrize(
+        "changes", [{"sliding_window": 5}, {"layer_types": ["full_attention", "chunked_attention"]}]
+    )
+    @pytest.mark.parametrize("name", ["pages_flash", "pages_flash_3"])
+    def test_windows(self, name: str, changes: dict[str, Any]) -> None:
+        if "layer_types" in changes and RELEASE >= (5, 18):
+            with pytest.raises(ValueError, match="Invalid layer type"):
+                decided(name, **changes)
+        else:
+            assert decided(name, **changes) == 0
+
+    @block_tables
+    def test_asked_for_none(self) -> None:
+        assert decided("pages_flash", asked=0) == 0
+
+    @pytest.mark.skipif(RELEASE < (5, 8), reason="the block table is the default from 5.8 on")
+    def test_not_asked(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert decided("pages_flash", asked=None) > 0
+        assert decided("plain_flash", asked=None) == 0
+        assert not [record for record in caplog.records if record.name.startswith("kernel_compat")]
+
+    @block_tables
+    def test_no_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert decided("pages_flash") == 0
+
+    @pytest.mark.skipif(RELEASE < (5, 11), reason="XPU has block tables from 5.11 on")
+    def test_xpu_is_not_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from transformers.generation.continuous_batching import initialization
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(initialization, "is_torch_xpu_available", lambda: True)
+        assert decided("pages_flash_2") == 0
+
+    @block_tables
+    def test_forward_of_the_users_own(self) -> None:
+        """Whether it knows of block tables can't be told: it gets what upstream gives it."""
+        assert decided("forward_flash") == 0
+        assert decided("forward_flash_3") == 4
+
+    @block_tables
+    @pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_other_3"])
+    def test_other_names(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        from transformers.generation import continuous_batching
+
+        module = continuous_batching.continuous_api if RELEASE < (5, 9) else continuous_batching.initialization
+        loader = "lazy_import_flash_attention" if RELEASE >= (5, 19) else "lazy_import_paged_flash_attention"
+        loaded: list[str] = []
+
+        def load(name: str) -> Any:
+            loaded.append(name.removeprefix("paged|"))
+            return ((None, None, print),) if RELEASE >= (5, 19) else (None, print)
+
+        monkeypatch.setattr(module, loader, load)
+        there = "flash" in name and (name.endswith("3") or (name.endswith("2") and RELEASE >= (5, 13)))
+        assert decided(name) == (4 if there else 0)
+        assert loaded == ([name] if there else [])
+
+
+# What it generates
+
+
+def made(kind: str, name: str, dtype: torch.dtype) -> Any:
+    """A tiny model; the same weights for every name, rounded to bfloat16."""
+    shape = CAUSAL_LMS[kind]()
+    shape.max_position_embeddings = 512
+    model = randomize(transformers.AutoModelForCausalLM.from_config(shape, attn_implementation=name))
+    return model.to(torch.bfloat16).to(dtype).eval()
+
+
+@pytest.fixture(autouse=(5, 3) <= RELEASE < (5, 4))
+def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5.3 pins the memory of a CPU, whether or not there is a driver that can."""
+    if not torch.cuda.is_available():
+        empty = torch.empty
+
+        def pageable(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+            return empty(*size, **options)
+
+        monkeypatch.setattr(torch, "empty", pageable)
+
+
+def batched(model: Any, prompts: list[list[int]], **options: Any) -> dict[str, Any]:
+    settings = {"num_blocks": 8, PAGE: 256, "max_batch_tokens": 512}
+    generation = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    if RELEASE < (5, 4):
+        vars(generation).update(settings, use_cuda_graph=False, **options)
+        return model.generate_batch(inputs=prompts, generation_config=generation, progress_bar=False)
+    batching = transformers.ContinuousBatchingConfig(**settings, **options)
+    fast = {"warmup": False} if RELEASE >= (5, 5) else {}
+    return model.generate_batch(
+        inputs=prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False, **fast
+    )
+
+
+def written(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """The new tokens of each prompt, all of them generated at once."""
+    results = batched(model, prompts, **options).values()
+    assert [result.error for result in results] == [None] * len(prompts)
+    tokens = {tuple(result.prompt_ids): result.generated_tokens for result in results}  # 5.0 reorders them
+    return [tokens[tuple(prompt)] for prompt in prompts]
+
+
+def alone(model: Any, prompt: list[int]) -> Any:
+    """`generate` of one prompt, with logits."""
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+@cache
+def clear_prompts(dtype: torch.dtype) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and the tokens that follow, by eager attention, such that rounding can't choose others.
+
+    The best token is ahead of the next by more than twice the error of eager in `dtype`, so that two computations with that
+    error agree. The last prompt grows from one page into a second.
+    """
+    truth, rough = made("llama_gqa", "eager", torch.float32), made("llama_gqa", "eager", dtype)
+    generator = torch.Generator().manual_seed(0)
+    prompts, tokens = [], []
+    for length in (5, 12, 253):
+        while True:
+            prompt = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+            out = alone(rough, prompt)
+            with torch.no_grad():
+                exact = truth(input_ids=out.sequences, use_cache=False).logits[0, length - 1 : -1]
+            error = (torch.stack(out.logits, 1)[0].float() - exact).abs().max()
+            first, second = exact.topk(2).values.unbind(-1)
+            if (first - second).min() > 2 * error:
+                break
+        prompts.append(prompt)
+        tokens.append(out.sequences[0, length:].tolist())
+    return prompts, tokens
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["flash_attention_torch", NAME])
+def test_as_prompt_by_prompt(
+    installed: kernel_compat.Report, calls: list[dict[str, Any]], name: str, dtype: torch.dtype
+) -> None:
+    prompts, expected = clear_prompts(dtype)
+    model = made("llama_gqa", name, dtype)
+    assert [alone(model, prompt).sequences[0, len(prompt) :].tolist() for prompt in prompts] == expected
+    before = len(calls)
+    assert written(model, prompts) == expected
+    asked = calls[before:]
+    if name == "flash_attention_torch":
+        assert len(asked) >= NEW * model.config.num_hidden_layers  # 5.0 takes one step more
+    assert all(call.get("block_table") is None for call in asked)  # there is no CUDA
+    assert all(call["heads"] == (8, 2) for call in asked)
+
+
+@pytest.fixture
+def paged(
+    request: pytest.FixtureRequest, installed: kernel_compat.Report, calls: list[dict[str, Any]], cuda: None
+) -> Iterator[tuple[str, Callable[[], int]]]:
+    """A name whose kernel has a paged cache, and how often the kernel was called with a block table."""
+    if request.param == "flash_attention_torch":
+        yield request.param, lambda: sum(call.get("block_table") is not None for call in calls)
+        return
+    kernel = InPages()
+    with registered(**{request.param: kernel}):
+        yield request.param, lambda: len(kernel.lengths)
+
+
+PAGED = pytest.mark.parametrize(
+    "paged", [pytest.param("flash_attention_torch", marks=torch_pages), "pages_flash"], indirect=True
+)
+
+
+@block_tables
+@DTYPES
+@PAGED
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "by default"])
+def test_in_pages(paged: tuple[str, Callable[[], int]], dtype: torch.dtype, asked: bool) -> None:
+    name, count = paged
+    if not asked and RELEASE < (5, 8):
+        pytest.skip("the block table is the default from transformers 5.8 on")
+    prompts, expected = clear_prompts(dtype)
+    model = made("llama_gqa", name, dtype)
+    assert written(model, prompts, **({"max_blocks_per_request": 4} if asked else {})) == expected
+    assert count() == (NEW - 1) * model.config.num_hidden_layers  # every step but the prompts' own
+
+
+@block_tables
+@pytest.mark.parametrize(
+    ("paged", "compiled"),
+    [
+        pytest.param("flash_attention_torch", False, marks=torch_pages),
+        pytest.param("flash_attention_torch", True, marks=torch_pages),
+        ("pages_flash", False),
+    ],
+    indirect=["paged"],
+)
+def test_in_padded_batches(
+    paged: tuple[str, Callable[[], int]], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.compile and CUDA graphs need them: rows behind the last request have a negative length and no pages."""
+    name, count = paged
+    prompts, expected = clear_prompts(torch.bfloat16)
+    model = made("llama_gqa", name, torch.bfloat16)
+    padding = [] if compiled else padding_rows(monkeypatch, name)
+    if not compiled:
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    torch._dynamo.reset()
+    how = transformers.CompileConfig(backend="eager", mode=None, dynamic=False)  # type: ignore[arg-type]
+    options = {"max_blocks_per_request": 4, "decode_compile_config": how}
+    if RELEASE >= (5, 13):
+        options["max_requests_per_batch"] = 8
+    assert written(model, prompts, **options) == expected
+    assert count() == (NEW - 1) * model.config.num_hidden_layers
+    if not compiled:
+        assert len(padding) == count()
+        assert all(padding)
+
+
+@pytest.mark.skipif(not (5, 4) <= RELEASE <= (5, 5), reason="up to 5.5 the offsets of padding fall back to 0")
+@pytest.mark.parametrize("name", ["flash_attention_torch", NAME])
+def test_padded_without_pages(
+    installed: kernel_compat.Report, calls: list[dict[str, Any]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, expected = clear_prompts(torch.bfloat16)
+    model = made("llama_gqa", name, torch.bfloat16)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    how = transformers.CompileConfig(backend="eager", mode=None, dynamic=False)  # type: ignore[arg-type]
+    assert written(model, prompts, varlen_compile_config=how) == expected
+
+
+@pytest.mark.parametrize("name", ["flash_attention_torch", NAME])
+def test_windows_that_layers_pass(installed: kernel_compat.Report, calls: list[dict[str, Any]], name: str) -> None:
+    """Up to 5.18 upstream's paged forward asks the layer for its window, which Mistral's has not.
+
+    The first token alone: up to 5.15 upstream's cache reads the wrong tokens once a window is full, under any name.
+    """
+    if TORCH < (2, 11) and name == "flash_attention_torch":
+        pytest.skip("varlen_attn has windows from torch 2.11 on")
+    model = made("mistral_window", name, torch.float16)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (4, 12, 40)]
+    outputs = [alone(model, prompt) for prompt in prompts]
+    for out in outputs:
+        first, second = out.logits[0][0].float().topk(2).values
+        assert first - second > 0.1  # far more than the roundoff of float16, 2^-11, makes of logits below 8
+    expected = [out.sequences[0, len(prompt)].item() for prompt, out in zip(prompts, outputs, strict=True)]
+    assert [tokens[0] for tokens in written(model, prompts)] == expected
+
+
+def padding_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[int]]:
+    """The lengths of padding, a call an entry, that a name's kernel is called with from now on."""
+    entry = kernel_compat.registered_attention()[name]
+    functions = entry.kernel.load()
+    original = functions.flash_attn_with_kvcache
+    assert original is not None
+    seen: list[list[int]] = []
+
+    def flash_attn_with_kvcache(*args: Any, block_table: Tensor, cache_seqlens: Tensor, **kwargs: Any) -> Any:
+        seen.append([length for length in cache_seqlens.tolist() if length < 0])
+        return original(*args, block_table=block_table, cache_seqlens=cache_seqlens, **kwargs)
+
+    monkeypatch.setattr(entry.kernel, "_functions", functions._replace(flash_attn_with_kvcache=flash_attn_with_kvcache))
+    return seen
+
+
+@block_tables
+@torch_pages
+@pytest.mark.parametrize(
+    "lengths", [(300, -1, 7, -1), (-38, -1, 5, 255), (256, 0, -38, -1), (-38, -1, -1, -1)], ids=str
+)
+def test_padding_rows(calls: list[dict[str, Any]], lengths: tuple[int, ...]) -> None:
+    """Each row as the plain kernel has it, and nothing of padding in the cache. 5.4's first such row is as long as -38."""
+    kernel = kernel_compat.known_kernels()["flash_attention_torch"]
+    generator = torch.Generator().manual_seed(0)
+    k_cache, v_cache = (torch.randn(9, 256, 2, 16, generator=generator).bfloat16() for _ in range(2))
+    q, k, v = (torch.randn(4, 1, heads, 16, generator=generator).bfloat16() for heads in (8, 2, 2))
+    table = torch.tensor([[4, 2, -1], [7, -1, -1], [0, 6, -1], [8, 3, -1]], dtype=torch.int32)
+    cache_seqlens = torch.tensor(lengths, dtype=torch.int32)
+    table[cache_seqlens < 0] = -1
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    options = {"cache_seqlens": cache_seqlens, "block_table": table, "softmax_scale": 0.3, "causal": True}
+    expected = InPages().flash_attn_with_kvcache(q, expected_k, expected_v, k, v, **options)
+    function = kernel.load().flash_attn_with_kvcache
+    assert function is not None
+    found = function(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, window_size=(-1, -1), **options)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)  # each is rounded to bfloat16 once
+    assert torch.equal(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
