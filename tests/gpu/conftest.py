@@ -9,7 +9,15 @@ import transformers
 
 import kernel_compat
 
-KERNELS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+#: By name, and torch's with each backend that it can run on besides its own.
+KERNELS = (
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flash_attention_torch",
+    "flash_attention_torch on FA3",
+    "flash_attention_torch on FA4",
+)
 
 
 def require(kernel: str) -> None:
@@ -25,9 +33,19 @@ def usable() -> Callable[[str], None]:
 
 
 @pytest.fixture(params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> str:
-    require(request.param)
-    return str(request.param)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernel, _, backend = str(request.param).partition(" on ")
+    require(kernel)
+    if not backend:
+        yield kernel
+        return
+    with kernel_compat.installed():
+        try:
+            handle = kernel_compat.use_torch_flash_backend(backend)  # type: ignore[arg-type]
+        except kernel_compat.KernelUnavailableError as error:
+            pytest.skip(str(error))
+        with handle:
+            yield kernel
 
 
 @pytest.fixture

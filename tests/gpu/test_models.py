@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ def test_synchronisations_do_not_grow_with_the_layers(name: str, batch: str) -> 
                     model(**inputs)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchroniz" in str(w.message) for w in caught))
+        counts.append(sum("called a synchronizing" in str(w.message) for w in caught))
     print(f"synchronisations of {name}, {batch}: {counts}")
     assert counts[1] <= counts[0]
     assert counts[1] <= 2
@@ -293,12 +294,28 @@ def test_fullgraph(models: Path, usable: Callable[[str], None], batch: str) -> N
 
 
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 0), reason="generate_batch with a private name needs paged|NAME")
-def test_continuous_batching(models: Path, kernel: str, name: str) -> None:
-    """`generate_batch` gives what `generate` does, prompt by prompt."""
-    if not kernel_compat.known_kernels()[kernel].features.paged:
-        pytest.skip(f"{kernel} has no paged cache")
-    path = saved(models, "llama_gqa")
-    model = load(path, name).to("cuda", torch.bfloat16)
+@pytest.mark.parametrize("pages", ["gathered", "in pages", "by default"])
+def test_continuous_batching(models: Path, kernel: str, name: str, pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate_batch` gives what `generate` does, prompt by prompt; with the block table where the kernel has pages."""
+    functions = kernel_compat.known_kernels()[kernel].load()
+    kvcache = functions.flash_attn_with_kvcache
+    in_pages: list[int] = []
+    if kvcache is not None:
+
+        @wraps(kvcache)
+        def counted(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+            in_pages.append(len(q))
+            return kvcache(q, *args, **kwargs)
+
+        counting = functions._replace(flash_attn_with_kvcache=counted)
+        monkeypatch.setattr(kernel_compat.known_kernels()[kernel], "_functions", counting)
+    reason = kernel_compat.known_kernels()[kernel].unpaged_because(256, 8)
+    there = reason is None and TRANSFORMERS.release >= (5, 4)
+    if pages == "in pages" and not there:
+        pytest.skip(reason or f"transformers {TRANSFORMERS} has no block tables")
+    if pages == "by default" and TRANSFORMERS.release < (5, 8):
+        pytest.skip("the block table is the default from transformers 5.8 on")
+    model = load(saved(models, "llama_gqa"), name).to("cuda", torch.bfloat16)
     prompts = [tokens(1)[0, :n].tolist() for n in (5, 12, 9)]
     options = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     expected = []
@@ -306,6 +323,17 @@ def test_continuous_batching(models: Path, kernel: str, name: str) -> None:
         ids = torch.tensor([prompt], device="cuda")
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=options)
         expected.append(out[0, len(prompt) :].tolist())
-    results = model.generate_batch(inputs=prompts, generation_config=options)
+    # Small: each of the processes that share the GPU would take most of its memory for itself.
+    page = "page_size" if TRANSFORMERS.release >= (5, 18) else "block_size"
+    settings: dict[str, Any] = {"num_blocks": 8, page: 256, "max_batch_tokens": 512}
+    batching: dict[str, Any] = {}
+    if TRANSFORMERS.release < (5, 4):
+        vars(options).update(settings)
+    else:
+        if pages != "by default":
+            settings["max_blocks_per_request"] = 4 if pages == "in pages" else 0
+        batching = {"continuous_batching_config": transformers.ContinuousBatchingConfig(**settings)}
+    results = model.generate_batch(inputs=prompts, generation_config=options, **batching)
     found = [result.generated_tokens for result in sorted(results.values(), key=lambda r: str(r.request_id))]
     assert sorted(map(tuple, found)) == sorted(map(tuple, expected))
+    assert bool(in_pages) == (there and pages != "gathered")
