@@ -11,7 +11,7 @@ nox.options.allow_parallel = True
 nox.options.error_on_missing_interpreters = True
 nox.options.tags = ["ci"]
 
-#: A release for each way transformers behaves. The next one is one more line.
+#: A release for each way transformers behaves. The next one is one more line. CI has the newest in `tests`.
 TRANSFORMERS = (
     nox.param("4.54.1"),
     nox.param("4.55.4"),
@@ -25,11 +25,26 @@ TRANSFORMERS = (
     nox.param("5.17.0"),
     nox.param("5.19.0"),
     nox.param("5.22.2"),
-    nox.param("5.23.0", tags=["ci"]),
+    nox.param("5.23.0"),
 )
+
+#: Every minor release of torch that has varlen attention, with a transformers of each kind. CI has those before torch could
+#: be told of another backend and the first that could, and the newest in `tests`.
+TORCHES = [
+    nox.param(torch, transformers, tags=["ci"] if torch in ("2.10.0", "2.11.0") and transformers == "5.23.0" else [])
+    for torch in ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+    for transformers in ("4.57.6", "5.0.0", "5.4.0", "5.23.0")
+]
 
 #: One torch for all of them: uv links its files into each environment instead of copying them.
 TORCH = "2.11.0"
+
+#: What depends on torch.
+ON_TORCH = (
+    "tests/unit/test_flash_attention_torch.py",
+    "tests/unit/test_torch_backend.py",
+    "tests/integration/test_flash_attention_torch.py",
+)
 
 #: The models are tiny, so that a second thread costs more than it brings; and no test may ask the hub for anything.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -68,8 +83,20 @@ def tests(session: nox.Session) -> None:
 @nox.parametrize("transformers", TRANSFORMERS)
 def versions(session: nox.Session, transformers: str) -> None:
     """Integration tests on one release of transformers. Arguments after -- go to pytest."""
-    pins = [f"transformers=={transformers}", f"torch=={TORCH}"]
+    session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
+    session.run("pytest", "tests/integration", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+@nox.parametrize("torch, transformers", TORCHES)
+def torches(session: nox.Session, torch: str, transformers: str) -> None:
+    """What depends on torch, `flash_attention_torch` above all, on one release of it. Arguments after -- go to pytest."""
+    session.install("--editable", ".[gpu]", *_pins(transformers, torch), "--group", "test")
+    session.run("pytest", *ON_TORCH, *session.posargs, env=ENVIRONMENT)
+
+
+def _pins(transformers: str, torch: str) -> list[str]:
+    pins = [f"transformers=={transformers}", f"torch=={torch}"]
     if transformers.startswith("4."):
         pins.append("liger-kernel<0.8.5")  # which asks for transformers 5 as it is imported, and not before
-    session.install("--editable", ".", *pins, "--group", "test")
-    session.run("pytest", "tests/integration", *session.posargs, env=ENVIRONMENT)
+    return pins
