@@ -46,8 +46,9 @@ ON_TORCH = (
     "tests/integration/test_flash_attention_torch.py",
 )
 
-#: The models are tiny, so that a second thread costs more than it brings; and no test may ask the hub for anything.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+#: The models are tiny, so that a second thread costs more than it brings; no test may ask the hub for anything; and where Python
+#: is told not to keep what it compiles, each of the many processes would compile torch and transformers for 10 s.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 @nox.session(tags=["ci"])
