@@ -147,6 +147,7 @@ def install(*, skip: Collection[str] = ()) -> Report:
         _reclaim()
         _state.skip = skip
         _state.failed = {}
+        new = []
         for shim in needed:
             if shim.name in _state.applied:
                 continue
@@ -158,6 +159,9 @@ def install(*, skip: Collection[str] = ()) -> Report:
                 _apply(shim, outcome)
             except Exception as error:
                 _state.failed[shim.name] = f"{type(error).__name__}: {error}"
+            else:
+                new.append(shim.name)
+        _rebind(new)
         _state.installed = True
         if "transformers" in environment.packages:
             names.publish()
@@ -263,7 +267,9 @@ def _apply(shim: Shim, located: list[Located]) -> None:
         for other in _state.applied.values():
             # Under another name too: undoing one of the two would leave its replacement inside the other's.
             if any(
-                seam.original is theirs.replacement or (seam.owner is theirs.owner and seam.name == theirs.name)
+                seam.original is theirs.replacement
+                or (seam.seam.holds is None and seam.original is theirs.original)
+                or (seam.owner is theirs.owner and seam.name == theirs.name)
                 for theirs in other.seams
             ):
                 raise KernelCompatError(f"{seam.seam.target} is replaced by the shim {other.shim.name} already")
@@ -279,10 +285,7 @@ def _apply(shim: Shim, located: list[Located]) -> None:
         )
     for seam in located:
         seam.replacement = replacements[seam.seam.name]
-    swap(
-        [(seam.owner, seam.name, seam.replacement) for seam in located],
-        [(seam.original, seam.replacement) for seam in located if isinstance(seam.owner, ModuleType)],
-    )
+    swap([(seam.owner, seam.name, seam.replacement) for seam in located])
     _state.applied[shim.name] = applied = _Applied(shim, located)
     try:
         applied.undo = shim.complete()
@@ -291,19 +294,40 @@ def _apply(shim: Shim, located: list[Located]) -> None:
         raise
 
 
+def _rebind(shims: list[str]) -> None:
+    """Rebind what other modules have imported of the seams of these shims: one search of all modules for all of them."""
+    try:
+        swap((), [(seam.original, seam.replacement) for name in shims for seam in _functions(name)])
+    except Exception:  # somewhere a name can't be bound: that shim fails, and the others don't
+        for name in shims:
+            try:
+                swap((), [(seam.original, seam.replacement) for seam in _functions(name)])
+            except Exception as error:
+                _undo([name])
+                _state.failed[name] = f"{type(error).__name__}: {error}"
+    except BaseException:
+        _undo(shims)
+        raise
+
+
+def _functions(shim: str) -> list[Located]:
+    """The seams of an applied shim that other modules may have imported by name."""
+    return [seam for seam in _state.applied[shim].seams if isinstance(seam.owner, ModuleType)]
+
+
 def _undo(shims: list[str]) -> None:
     """Restore the seams of these shims that are still ours, last applied first; note the others as left."""
-    for name in [applied for applied in reversed(list(_state.applied)) if applied in shims]:
-        applied = _state.applied[name]
-        ours = [seam for seam in applied.seams if seam.in_place]
-        theirs = [(name, seam) for seam in applied.seams if not seam.in_place]
-        applied.undo()
-        swap(
-            [(seam.owner, seam.name, seam.original) for seam in ours],
-            [(seam.replacement, seam.original) for seam in applied.seams if isinstance(seam.owner, ModuleType)],
-        )
+    undone = [name for name in reversed(list(_state.applied)) if name in shims]
+    theirs = [(name, seam) for name in undone for seam in _state.applied[name].seams if not seam.in_place]
+    ours = {name: [seam for seam in _state.applied[name].seams if seam.in_place] for name in undone}
+    for name in undone:
+        _state.applied[name].undo()
+        _state.applied[name].undo = lambda: None  # it isn't undone twice where what follows fails
+    swap((), [(seam.replacement, seam.original) for name in undone for seam in _functions(name)])
+    for name in undone:
+        swap([(seam.owner, seam.name, seam.original) for seam in ours[name]])
         del _state.applied[name]
-        _state.left += theirs
+        _state.left += [entry for entry in theirs if entry[0] == name]
 
 
 def _reclaim() -> None:

@@ -122,7 +122,7 @@ class Located:
         return self.current is self.replacement
 
 
-def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[Any, Any]]) -> None:
+def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[Any, Any]] = ()) -> None:
     """Set each ``(owner, attribute, value)``; rebind every module-level name that is bound to an alias' first to its second.
 
     ``from module import function`` binds a second name to the function: replacing the module's attribute alone

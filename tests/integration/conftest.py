@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,9 +20,8 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def installed() -> Iterator[kernel_compat.Report]:
-    """The library installed, with `NAME` bound to the reference kernel."""
+@contextmanager
+def _installed() -> Iterator[kernel_compat.Report]:
     kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
     try:
         with kernel_compat.installed() as report:
@@ -29,6 +29,20 @@ def installed() -> Iterator[kernel_compat.Report]:
             yield report
     finally:
         kernel_compat.unregister_attention(NAME)
+
+
+@pytest.fixture
+def installed() -> Iterator[kernel_compat.Report]:
+    """The library installed, with `NAME` bound to the reference kernel."""
+    with _installed() as report:
+        yield report
+
+
+@pytest.fixture(scope="module")
+def installed_for_all() -> Iterator[None]:
+    """The same, once for a module whose tests leave it as it is."""
+    with _installed():
+        yield
 
 
 @pytest.fixture(autouse=True)

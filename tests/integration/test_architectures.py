@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kernel_compat
 
-pytestmark = pytest.mark.usefixtures("installed")
+pytestmark = [pytest.mark.usefixtures("installed_for_all"), pytest.mark.matrix]
 
 TOLERANCE = 1e-5
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import NAME, VOCAB, load, saved
 
-pytestmark = pytest.mark.usefixtures("installed")
+pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
 from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("installed")
+pytestmark = [pytest.mark.usefixtures("installed_for_all"), pytest.mark.matrix]
 
 # Both compute in float32: what differs is the order of sums, a few units in the last place a layer.
 LOGITS, GRADIENTS = 1e-5, 1e-4

@@ -15,6 +15,8 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 import kernel_compat
 
+pytestmark = pytest.mark.matrix
+
 OWN = "veomni_flash_attention_4_with_sp"
 
 
