@@ -1,0 +1,345 @@
+"""The axes file: which cells there are, which can't be and why, what is installed in one and what runs there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import date
+from functools import cached_property
+from itertools import combinations, product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import packaging.requirements
+import tomli
+from allpairspy import AllPairs
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
+from .errors import MatrixError
+from .expressions import Expression, release
+
+#: The file of this project, used where no other is named.
+OWN = Path(__file__).parent.parent / "axes.toml"
+
+
+def _release(text: str) -> str:
+    try:
+        release(text)
+    except MatrixError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def _day(text: str) -> str:
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII):
+        raise ValueError(f"a day such as 2026-11-15, not {text!r}")
+    date.fromisoformat(text)
+    return text
+
+
+def _condition(text: str) -> str:
+    try:
+        Expression(text)
+    except MatrixError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def _distinct(values: list[str]) -> list[str]:
+    twice = sorted({value for value in values if values.count(value) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} stands there twice")
+    return values
+
+
+def _requirement(text: str) -> str:
+    try:
+        packaging.requirements.Requirement(text)
+    except packaging.requirements.InvalidRequirement as error:
+        raise ValueError(f"{text!r} is no requirement: {error}".splitlines()[0]) from None
+    return text
+
+
+#: What decides on the packages of a part.
+PART_AXES = {
+    "base": frozenset({"python", "torch", "flash_attention"}),
+    "layer": frozenset({"python", "transformers"}),
+}
+
+Requirement = Annotated[str, AfterValidator(_requirement)]
+Condition = Annotated[str, AfterValidator(_condition)]
+Releases = Annotated[list[Annotated[str, AfterValidator(_release)]], Field(min_length=1), AfterValidator(_distinct)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def holds(self, cell: Cell) -> bool:
+        when: str | None = getattr(self, "when", None)
+        return when is None or _expression(when)(cell)
+
+
+class Values(_Table):
+    """The values of each axis, in the order in which they are run and shown."""
+
+    python: Releases
+    transformers: Releases
+    torch: Releases
+    flash_attention: Annotated[
+        list[Literal["none", "fa2", "fa3", "fa4", "torch"]], Field(min_length=1), AfterValidator(_distinct)
+    ] = ["none"]
+    device: Annotated[list[Literal["cpu", "cuda"]], Field(min_length=1), AfterValidator(_distinct)] = ["cpu"]
+
+
+class Exclude(_Table):
+    """Cells that can't be."""
+
+    when: Condition
+    because: Annotated[str, Field(min_length=1)]
+
+
+class Project(_Table):
+    """What is tested: it is installed as it stands in its folder, and its requirements with it.
+
+    Attributes:
+        path: its folder, from the axes file's.
+        extras: those of its own whose requirements every cell gets.
+    """
+
+    path: str = "."
+    extras: list[str] = []
+
+
+class Packages(_Table):
+    """Requirements of the cells in question.
+
+    Attributes:
+        part: ``"base"``, with torch, or ``"layer"``, with transformers: where one depends on transformers or on anything of its
+            own requirements.
+    """
+
+    requires: Annotated[list[Requirement], Field(min_length=1)]
+    part: Literal["base", "layer"] = "base"
+    when: Condition | None = None
+
+    @model_validator(mode="after")
+    def _part_is_known(self) -> Packages:
+        """A part is shared by all cells that agree on its axes, so that nothing else may decide on it."""
+        if self.when is not None:
+            allowed = PART_AXES[self.part]
+            others = sorted(_expression(self.when).axes - allowed)
+            if others:
+                raise ValueError(
+                    f"the {self.part} of a cell depends on {', '.join(sorted(allowed))} alone, not on {', '.join(others)}"
+                )
+        return self
+
+
+class Tests(_Table):
+    """What the cells in question run.
+
+    Attributes:
+        suite: the name by which ``run --suite`` chooses.
+        command: arguments; ``pytest`` as the first is run by the cell's Python, with what the results need.
+        minutes: after which it is ended.
+        gpus: how many a cell leases; each gets a pytest worker of its own.
+        memory: in GiB, for schedulers.
+        environment: variables beside those of the runner.
+    """
+
+    __test__ = False
+
+    command: Annotated[list[str], Field(min_length=1)]
+    suite: str = "default"
+    when: Condition | None = None
+    minutes: Annotated[float, Field(gt=0, strict=False)] = 30
+    gpus: Annotated[int, Field(ge=0)] = 0
+    memory: Annotated[float, Field(gt=0, strict=False)] = 4
+    environment: dict[str, str] = {}
+
+
+class Axes(_Table):
+    """A whole axes file.
+
+    Attributes:
+        version: of the file's form: 1.
+        exclude_newer: a day, ``"2026-11-15"``: pins are made of what was there at its start.
+        path: where it was read.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,))
+
+    version: Literal[1]
+    axes: Values
+    tests: Annotated[list[Tests], Field(min_length=1)]
+    exclude: list[Exclude] = []
+    packages: list[Packages] = []
+    project: Project = Project()
+    exclude_newer: Annotated[str, AfterValidator(_day)] | None = None
+    path: Path = Field(default=OWN, exclude=True)
+
+    @cached_property
+    def all_cells(self) -> dict[Cell, str]:
+        """Every combination, with why it can't be; empty for those that can."""
+        conditions = [(_expression(rule.when), rule.because) for rule in self.exclude]
+        values = (getattr(self.axes, axis) for axis in AXES)
+        return {
+            cell: next((because for condition, because in conditions if condition(cell)), "")
+            for cell in (Cell(*combination) for combination in product(*values))
+        }
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [cell for cell, because in self.all_cells.items() if not because]
+
+    def select(self, only: str | None = None, names: Sequence[str] = (), pairwise: bool = False) -> list[Cell]:
+        """The cells that can be, less what isn't asked for.
+
+        Args:
+            only: an `Expression`.
+            names: of cells; none stands for all.
+            pairwise: of what remains, so few that every two values which share a cell still do.
+
+        Raises:
+            MatrixError: the condition is none, a name is none or of a cell that can't be, or nothing remains.
+        """
+        cells = self.cells
+        if names:
+            known = {cell.name: because for cell, because in self.all_cells.items()}
+            for name in names:
+                if name not in known:
+                    raise MatrixError(f"there is no cell {name!r} in {self.path.name}")
+                if known[name]:
+                    raise MatrixError(f"{name} can't be: {known[name]}")
+            cells = [cell for cell in cells if cell.name in names]
+        if only is not None:
+            condition = Expression(only)
+            cells = [cell for cell in cells if condition(cell)]
+            if not cells:
+                refused = [because for cell, because in self.all_cells.items() if because and condition(cell)]
+                raise MatrixError(f"no cell of {self.path.name} fits {only!r}" + (f": {refused[0]}" if refused else ""))
+        if not cells:
+            raise MatrixError(f"the rules of {self.path.name} leave no cell")
+        return cover(cells) if pairwise else cells
+
+    def tests_of(self, cell: Cell, suite: str = "default") -> Tests | None:
+        """What a cell runs in a suite: the first entry that fits; None where there is none.
+
+        Raises:
+            MatrixError: there is no such suite.
+        """
+        suites = sorted({tests.suite for tests in self.tests})
+        if suite not in suites:
+            raise MatrixError(f"{self.path.name} has the suites {', '.join(suites)}, not {suite!r}")
+        return next((tests for tests in self.tests if tests.suite == suite and tests.holds(cell)), None)
+
+    @property
+    def folder(self) -> Path:
+        """The tested project's."""
+        return (self.path.parent / self.project.path).resolve()
+
+
+_expressions: dict[str, Expression] = {}
+
+
+def _expression(text: str) -> Expression:
+    if text not in _expressions:
+        _expressions[text] = Expression(text)
+    return _expressions[text]
+
+
+def cover(cells: Sequence[Cell]) -> list[Cell]:
+    """So few of the cells that every two values of different axes which share a cell share one of them."""
+    if not cells:
+        return []
+    fields = [list(dict.fromkeys(getattr(cell, axis) for cell in cells)) for axis in AXES]
+    varied = [i for i, values in enumerate(fields) if len(values) > 1]
+    if len(varied) < 2:
+        return list(cells)  # every value needs a cell of its own
+    there = {_values(cell) for cell in cells}
+    fixed = tuple(values[0] for values in fields)
+
+    def complete(row: Sequence[str]) -> tuple[str, ...]:
+        whole = list(fixed)
+        for index, value in zip(varied, row, strict=True):
+            whole[index] = value
+        return tuple(whole)
+
+    prefixes = {tuple(cell[i] for i in varied)[:n] for cell in there for n in range(1, len(varied) + 1)}
+    rows = AllPairs([fields[i] for i in varied], filter_func=lambda row: tuple(row) in prefixes)
+    chosen = {complete(row.pairs if hasattr(row, "pairs") else row) for row in rows}
+    # It gives up on pairs of which every third value that it tries is excluded.
+    pairs = {cell: set(combinations(enumerate(_values(cell)), 2)) for cell in cells}
+    missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if _values(cell) in chosen))
+    while missing:
+        best = max(cells, key=lambda cell: len(pairs[cell] & missing))
+        chosen.add(_values(best))
+        missing -= pairs[best]
+    return [cell for cell in cells if _values(cell) in chosen]
+
+
+def _values(cell: Cell) -> tuple[str, ...]:
+    return tuple(getattr(cell, axis) for axis in AXES)
+
+
+def load(path: Path) -> Axes:
+    """Read an axes file.
+
+    Raises:
+        MatrixError: it can't be read, is no TOML or no axes file; names the file and the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = tomli.loads(text)
+    except OSError as error:
+        raise MatrixError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise MatrixError(f"{path} is no UTF-8 text: {error}") from None
+    except tomli.TOMLDecodeError as error:
+        raise MatrixError(f"{path}: {error}") from None
+    try:
+        return Axes.model_validate({**found, "path": path.resolve()})
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            message = problem["msg"].removeprefix("Value error, ")
+            where = ".".join(str(part) for part in problem["loc"])
+            problems.append(f"{path}:{line_of(text, problem['loc'])}: {where}: {message}")
+        raise MatrixError("\n".join(problems)) from None
+
+
+def line_of(text: str, location: tuple[Any, ...]) -> int:
+    """The line, from 1, of a place in a TOML text such as ``("exclude", 2, "when")``; that of its nearest parent where it isn't found."""
+    lines = text.splitlines()
+    start, end = 0, len(lines)
+    best = 1
+    rest = list(location)
+    if rest:
+        table = re.escape(str(rest[0]))
+        number = rest[1] if len(rest) > 1 and isinstance(rest[1], int) else 0
+        headers = [i for i, line in enumerate(lines) if re.match(rf"\s*\[\[?\s*{table}\s*\]", line)]
+        if number < len(headers):
+            start = headers[number]
+            best = start + 1
+            end = next((i for i in range(start + 1, len(lines)) if re.match(r"\s*\[\[?\s*\w", lines[i])), len(lines))
+            rest = rest[2:] if len(rest) > 1 and isinstance(rest[1], int) else rest[1:]
+        else:
+            end = next((i for i, line in enumerate(lines) if re.match(r"\s*\[", line)), len(lines))
+    if rest:
+        key = re.compile(rf"\s*{re.escape(str(rest[0]))}\s*=")
+        found = next((i for i in range(start, end) if key.match(lines[i])), None)
+        if found is None:
+            return best
+        best = found + 1
+        if len(rest) > 1 and isinstance(rest[1], int):
+            seen = -1
+            for i in range(found, end):
+                code = re.split(r"=", lines[i], maxsplit=1)[-1] if i == found else lines[i]
+                seen += len(re.findall(r"\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?", code.split("#")[0]))
+                if seen >= rest[1]:
+                    return i + 1
+    return best
+
+
+__all__ = ["AXES", "DEVICES", "FLASH_ATTENTION", "OWN", "VERSIONED", "Axes", "Tests", "cover", "line_of", "load"]

@@ -1,0 +1,98 @@
+"""A cell: one combination of Python, transformers, torch, FlashAttention and device, and its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .errors import MatrixError
+
+#: The axes in the order of a cell's fields. The first three have versions for values, the others words.
+AXES = ("python", "transformers", "torch", "flash_attention", "device")
+VERSIONED = AXES[:3]
+
+FLASH_ATTENTION = ("none", "fa2", "fa3", "fa4", "torch")
+DEVICES = ("cpu", "cuda")
+
+_NAME = re.compile(
+    r"py(?P<major>\d)(?P<minor>\d+)-tf(?P<transformers>\d+(?:\.\d+)*)-torch(?P<torch>\d+(?:\.\d+)*)"
+    r"(?:-(?P<flash_attention>fa2|fa3|fa4|fatorch))?(?:-(?P<device>cuda))?",
+    re.ASCII,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One point of the matrix.
+
+    Attributes:
+        python, transformers, torch: a version as the axes write it: ``"5.23"`` is the newest patch of that minor, which
+            the pins name; ``"5.23.0"`` is that one release.
+        flash_attention: ``"none"``, ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+
+    python: str
+    transformers: str
+    torch: str
+    flash_attention: str = "none"
+    device: str = "cpu"
+
+    @property
+    def base(self) -> str:
+        """The name of the environment below: everything but transformers and what goes with it."""
+        kernel = "" if self.flash_attention == "torch" else self._kernel
+        return f"py{self.python.replace('.', '')}-torch{self.torch}{kernel}"
+
+    @property
+    def layer(self) -> str:
+        """The name of what lies over it: transformers and what goes with it."""
+        return f"py{self.python.replace('.', '')}-tf{self.transformers}"
+
+    @property
+    def name(self) -> str:
+        """``py311-tf5.23-torch2.15-fa4-cuda``; without FlashAttention and on a CPU ``py311-tf5.23-torch2.15``."""
+        device = "" if self.device == "cpu" else f"-{self.device}"
+        return f"{self.layer}-torch{self.torch}{self._kernel}{device}"
+
+    @property
+    def _kernel(self) -> str:
+        return {"none": "", "torch": "-fatorch"}.get(self.flash_attention, f"-{self.flash_attention}")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse(name: str) -> Cell:
+    """The cell of a name.
+
+    Raises:
+        MatrixError: it is no cell's name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise MatrixError(f"{name!r} is no cell's name, such as py311-tf5.23-torch2.15-fa4-cuda")
+    kernel = match["flash_attention"] or "none"
+    return Cell(
+        python=f"{match['major']}.{match['minor']}",
+        transformers=match["transformers"],
+        torch=match["torch"],
+        flash_attention="torch" if kernel == "fatorch" else kernel,
+        device=match["device"] or "cpu",
+    )
+
+
+def shard(cells: Sequence[T], text: str) -> list[T]:
+    """The part ``"3/8"`` of the cells: every eighth, from the third on, so that each part has of every kind.
+
+    Raises:
+        MatrixError: not of the form ``NUMBER/OF``, or out of range.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise MatrixError(f"--shard takes a part such as 3/8, from 1/8 to 8/8, not {text!r}")
+    return list(cells[int(match[1]) - 1 :: int(match[2])])

@@ -1,0 +1,281 @@
+"""Pins: what exactly is installed in a cell, as requirement files with hashes and without any index.
+
+A cell has two parts, so that a matrix costs its tests and not its installations: the *base* is an environment with torch and
+FlashAttention, the *layer* lies over it with transformers and what goes with it. ``py311-torch2.15.txt`` and
+``py311-tf5.23.txt`` are the pins of ``py311-tf5.23-torch2.15``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import tomli
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from .axes import Axes
+from .cells import Cell
+from .errors import MatrixError
+
+#: What the wheels of a pin are for.
+PLATFORM = "x86_64-manylinux_2_28"
+
+
+class ResolutionError(MatrixError):
+    """No set of releases satisfies a part of a cell; the message is the resolver's."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A release of a distribution, and the SHA-256 of its file: the wheel for the platform or, where there is none, the sdist."""
+
+    name: str
+    version: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The base or the layer of a cell.
+
+    Attributes:
+        name: such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``; the pin file's.
+        python: ``"3.11"``.
+        pins: sorted by name.
+    """
+
+    name: str
+    python: str
+    pins: tuple[Pin, ...]
+
+    @property
+    def text(self) -> str:
+        """The requirement file."""
+        return "".join(f"{pin}\n" for pin in self.pins)
+
+    @property
+    def key(self) -> str:
+        """Changes with the pins."""
+        return hashlib.sha256(f"{self.python}\n{self.text}".encode()).hexdigest()[:12]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {pin.name: pin.version for pin in self.pins}
+
+
+def read(path: Path, python: str) -> Part:
+    """A committed pin file.
+
+    Raises:
+        MatrixError: it isn't there, or has a line that is no pin.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise MatrixError(
+            f"{path.stem} has no pins: make them with `kernel-compat-matrix pin`, or go without by --latest"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise MatrixError(f"{path} can't be read: {error}") from None
+    pins = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:([0-9a-f]{64})", line)
+        if match is None:
+            raise MatrixError(f"{path}:{number}: no pin of the form NAME==VERSION --hash=sha256:...: {line!r}")
+        pins.append(Pin(*match.groups()))
+    return Part(path.stem, python, tuple(pins))
+
+
+def write(part: Part, folder: Path) -> bool:
+    """Write a pin file; whether it changed.
+
+    Raises:
+        MatrixError: it can't be written.
+    """
+    path = folder / f"{part.name}.txt"
+    scratch = folder / f"{part.name}.part"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_text(encoding="utf-8") == part.text:
+            return False
+        scratch.write_text(part.text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise MatrixError(f"{path} can't be written: {error.strerror}") from None
+    return True
+
+
+def resolve_parts(
+    axes: Axes, cells: Sequence[Cell], *, latest: bool = False, jobs: int = 4
+) -> dict[str, Part | ResolutionError]:
+    """Resolve the bases and layers of cells, by name; what has no solution is there with the resolver's reason.
+
+    A base with FlashAttention holds what the one without does. A layer fits every base of its Python: what those agree on is a
+    constraint of it, and what torch brings along is left to them.
+    """
+    own = project_requirements(axes)
+    found: dict[str, Part | ResolutionError] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+
+        def each(parts: Mapping[str, tuple[Cell, Iterable[str], Iterable[str]]]) -> dict[str, Part | ResolutionError]:
+            names = list(parts)
+
+            def one(name: str) -> Part | ResolutionError:
+                cell, requirements, constraints = parts[name]
+                try:
+                    return Part(name, cell.python, compile_pins(requirements, constraints, cell.python, axes, latest))
+                except ResolutionError as error:
+                    return error
+
+            return dict(zip(names, pool.map(one, names), strict=True))
+
+        # Every torch of a Python has a say in what its layers may need, also where only some of its cells are asked for.
+        pythons = {cell.python for cell in cells}
+        plain = {
+            Cell(c.python, "", c.torch).base: Cell(c.python, "", c.torch) for c in axes.cells if c.python in pythons
+        }
+        bases = each({name: (cell, base_requirements(axes, cell, own), ()) for name, cell in plain.items()})
+        with_kernel = {}
+        for cell in cells:
+            below = bases[Cell(cell.python, "", cell.torch).base]
+            if cell.flash_attention == "none" or cell.base in with_kernel:
+                continue
+            if isinstance(below, ResolutionError):
+                found[cell.base] = below
+            else:
+                constraints = [f"{pin.name}=={pin.version}" for pin in below.pins]
+                with_kernel[cell.base] = (cell, base_requirements(axes, cell, own), constraints)
+        layers: dict[str, tuple[Cell, Iterable[str], Iterable[str]]] = {}
+        for cell in cells:
+            if cell.layer not in layers:
+                shared = _agreed([p for p in bases.values() if isinstance(p, Part) and p.python == cell.python])
+                layers[cell.layer] = (cell, layer_requirements(axes, cell, own), shared)
+        found |= each({**with_kernel, **layers})
+        for name in layers:
+            part = found[name]
+            if isinstance(part, Part):
+                below_names = {
+                    pin.name
+                    for p in bases.values()
+                    if isinstance(p, Part) and p.python == part.python
+                    for pin in p.pins
+                }
+                found[name] = Part(name, part.python, tuple(p for p in part.pins if p.name not in below_names))
+    wanted = {name for cell in cells for name in (cell.base, cell.layer)}
+    return {name: part for name, part in {**bases, **found}.items() if name in wanted}
+
+
+def _agreed(parts: Sequence[Part]) -> list[str]:
+    """What all the bases have in the same version."""
+    if not parts:
+        return []
+    shared = set.intersection(*({(pin.name, pin.version) for pin in part.pins} for part in parts))
+    return sorted(f"{name}=={version}" for name, version in shared)
+
+
+def base_requirements(axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
+    """What the base of a cell must satisfy: torch, the project's requirements, and packages without transformers."""
+    layered = _layered(axes)
+    packages = [
+        text for entry in axes.packages if entry.part == "base" and entry.holds(cell) for text in entry.requires
+    ]
+    mine = [str(requirement) for requirement in own if canonicalize_name(requirement.name) not in layered]
+    return [_exactly("torch", cell.torch), *mine, *packages]
+
+
+def layer_requirements(axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
+    """What the layer of a cell must satisfy: transformers, and what the project and the axes want with it."""
+    layered = _layered(axes)
+    packages = [
+        text for entry in axes.packages if entry.part == "layer" and entry.holds(cell) for text in entry.requires
+    ]
+    mine = [str(requirement) for requirement in own if canonicalize_name(requirement.name) in layered]
+    return [_exactly("transformers", cell.transformers), *mine, *packages]
+
+
+def _layered(axes: Axes) -> set[str]:
+    named = {
+        canonicalize_name(Requirement(text).name)
+        for entry in axes.packages
+        if entry.part == "layer"
+        for text in entry.requires
+    }
+    return named | {canonicalize_name("transformers")}
+
+
+def _exactly(name: str, version: str) -> str:
+    return f"{name}=={version}" if version.count(".") >= 2 else f"{name}=={version}.*"
+
+
+def project_requirements(axes: Axes) -> list[Requirement]:
+    """What the tested project's pyproject.toml asks for, with the extras the axes name, in this order.
+
+    Raises:
+        MatrixError: there is no pyproject.toml, no such extra, or its dependencies are dynamic.
+    """
+    path = axes.folder / "pyproject.toml"
+    try:
+        project = tomli.loads(path.read_text(encoding="utf-8"))["project"]
+    except (OSError, KeyError, tomli.TOMLDecodeError) as error:
+        raise MatrixError(f"{path}: no project to test: {error}") from None
+    if "dependencies" in project.get("dynamic", ()):
+        raise MatrixError(
+            f"{path}: dynamic dependencies can't be read; name them under [[packages]] in {axes.path.name}"
+        )
+    texts = list(project.get("dependencies", ()))
+    for extra in axes.project.extras:
+        try:
+            texts += project.get("optional-dependencies", {})[extra]
+        except KeyError:
+            raise MatrixError(f"{path} has no extra {extra!r}") from None
+    return [Requirement(text) for text in texts]
+
+
+def compile_pins(
+    requirements: Iterable[str], constraints: Iterable[str], python: str, axes: Axes, latest: bool = False
+) -> tuple[Pin, ...]:
+    """The newest releases that satisfy the requirements on Linux, x86-64.
+
+    Raises:
+        ResolutionError: there are none.
+    """
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-sources", "-", "--format", "pylock.toml"]
+    command += ["--python-version", python, "--python-platform", PLATFORM, "--no-python-downloads"]
+    if latest:
+        command += ["--exclude-newer", "9999-01-01"]
+    elif axes.exclude_newer:
+        command += ["--exclude-newer", f"{axes.exclude_newer}T00:00:00Z"]
+    # A pre-release is taken where nothing else is there or a requirement names one.
+    command += ["--prerelease", "if-necessary-or-explicit"]
+    with TemporaryDirectory() as folder:
+        limits = Path(folder, "constraints.txt")
+        limits.write_text("\n".join(constraints), encoding="utf-8")
+        done = subprocess.run(
+            [*command, "--constraint", str(limits)],
+            input="\n".join(requirements),
+            capture_output=True,
+            encoding="utf-8",
+            cwd=axes.folder,
+            check=False,
+        )
+    if done.returncode:
+        raise ResolutionError(done.stderr.strip() or f"uv ended with {done.returncode}")
+    packages = tomli.loads(done.stdout)["packages"]
+    pins = []
+    for package in packages:
+        files = package.get("wheels") or [package["sdist"]]
+        pins.append(Pin(canonicalize_name(package["name"]), package["version"], files[0]["hashes"]["sha256"]))
+    return tuple(sorted(pins, key=lambda pin: pin.name))

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compat_matrix.axes import OWN, Axes, load
+from compat_matrix.cells import Cell
+from compat_matrix.errors import MatrixError
+
+GOOD = """\
+version = 1
+exclude_newer = "2026-11-15"
+
+[axes]
+python = ["3.10", "3.11"]
+transformers = [
+    "4.57", # the last of its kind
+    "5.20",
+    "5.21",
+]
+torch = ["2.10", "2.11"]
+flash_attention = ["none", "fa4"]
+device = ["cpu", "cuda"]
+
+[[exclude]]
+when = "python<3.11 and transformers>=5.21"
+because = "transformers 5.21 needs Python 3.11"
+
+[[exclude]]
+when = "(device==cpu) != (fa==none)"
+because = "no kernel"
+
+[project]
+path = "."
+
+[[packages]]
+requires = ["numpy"]
+
+[[packages]]
+when = "flash_attention==fa4"
+requires = ["flash-attn-4"]
+part = "base"
+
+[[tests]]
+command = ["pytest", "tests"]
+when = "device==cpu"
+
+[[tests]]
+command = ["pytest", "tests/gpu"]
+minutes = 0.5
+gpus = 1
+environment = { HF_HUB_OFFLINE = "1" }
+"""
+GOOD = GOOD.replace('"(device==cpu) != (fa==none)"', '"device==cpu and fa!=none or device==cuda and fa==none"')
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "axes.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problem(folder: Path, text: str) -> str:
+    with pytest.raises(MatrixError) as raised:
+        load(written(folder, text))
+    return str(raised.value)
+
+
+@pytest.fixture
+def axes(tmp_path: Path) -> Axes:
+    return load(written(tmp_path, GOOD))
+
+
+def line(text: str, part: str) -> int:
+    """The line of the text in which a part stands for the first time."""
+    return text[: text.index(part)].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at", "says"),
+    [
+        ("version = 1", "version = 2", "version = 2", "version: Input should be 1"),
+        ("version = 1\n", "", "exclude_newer", "version: Field required"),
+        ("version = 1", 'version = 1\nname = "x"', "name =", "name: Extra inputs are not permitted"),
+        ('"2026-11-15"', '"last week"', "last week", "exclude_newer: a day such as 2026-11-15"),
+        ('"2026-11-15"', '"2026-11-1599"', "2026-11-1599", "exclude_newer: a day such as"),
+        ('"2026-11-15"', '"2026-13-45"', "2026-13-45", "exclude_newer: "),
+        ('["3.10", "3.11"]', '"3.10"', 'python = "3.10"', "axes.python: Input should be a valid list"),
+        ('["3.10", "3.11"]', "[3.10]", "python = [3.10]", "axes.python.0: Input should be a valid string"),
+        ('["3.10", "3.11"]', "[]", "python = []", "axes.python: List should have at least 1 item"),
+        ('"5.20",', '"newest",', '"newest"', "axes.transformers.1: a version is a release such as 5.4 or 5.4.0"),
+        ('"5.21",', '"5.x",', '"5.x"', "axes.transformers.2: a version is a release such as 5.4 or 5.4.0"),
+        ('"2.10", "2.11"', '"2.10", "2.10"', 'torch = ["2.10"', "axes.torch: 2.10 stands there twice"),
+        ('"none", "fa4"', '"none", "fa5"', '"fa5"', "axes.flash_attention.1: Input should be 'none', 'fa2'"),
+        ('"cpu", "cuda"', '"cpu", "rocm"', '"rocm"', "axes.device.1: Input should be 'cpu' or 'cuda'"),
+        ("python =", "pyton =", "pyton =", "axes.pyton: Extra inputs are not permitted"),
+        ('torch = ["2.10", "2.11"]\n', "", "[axes]", "axes.torch: Field required"),
+        ('because = "transformers 5.21', 'why = "transformers 5.21', 'why = "tr', "exclude.0.why: Extra inputs"),
+        ('because = "no kernel"', 'because = ""', 'because = ""', "exclude.1.because: String should have at least"),
+        ('"python<3.11 and', '"python<<3.11 and', '"python<<', "exclude.0.when: this is no condition on cells"),
+        ("fa==none", "fa==nothing", "fa==nothing", "exclude.1.when: flash_attention is one of none, fa2"),
+        ("flash_attention==fa4", "flash_attention==fa9", "==fa9", "packages.1.when: flash_attention is one of none"),
+        ('part = "base"', 'part = "top"', 'part = "top"', "packages.1.part: Input should be 'base' or 'layer'"),
+        ('["numpy"]', '["numpy >>> 1"]', "numpy >>> 1", "packages.0.requires.0: "),
+        ("minutes = 0.5", "minutes = 0", "minutes = 0", "tests.1.minutes: Input should be greater than 0"),
+        ("minutes = 0.5", 'minutes = "x"', 'minutes = "x"', "tests.1.minutes: Input should be a valid number"),
+        ("minutes = 0.5", "minutes = nan", "minutes = nan", "tests.1.minutes: "),
+        ("gpus = 1", "gpus = -1", "gpus = -1", "tests.1.gpus: Input should be greater than or equal to 0"),
+        ("gpus = 1", "gpus = true", "gpus = true", "tests.1.gpus: Input should be a valid integer"),
+        ('["pytest", "tests/gpu"]', "[]", "command = []", "tests.1.command: List should have at least 1 item"),
+        ('{ HF_HUB_OFFLINE = "1" }', "{ HF_HUB_OFFLINE = 1 }", "{ HF", "tests.1.environment.HF_HUB_OFFLINE: Input"),
+        ('path = "."', "path = 3", "path = 3", "project.path: Input should be a valid string"),
+    ],
+)
+def test_a_problem_is_pointed_at(tmp_path: Path, old: str, new: str, at: str, says: str) -> None:
+    assert old in GOOD
+    text = GOOD.replace(old, new, 1)
+    said = problem(tmp_path, text)
+    assert f"{tmp_path / 'axes.toml'}:{line(text, at)}: {says}" in said
+
+
+def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
+    said = problem(tmp_path, GOOD.replace("version = 1", "version = 7").replace("gpus = 1", "gpus = -1"))
+    assert len(said.splitlines()) == 2
+
+
+def test_what_is_no_toml_is_pointed_at(tmp_path: Path) -> None:
+    assert "line 4, column" in problem(tmp_path, GOOD.replace("[axes]", "[axes"))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "No such file or directory"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is no UTF-8 text"),
+        (lambda path: path.write_text(""), "version: Field required"),
+    ],
+)
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, make, says: str) -> None:
+    path = tmp_path / "axes.toml"
+    make(path)
+    with pytest.raises(MatrixError, match=says) as raised:
+        load(path)
+    assert str(path) in str(raised.value)
+
+
+def test_rules_say_which_cells_can_not_be_and_why(axes: Axes) -> None:
+    old = Cell("3.10", "5.21", "2.10")
+    assert len(axes.all_cells) == 2 * 3 * 2 * 2 * 2
+    assert axes.all_cells[old] == "transformers 5.21 needs Python 3.11"
+    assert axes.all_cells[Cell("3.11", "5.21", "2.10", "fa4")] == "no kernel"
+    assert old not in axes.cells
+    assert len(axes.cells) == (2 * 3 - 1) * 2 * 2
+
+
+def test_cells_are_in_the_order_of_the_file(axes: Axes) -> None:
+    assert [cell.name for cell in axes.cells[:3]] == [
+        "py310-tf4.57-torch2.10",
+        "py310-tf4.57-torch2.10-fa4-cuda",
+        "py310-tf4.57-torch2.11",
+    ]
+
+
+def test_cells_are_selected_by_condition_and_by_name(axes: Axes) -> None:
+    assert {cell.torch for cell in axes.select("torch==2.11")} == {"2.11"}
+    assert axes.select(names=["py311-tf5.21-torch2.10"]) == [Cell("3.11", "5.21", "2.10")]
+    both = axes.select("device==cuda", ["py311-tf5.21-torch2.10", "py311-tf5.21-torch2.10-fa4-cuda"])
+    assert both == [Cell("3.11", "5.21", "2.10", "fa4", "cuda")]
+
+
+@pytest.mark.parametrize(
+    ("only", "names", "says"),
+    [
+        ("transformers==5.4", [], "no cell of axes.toml fits 'transformers==5.4'"),
+        ("transformers==5.21 and python==3.10", [], "fits .*: transformers 5.21 needs Python 3.11"),
+        ("device==cuda", ["py311-tf5.21-torch2.10"], "no cell of axes.toml fits 'device==cuda'"),
+        (None, ["py311-tf5.22-torch2.10"], "there is no cell 'py311-tf5.22-torch2.10' in axes.toml"),
+        (None, ["py311"], "there is no cell 'py311' in axes.toml"),
+        (None, ["py310-tf5.21-torch2.10"], "py310-tf5.21-torch2.10 can't be: transformers 5.21 needs Python 3.11"),
+    ],
+)
+def test_a_selection_of_nothing_is_an_error(axes: Axes, only: str | None, names: list[str], says: str) -> None:
+    with pytest.raises(MatrixError, match=says):
+        axes.select(only, names)
+
+
+def test_rules_that_leave_nothing_are_an_error(tmp_path: Path) -> None:
+    text = GOOD.replace('when = "python<3.11 and transformers>=5.21"', 'when = "python>=3"')
+    with pytest.raises(MatrixError, match="axes.toml"):
+        load(written(tmp_path, text)).select()
+
+
+def test_a_cell_runs_the_first_tests_that_fit(axes: Axes) -> None:
+    cpu, cuda = Cell("3.11", "5.21", "2.10"), Cell("3.11", "5.21", "2.10", "fa4", "cuda")
+    assert axes.tests_of(cpu) == axes.tests[0]
+    assert axes.tests_of(cuda) == axes.tests[1]
+    with pytest.raises(MatrixError, match="axes.toml has the suites default, not 'full'"):
+        axes.tests_of(cpu, "full")
+
+
+def test_the_committed_file_is_right() -> None:
+    axes = load(OWN)
+    assert len([cell for cell in axes.cells if cell.device == "cpu" and cell.python == "3.12"]) == 28 * 6
+    for suite in {tests.suite for tests in axes.tests}:
+        assert all(axes.tests_of(cell, suite) for cell in axes.cells if suite != "torch" or cell.device == "cpu")

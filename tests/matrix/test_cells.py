@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compat_matrix.cells import DEVICES, FLASH_ATTENTION, Cell, parse, shard
+from compat_matrix.errors import MatrixError
+
+minors = st.builds("{}.{}".format, st.integers(0, 9), st.integers(0, 40))
+releases = st.one_of(minors, st.builds("{}.{}".format, minors, st.integers(0, 20)))
+pythons = st.builds("{}.{}".format, st.integers(2, 4), st.integers(0, 40))
+every_cell = st.builds(Cell, pythons, releases, releases, st.sampled_from(FLASH_ATTENTION), st.sampled_from(DEVICES))
+
+
+@given(every_cell)
+def test_a_name_says_which_cell_it_is(cell: Cell) -> None:
+    assert parse(cell.name) == cell
+
+
+@given(st.sets(every_cell, max_size=20))
+def test_no_two_cells_share_a_name(cells: set[Cell]) -> None:
+    assert len({cell.name for cell in cells}) == len(cells)
+
+
+def test_names_are_short_where_nothing_is_special() -> None:
+    assert Cell("3.11", "5.23", "2.15", "fa4", "cuda").name == "py311-tf5.23-torch2.15-fa4-cuda"
+    assert Cell("3.11", "5.23", "2.15").name == "py311-tf5.23-torch2.15"
+
+
+def test_torchs_own_flash_attention_needs_no_environment_of_its_own() -> None:
+    plain, own, fa4 = (Cell("3.11", "5.23", "2.15", kernel, "cuda") for kernel in ("none", "torch", "fa4"))
+    assert plain.base == own.base != fa4.base
+    assert plain.layer == own.layer == fa4.layer
+    assert len({plain.name, own.name, fa4.name}) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "py311",
+        "py311-tf5.23",
+        "tf5.23-torch2.15",
+        "py311-tf5.23-torch2.15-fa5",
+        "py311-tf5.23-torch2.15-cuda-fa4",
+        "py311-tf5.23-torch2.15-",
+        "py311-tf5.23-torch2.15\n",
+        "py311-tflatest-torch2.15",
+        "py311-tf5.x-torch2.15",
+        "py311-tf../../etc-torch2.15",
+        "py311-tf5/../..-torch2.15",
+        "py³11-tf5.23-torch2.15",
+    ],
+)
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(MatrixError, match="is no cell's name, such as py311-tf5.23-torch2.15-fa4-cuda"):
+        parse(name)
+
+
+@given(st.lists(st.integers(), max_size=60, unique=True), st.integers(1, 12))
+def test_shards_are_disjoint_and_complete(items: list[int], of: int) -> None:
+    parts = [shard(items, f"{number}/{of}") for number in range(1, of + 1)]
+    assert sorted(item for part in parts for item in part) == sorted(items)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert all(part == sorted(part, key=items.index) for part in parts)
+
+
+@pytest.mark.parametrize("text", ["", "3", "0/8", "9/8", "1/0", "-1/8", "a/b", "1/8/2", "1 /8", "½/8", "1/8\n"])
+def test_a_part_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(MatrixError, match="--shard takes a part such as 3/8"):
+        shard([1, 2, 3], text)

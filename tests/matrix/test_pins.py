@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import PYTHON, TAG, Small
+
+from compat_matrix import pins
+from compat_matrix.axes import OWN, Axes, load
+from compat_matrix.errors import MatrixError
+from compat_matrix.pins import Part, Pin
+
+COMMITTED = OWN.parent / "pins"
+HASH = "0123456789abcdef" * 4
+
+some_pins = st.lists(
+    st.builds(
+        Pin,
+        st.sampled_from(["numpy", "flash-attn-4", "nvidia-cublas-cu13", "a2"]),
+        st.sampled_from(["1", "2.5.4", "4.0.0b36", "2.0rc1.dev3", "1!2.0", "0.1.15.post2", "2.11.0+cpu"]),
+        st.binary(min_size=32, max_size=32).map(bytes.hex),
+    ),
+    max_size=4,
+)
+
+
+@given(some_pins)
+@settings(max_examples=30)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, some: list[Pin]) -> None:
+    folder = tmp_path_factory.mktemp("pins")
+    part = Part("py311-tf5.23", "3.11", tuple(some))
+    assert pins.write(part, folder)
+    assert pins.read(folder / "py311-tf5.23.txt", "3.11") == part
+    assert not pins.write(part, folder)
+    assert [path.name for path in folder.iterdir()] == ["py311-tf5.23.txt"]
+
+
+def test_what_changes_is_written(tmp_path: Path) -> None:
+    old, new = (Part("py311-tf5.23", "3.11", (Pin("transformers", f"5.23.{n}", HASH),)) for n in range(2))
+    pins.write(old, tmp_path)
+    assert pins.write(new, tmp_path)
+    assert pins.read(tmp_path / "py311-tf5.23.txt", "3.11") == new
+    assert old.key != new.key
+    assert new.key != Part(new.name, "3.12", new.pins).key
+
+
+def test_comments_and_empty_lines_are_no_pins(tmp_path: Path) -> None:
+    path = tmp_path / "py311-tf5.23.txt"
+    path.write_text(f"# made by hand\n\nnumpy==2.5.4 --hash=sha256:{HASH}\n")
+    assert pins.read(path, "3.11").versions == {"numpy": "2.5.4"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "numpy",
+        "numpy>=2",
+        "numpy==2.5.4",
+        f"numpy==2.5.4 --hash=md5:{HASH[:32]}",
+        f"numpy==2.5.4 --hash=sha256:{HASH[1:]}",
+        f"numpy==2.5.4 --hash=sha256:{HASH} --hash=sha256:{HASH}",
+        f"numpy @ file:///tmp/numpy.whl --hash=sha256:{HASH}",
+        "-e .",
+        "-r other.txt",
+        "--index-url somewhere",
+        "--find-links wheels",
+    ],
+)
+def test_a_line_that_is_no_pin_is_pointed_at(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "py311-tf5.23.txt"
+    path.write_text(f"torch==2.11.0 --hash=sha256:{HASH}\n{line}\n")
+    with pytest.raises(MatrixError, match=re.escape(f"{path}:2: no pin of the form NAME==VERSION --hash=sha256:...")):
+        pins.read(path, "3.11")
+
+
+def test_pins_that_are_not_there_can_be_made(tmp_path: Path) -> None:
+    with pytest.raises(MatrixError, match="py311-tf5.23 has no pins: make them with `kernel-compat-matrix pin`"):
+        pins.read(tmp_path / "py311-tf5.23.txt", "3.11")
+
+
+def test_pins_that_can_not_be_read_or_written_are_named(tmp_path: Path) -> None:
+    (tmp_path / "py311-tf5.23.txt").mkdir()
+    with pytest.raises(MatrixError, match="py311-tf5.23.txt"):
+        pins.read(tmp_path / "py311-tf5.23.txt", "3.11")
+    with pytest.raises(MatrixError, match="py311-tf5.23.txt can't be written"):
+        pins.write(Part("py311-tf5.23", "3.11", ()), tmp_path)
+
+
+def test_committed_pins_are_of_the_cells_they_are_for() -> None:
+    axes = load(OWN)
+    for cell in axes.select("python==3.12 and device==cpu"):
+        base = pins.read(COMMITTED / f"{cell.base}.txt", cell.python)
+        layer = pins.read(COMMITTED / f"{cell.layer}.txt", cell.python)
+        assert base.versions["torch"].startswith(f"{cell.torch}.")
+        assert layer.versions["transformers"].startswith(f"{cell.transformers}.")
+        assert "torch" not in layer.versions
+        assert "transformers" not in base.versions
+        assert "pytest-reportlog" in base.versions
+        assert not base.versions.keys() & layer.versions.keys()
+
+
+def test_committed_pins_are_pins_and_nothing_else() -> None:
+    known = {part for cell in load(OWN).cells for part in (cell.base, cell.layer)}
+    paths = [*COMMITTED.iterdir()]
+    assert {path.stem for path in paths} <= known
+    for path in paths:
+        part = pins.read(path, "3.12")
+        assert path.read_text(encoding="utf-8") == part.text  # so that no index and no address is named
+        assert [pin.name for pin in part.pins] == sorted(pin.name for pin in part.pins)
+
+
+@pytest.fixture
+def project(small: Small, monkeypatch: pytest.MonkeyPatch) -> Small:
+    """Resolved from wheels of its own: torch 2.11 brings numpy, and one transformers can't have it."""
+    for name, value in small.environment().items():
+        if name.startswith("UV_"):
+            monkeypatch.setenv(name, value)
+    for version in ("1.26.0", "2.0.0"):
+        small.wheel("numpy", version, {})
+    for version in ("2.11.0", "2.11.1", "2.12.0"):
+        small.wheel("torch", version, {}, requires=["numpy>=2" if version == "2.11.1" else "numpy"])
+    small.wheel("flash_attn_4", "4.0.0b5", {}, requires=["torch"])
+    small.wheel("transformers", "5.0.0", {}, requires=["numpy", "tokenizers"])
+    small.wheel("transformers", "5.1.0", {}, requires=["numpy<2"])
+    small.wheel("tokenizers", "1.0", {})
+    small.axes(
+        torch=("2.11", "2.12"),
+        axes='flash_attention = ["none", "fa4"]',
+        more='[[packages]]\nwhen = "fa==fa4"\nrequires = ["flash-attn-4>=4.0.0b1"]\n',
+    )
+    return small
+
+
+@pytest.fixture
+def axes(project: Small) -> Axes:
+    return load(project.folder / "matrix" / "axes.toml")
+
+
+def test_a_layer_has_what_no_base_brings(axes: Axes) -> None:
+    found = pins.resolve_parts(axes, axes.select("transformers==5.0"))
+    versions = {name: part.versions for name, part in found.items() if isinstance(part, Part)}
+    assert versions == {
+        f"{TAG}-torch2.11": {"numpy": "2.0.0", "torch": "2.11.1"},
+        f"{TAG}-torch2.12": {"numpy": "2.0.0", "torch": "2.12.0"},
+        f"{TAG}-torch2.11-fa4": {"flash-attn-4": "4.0.0b5", "numpy": "2.0.0", "torch": "2.11.1"},
+        f"{TAG}-torch2.12-fa4": {"flash-attn-4": "4.0.0b5", "numpy": "2.0.0", "torch": "2.12.0"},
+        f"{TAG}-tf5.0": {"tokenizers": "1.0", "transformers": "5.0.0"},
+    }
+    assert all(part.python == PYTHON for part in found.values() if isinstance(part, Part))
+
+
+def test_what_can_not_be_resolved_has_the_resolvers_reason(axes: Axes) -> None:
+    found = pins.resolve_parts(axes, axes.cells)
+    assert isinstance(found[f"{TAG}-tf5.0"], Part)
+    error = found[f"{TAG}-tf5.1"]
+    assert isinstance(error, pins.ResolutionError)
+    assert "5.1.0 depends on numpy<2" in str(error)
+    assert "unsatisfiable" in str(error)
+
+
+def test_the_command_pins_what_can_be_pinned(project: Small) -> None:
+    for path in (project.folder / "matrix" / "pins").iterdir():
+        path.unlink()
+    done = project.run("pin")
+    assert done.returncode == 1
+    assert f"{TAG}-tf5.1: " in done.stderr
+    assert "numpy<2" in done.stderr
+    assert "5 parts pinned" in done.stdout
+    assert "5 of them changed" in done.stdout
+    assert sorted(path.stem for path in (project.folder / "matrix" / "pins").iterdir()) == sorted(
+        [f"{TAG}-tf5.0", *(f"{TAG}-torch{minor}{rest}" for minor in ("2.11", "2.12") for rest in ("", "-fa4"))]
+    )
+    assert "0 of them changed" in project.run("pin", "--only", "transformers==5.0").stdout
+
+
+def test_what_the_newest_releases_can_not_do_fails_and_is_stored(project: Small) -> None:
+    project.write("test_it.py", "def test_a(): pass")
+    done = project.run("run", "--latest", "--only", "torch==2.11 and fa==none")
+    assert done.returncode == 1, done
+    old, new = project.results().values()
+    assert (old.verdict, new.verdict, new.kind) == ("passed", "failed", "installation")
+    assert "5.1.0 depends on numpy<2" in new.log
+    assert old.environment["packages"]["torch"] == "2.11.1"
+
+
+def test_a_folder_that_can_not_be_written_is_told(project: Small) -> None:
+    done = project.run("pin", "--only", "transformers==5.0", "--pins", "matrix/axes.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "matrix/axes.toml/py3" in done.stderr
+    assert "can't be written" in done.stderr
