@@ -1,0 +1,155 @@
+"""Cells on a torch that is there already: the one of a machine's or a container's own Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from .axes import Axes
+from .cells import Cell
+from .errors import MatrixError
+from .expressions import release
+from .locking import lock
+from .pins import Part, base_requirements, layer_requirements, project_requirements
+from .work import Job
+
+_ASK = """
+import json, sys
+from importlib.metadata import distributions, distribution
+try:
+    folder = str(distribution("torch").locate_file("").resolve())
+except ImportError:
+    folder = ""
+there = {d.metadata["Name"]: d.version for d in distributions(path=[folder])} if folder else {}
+print(json.dumps({"python": "%d.%d" % sys.version_info[:2], "folder": folder, "there": there}))
+"""
+
+
+@dataclass(frozen=True)
+class BasePython:
+    """A Python with a torch.
+
+    Attributes:
+        executable: its path, as it was given: one in a virtual environment is a link, and the link is meant.
+        python: ``"3.12"``.
+        folder: where its torch lies.
+        there: what lies in that folder: normalized name to version.
+    """
+
+    executable: Path
+    python: str
+    folder: Path
+    there: Mapping[str, Version]
+
+    @classmethod
+    def inspect(cls, executable: Path) -> BasePython:
+        """Ask a Python; nothing of torch is imported.
+
+        Raises:
+            MatrixError: it can't be run, or has no torch.
+        """
+        executable = executable.absolute()
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        try:
+            done = subprocess.run(
+                [str(executable), "-c", _ASK], capture_output=True, text=True, cwd="/", env=environment, check=False
+            )
+        except OSError as error:
+            raise MatrixError(f"--base-python {executable}: {error.strerror}") from None
+        try:
+            found = json.loads(done.stdout)
+        except ValueError:
+            said = (done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"])[-1]
+            raise MatrixError(f"--base-python {executable} doesn't work as a Python: {said}") from None
+        if not found["folder"]:
+            raise MatrixError(f"--base-python {executable} has no torch")
+        there: dict[str, Version] = {
+            canonicalize_name(name): Version(version) for name, version in found["there"].items() if name
+        }
+        return cls(executable, found["python"], Path(found["folder"]), there)
+
+    @property
+    def torch(self) -> Version:
+        return self.there["torch"]
+
+    @property
+    def key(self) -> str:
+        """Changes with what lies there."""
+        return "\n".join(
+            [str(self.executable), str(self.folder), *(f"{n}=={v}" for n, v in sorted(self.there.items()))]
+        )
+
+    def check(self, cells: Iterable[Cell]) -> None:
+        """
+        Raises:
+            MatrixError: some of the cells have another Python or torch.
+        """
+        others = [cell for cell in cells if not self._fits(cell)]
+        if others:
+            minor = f"{self.torch.major}.{self.torch.minor}"
+            raise MatrixError(
+                f"{self.executable} is Python {self.python} with torch {self.torch}, on which "
+                f"{_some([cell.name for cell in others])} can't stand: "
+                f'choose by --only "python=={self.python} and torch=={minor}"'
+            )
+
+    def _fits(self, cell: Cell) -> bool:
+        wanted = release(cell.torch)
+        return cell.python == self.python and self.torch.release[: len(wanted)] == wanted
+
+    def under(self, jobs: Iterable[Job], needless: Mapping[str, frozenset[str]]) -> list[Job]:
+        """The jobs, with bases that lack what this Python brings: torch, what torch alone needs, and what is there as it is pinned.
+
+        Args:
+            needless: of every base, by name, what `torch_alone` says.
+        """
+
+        def less(base: Part) -> Part:
+            kept = [pin for pin in base.pins if pin.name not in needless[base.name]]
+            return replace(base, pins=tuple(pin for pin in kept if not self._has(pin.name, pin.version)))
+
+        return [
+            job if isinstance(job.parts, str) else replace(job, parts=(less(job.parts[0]), job.parts[1]))
+            for job in jobs
+        ]
+
+    def _has(self, name: str, version: str) -> bool:
+        found = self.there.get(canonicalize_name(name))
+        return found is not None and Version(found.public) == Version(version)
+
+
+def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) -> dict[str, frozenset[str]]:
+    """Of every base of these cells, by name: torch, and the pins that nothing but torch needs.
+
+    Asks the index.
+
+    Raises:
+        MatrixError: it doesn't answer, or the pins don't fit the axes any more.
+    """
+    own = project_requirements(axes)
+    found: dict[str, frozenset[str]] = {}
+    for cell in cells:
+        base = parts[cell.base]
+        if base.name in found:
+            continue
+        # What transformers needs beside torch stays, whatever the torch there brings of it. Which release is asked makes no
+        # difference to that, and one base is there for all of them.
+        wanted = [*base_requirements(axes, cell, own), *layer_requirements(axes, cell, own)]
+        without = [text for text in wanted if canonicalize_name(Requirement(text).name) != "torch"]
+        limits = [f"{pin.name}=={pin.version}" for name in (cell.base, cell.layer) for pin in parts[name].pins]
+        packages = lock(without, cell.python, axes, constraints=limits, excluded=["torch"])
+        needed = {canonicalize_name(package["name"]) for package in packages}
+        found[base.name] = frozenset(pin.name for pin in base.pins if pin.name not in needed)
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

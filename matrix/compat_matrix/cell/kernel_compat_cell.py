@@ -1,0 +1,131 @@
+"""A pytest plugin for the inside of a cell: what is installed there, which shims apply, and a GPU for each worker.
+
+It is put on the path of a cell's Python, which has nothing else of the matrix; so it imports what is there anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+
+def pytest_configure() -> None:
+    lifeline = os.environ.get("COMPAT_MATRIX_LIFELINE")
+    if lifeline and not os.environ.get("PYTEST_XDIST_WORKER"):
+        threading.Thread(target=_follow, args=(int(lifeline),), daemon=True).start()
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    leased = os.environ.get("COMPAT_MATRIX_GPUS")
+    if worker and leased:  # before anything asks for a device
+        gpus = leased.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+
+
+def _follow(descriptor: int) -> None:
+    """End with the process that forked this one, and all that was started here with it."""
+    os.read(descriptor, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def pytest_sessionfinish() -> None:
+    target = os.environ.get("COMPAT_MATRIX_ENVIRONMENT")
+    if target and not os.environ.get("PYTEST_XDIST_WORKER"):
+        write(Path(target))
+
+
+def write(path: Path) -> None:
+    """Describe this process' environment as JSON."""
+    found = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": packages(),
+        "conflicts": conflicts(),
+        **device(),
+        **shims(),
+    }
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(found, default=str), encoding="utf-8")
+    scratch.replace(path)
+
+
+def packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found.setdefault(name.lower().replace("_", "-"), distribution.version)  # the first on the path is what runs
+    return dict(sorted(found.items()))
+
+
+def conflicts() -> list[str]:
+    """Requirements that what is installed doesn't meet: base and layer are resolved one after the other."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return []
+    there = packages()
+    found = []
+    seen: set[str] = set()
+    for distribution in distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if not name or name in seen:
+            continue
+        seen.add(name)
+        for text in distribution.requires or ():
+            requirement = Requirement(text)
+            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            version = there.get(requirement.name.lower().replace("_", "-").replace(".", "-"))
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                found.append(
+                    f"{name} {distribution.version} requires {requirement}, and {version or 'nothing'} is there"
+                )
+    return found
+
+
+def device() -> dict[str, str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {"device": platform.processor() or "cpu"}
+    found = {
+        "device": torch.cuda.get_device_name(0),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
+    }
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+    except Exception as error:  # the driver is for information
+        found["driver"] = f"unknown: {error}"
+    return found
+
+
+def shims() -> dict[str, Any]:
+    """What the library says of its shims here, with every seam verified."""
+    if "transformers" not in sys.modules:
+        return {}
+    try:
+        import kernel_compat
+    except ImportError:
+        return {}
+    with kernel_compat.installed() as report:
+        return {
+            "shims": {
+                shim.name: {"state": shim.state, "reason": shim.reason, "seams": [str(seam) for seam in shim.seams]}
+                for shim in report.shims
+            }
+        }
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    write(Path(sys.argv[1]))

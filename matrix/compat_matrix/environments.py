@@ -1,0 +1,163 @@
+"""Environments of cells: a virtual environment a base, a folder a layer, each made once for whatever asks for the same pins."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import findpython
+from filelock import FileLock
+
+from .errors import MatrixError
+from .pins import Part
+
+if TYPE_CHECKING:
+    from .base_python import BasePython
+
+#: Packages that are built against the torch of the environment.
+_AGAINST_TORCH = ("flash-attn",)
+
+
+class InstallationError(MatrixError):
+    """A part of a cell can't be installed; the message is the installer's."""
+
+
+@lru_cache
+def interpreter(version: str) -> str:
+    """A Python of this minor version on this machine; the version itself where there is none, for uv to download.
+
+    uv by itself fails at the shims of pyenv and asdf for versions that aren't switched on.
+    """
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable  # looking around runs every Python there is, for seconds
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable  # a look around takes seconds on a machine with many
+    found = findpython.find(*map(int, version.split(".")))
+    return str(found.executable) if found else version
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Where environments are kept.
+
+    Attributes:
+        root: a folder of ours; deleting it costs nothing but the time to make them anew.
+        project: the tested project's folder; its code runs from where it is.
+        wheelhouse: a folder of wheels to take instead of an index; the network is then not asked.
+        wheel: the tested project's, to install instead of its folder: that needs no build backend.
+        below: a Python whose packages every base sees beneath its own.
+    """
+
+    root: Path
+    project: Path
+    wheelhouse: Path | None = None
+    wheel: Path | None = None
+    below: BasePython | None = None
+
+    def base(self, part: Part) -> Path:
+        """The Python of a base, made if it isn't there.
+
+        Raises:
+            InstallationError: it can't be made; nothing of it stays.
+        """
+        described = f"{part.key}\n{self.project}\n{(self.project / 'pyproject.toml').read_text(encoding='utf-8')}"
+        if self.wheel is not None:
+            described += hashlib.sha256(self.wheel.read_bytes()).hexdigest()
+        if self.below is not None:
+            described += self.below.key
+        key = hashlib.sha256(described.encode()).hexdigest()[:12]
+        folder = self.root / "base" / f"{part.name}-{key}"
+        python = folder / "bin" / "python"
+
+        def make() -> None:
+            made_of = interpreter(part.python) if self.below is None else str(self.below.executable)
+            offline = ["--offline", "--no-config"] if self.wheelhouse is not None else []
+            self._uv(part, ["venv", "--quiet", "--clear", *offline, "--python", made_of, str(folder)])
+            if self.below is not None:
+                # Not --system-site-packages: of a Python in a virtual environment that shows another's packages.
+                packages = next(folder.glob("lib/python*/site-packages"))
+                (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
+            self._install(part, python)
+            project = ["pip", "install", "--quiet", "--no-deps", "--python", str(python)]
+            source = ["--editable", str(self.project)] if self.wheel is None else ["--no-config", str(self.wheel)]
+            self._uv(part, [*project, *self._source(), *source])
+
+        self._once(folder, make)
+        return python
+
+    def layer(self, part: Part, python: Path) -> Path:
+        """The folder of a layer, to be put on the path before the packages of a base.
+
+        Args:
+            python: of a base with the same Python.
+
+        Raises:
+            InstallationError: it can't be made; nothing of it stays.
+        """
+        folder = self.root / "layer" / f"{part.name}-{part.key}"
+        self._once(folder, lambda: self._install(part, python, "--target", str(folder)))
+        return folder
+
+    def _once(self, folder: Path, make: Callable[[], None]) -> None:
+        done = folder / ".complete"
+        if done.exists():
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if done.exists():
+                return
+            shutil.rmtree(folder, ignore_errors=True)  # of one that was killed while it made it
+            try:
+                make()
+                done.touch()
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+
+    def _install(self, part: Part, python: Path, *options: str) -> None:
+        if not part.pins:
+            (Path(options[-1]) if options else python.parent).mkdir(parents=True, exist_ok=True)
+            return
+        late = [pin for pin in part.pins if pin.name in _AGAINST_TORCH]
+        for pins in ([pin for pin in part.pins if pin not in late], late):
+            if not pins:
+                continue
+            command = [
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--require-hashes",
+                "--no-config",
+                "--python",
+                str(python),
+            ]
+            command += [*self._source(), *(f"--no-build-isolation-package={pin.name}" for pin in late), *options]
+            self._uv(part, [*command, "--requirement", "-"], "".join(f"{pin}\n" for pin in pins))
+
+    def _source(self) -> list[str]:
+        if self.wheelhouse is None:
+            return []
+        return ["--offline", "--no-index", "--find-links", str(self.wheelhouse)]
+
+    def _uv(self, part: Part, arguments: Sequence[str], text: str = "") -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+        done = subprocess.run(
+            [sys.executable, "-m", "uv", *arguments],
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            check=False,
+        )
+        if done.returncode:
+            raise InstallationError(f"{part.name}: {done.stderr.strip() or f'uv ended with {done.returncode}'}")

@@ -1,0 +1,163 @@
+"""From what pytest wrote to what became of a cell: its tests' outcomes, and what kind of failure it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .results import Kind, Test, Verdict
+
+#: How far off a result was, as torch.testing, numpy and plain comparisons under pytest say it; the largest counts.
+_DISTANCES = (
+    re.compile(r"[Gg]reatest (?:absolute|relative) difference: (?P<found>[-+.\deinfa]+)"),
+    re.compile(r"Max (?:absolute|relative) difference[^:]*: (?P<found>[-+.\deinfa]+)"),
+    re.compile(r"\boff by (?P<found>[-+.\de]+|nan|inf)\b"),
+    # A bound without a decimal point is one of how many, not of how far.
+    re.compile(r"assert (?P<found>[\d.]+(?:e[-+]?\d+)?|nan|inf) <=? \(?(?:\d+ \* )?(?:\d*\.\d|\d+e[-+]?\d)"),
+)
+_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): [^\n]+")
+_CRASH = re.compile(
+    r"Fatal Python error: [^\n]*|worker '\w+' crashed[^\n]*|CUDA error: [^\n]*|Segmentation fault[^\n]*"
+)
+
+#: The message of a test that began, and of which nothing more was heard.
+UNENDED = "it didn't come to its end"
+
+
+def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
+    """The tests of a pytest report log, and the errors of what couldn't be collected.
+
+    A log that ends in the middle of a line, as that of a killed process does, is read up to there.
+    """
+    phases: dict[str, list[dict[str, Any]]] = {}
+    uncollected = []
+    try:
+        lines: Iterable[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = ()
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        kind = entry.get("$report_type")
+        if kind == "TestReport":
+            phases.setdefault(entry["nodeid"], []).append(entry)
+        elif kind == "CollectReport" and entry["outcome"] == "failed":
+            uncollected.append(f"{entry['nodeid']}: {message_of(entry)}")
+    return [_test(nodeid, entries) for nodeid, entries in phases.items()], uncollected
+
+
+def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
+    seconds = sum(entry.get("duration", 0.0) for entry in entries)
+    for entry in entries:
+        expected = entry.get("wasxfail") is not None
+        if entry["outcome"] == "failed":
+            return Test(nodeid, "failed" if entry["when"] == "call" else "error", seconds, message_of(entry))
+        if entry["outcome"] == "skipped":
+            return Test(nodeid, "xfailed" if expected else "skipped", seconds, message_of(entry))
+        if expected:
+            return Test(nodeid, "xpassed", seconds)
+    if entries[-1]["when"] != "teardown":
+        return Test(nodeid, "error", seconds, UNENDED)
+    return Test(nodeid, "passed", seconds)
+
+
+def message_of(entry: Mapping[str, Any]) -> str:
+    """The text of a report's failure or skip."""
+    representation = entry.get("longrepr")
+    if isinstance(representation, (list, tuple)) and len(representation) == 3:  # file, line and reason of a skip
+        return str(representation[2]).removeprefix("Skipped: ")
+    if isinstance(representation, dict):
+        crash = (representation.get("reprcrash") or {}).get("message", "")
+        lines = []
+        chain = representation.get("chain") or [[representation.get("reprtraceback"), None, None]]
+        for trace, *_ in chain:
+            for part in (trace or {}).get("reprentries", ()):
+                data = part.get("data") or {}
+                lines += data.get("lines", ())
+                place = data.get("reprfileloc")
+                if place:
+                    lines.append(f"{place['path']}:{place['lineno']}: {place['message']}")
+        return "\n".join(lines) or crash
+    return "" if representation is None else str(representation)
+
+
+def judge(
+    tests: Sequence[Test],
+    uncollected: Sequence[str],
+    environment: Mapping[str, Any],
+    log: str,
+    returncode: int | None,
+    minutes: float,
+) -> tuple[Verdict, Kind | None, str]:
+    """How a cell ended.
+
+    Args:
+        returncode: of its process; None if it was ended at its time limit of so many minutes.
+
+    Returns:
+        The verdict, what kind of failure it is, and the reason in a line or two.
+    """
+    bad = [test for test in tests if test.outcome in ("failed", "error")]
+    failed = {name: shim for name, shim in environment.get("shims", {}).items() if shim["state"] == "failed"}
+    within = next((f", in {test.nodeid}" for test in reversed(tests) if test.message == UNENDED), "")
+    if returncode is None:
+        last = f", the last test that ended was {tests[-1].nodeid}" if tests else ""
+        return "failed", "timeout", f"ended after {minutes:g} min{within or last}"
+    if returncode == 0 and not bad and not failed and not uncollected:
+        if any(test.outcome != "skipped" for test in tests) or not tests:
+            return "passed", None, ""
+        reasons = sorted({test.message for test in tests if test.message})
+        return "not run", "hardware", f"all {len(tests)} tests were skipped: {'; '.join(reasons[:3])}"
+    texts = [*uncollected, *(test.message for test in bad)]
+    if conflicts := environment.get("conflicts"):
+        return "failed", "installation", "; ".join(conflicts[:3])
+    for text in uncollected or ([log] if not tests else []):
+        if found := _IMPORT.findall(text):
+            return "failed", "import", found[-1].strip()
+    if failed:
+        return "failed", "seam", "; ".join(f"{name}: {shim['reason']}" for name, shim in failed.items())
+    for text in [*texts, *([log] if returncode not in (0, 1) else [])]:
+        if match := _CRASH.search(text):
+            return "failed", "crash", f"{match[0]}{within}"
+    if returncode < 0:
+        return "failed", "crash", f"killed by signal {-returncode}{within}"
+    if within:
+        return "failed", "crash", f"ended with {returncode}{within}"
+    if bad and all(_IMPORT.search(test.message) for test in bad):
+        return "failed", "import", _IMPORT.findall(bad[0].message)[-1].strip()
+    if distances := [distance for test in bad if (distance := distance_in(test.message)) is not None]:
+        far = max(distances, key=lambda value: (value != value, value))
+        return "failed", "wrong", f"{len(distances)} of {len(tests)} tests are off, by up to {far:.3g}"
+    if bad:
+        return "failed", "test", f"{len(bad)} of {len(tests)} tests failed, the first of them {bad[0].nodeid}"
+    if uncollected:
+        return "failed", "test", f"{uncollected[0].split(': ')[0]}: {_said(uncollected[0])}"
+    return "failed", "test", "no test ran" if returncode == 5 else f"its command ended with {returncode}: {_tail(log)}"
+
+
+def distance_in(message: str) -> float | None:
+    """How far off a result was, if a failure's report says so."""
+    found = []
+    for pattern in _DISTANCES:
+        for match in pattern.finditer(message):
+            try:
+                found.append(float(match["found"]))
+            except ValueError:
+                continue
+    return max(found, key=lambda value: (value != value, value)) if found else None
+
+
+def _said(failure: str) -> str:
+    """The last line that pytest marks as an error's."""
+    lines = [line for line in failure.splitlines() if line.strip()]
+    return next((line[1:].strip() for line in reversed(lines) if line.startswith("E  ")), lines[-1].strip())
+
+
+def _tail(log: str) -> str:
+    lines = [line for line in log.strip().splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it printed nothing"

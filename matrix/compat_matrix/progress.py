@@ -1,0 +1,77 @@
+"""What a person sees of a run while it goes on: a live table in a terminal, a line a cell elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from .cells import Cell
+from .results import CellResult
+
+_SYMBOLS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "not run": ("-", "yellow")}
+
+
+class Progress:
+    """Of a run with so many cells, so many at a time."""
+
+    def __init__(self, total: int, jobs: int, console: Console) -> None:
+        self.total, self.jobs, self.console = total, jobs, console
+        self.counts: Counter[str] = Counter()
+        self.running: dict[Cell, float] = {}
+        self.spent: list[float] = []
+        self._began = time.monotonic()
+        self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def started(self, cell: Cell) -> None:
+        self.running[cell] = time.monotonic()
+
+    def ended(self, result: CellResult) -> None:
+        self.running.pop(result.cell, None)
+        self.counts[result.verdict] += 1
+        self.spent.append(result.seconds)
+        symbol, style = _SYMBOLS[result.verdict]
+        line = Text(f"{symbol} {sum(self.counts.values())}/{self.total} {result.cell} ")
+        line.append(f"{result.verdict}{f' ({result.kind})' if result.kind else ''}", style)
+        line.append(f" {result.seconds:.1f} s{f': {result.reason}' if result.reason else ''}")
+        self.console.print(line, soft_wrap=True, highlight=False)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        counts = ", ".join(f"{self.counts[verdict]} {verdict}" for verdict in _SYMBOLS if self.counts[verdict])
+        left = self.total - sum(self.counts.values()) - len(self.running)
+        table.add_row(
+            f"{sum(self.counts.values())} of {self.total} cells" + (f": {counts}" if counts else ""),
+            f"{len(self.running)} running, {left} to go",
+            f"{_clock(time.monotonic() - self._began)} so far, {self._time_left()} left",
+        )
+        for cell, since in list(self.running.items()):
+            table.add_row(f"  {cell}", _clock(time.monotonic() - since), "")
+        return table
+
+    def _time_left(self) -> str:
+        if not self.spent:
+            return "?"
+        to_do = self.total - len(self.spent)
+        return _clock(sum(self.spent) / len(self.spent) * to_do / max(self.jobs, 1))
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"

@@ -1,0 +1,215 @@
+"""Cells as tasks of a Ray cluster: Ray says where and when, and runs once more what a lost node had."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from . import __version__, gpus, work
+from .cells import Cell, parse
+from .errors import MatrixError
+from .processes import Hosts
+from .results import CellResult
+from .runner import default_root
+from .wheelhouse import sources
+from .work import Job
+
+try:
+    import ray
+    from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+except ImportError as error:
+    raise MatrixError(f"--executor ray needs Ray: pip install 'kernel-compat-matrix[ray]' ({error})") from None
+
+#: How often Ray starts a cell anew whose node or worker was lost. A cell that ends, however it does, isn't run again.
+RETRIES = 3
+
+#: Seconds between two looks at what has started.
+_POLL = 0.5
+#: Seconds that cancelled cells have to end by themselves.
+_GRACE = 15.0
+
+
+class RayExecutor:
+    """The cluster of RAY_ADDRESS, or one that `ray start` has made on this machine, or one of this machine and this run.
+
+    The tested project, the wheelhouse and the base Python must be at the same paths on every node. Each node makes its
+    environments in its own cache folder.
+
+    Args:
+        jobs: CPUs of a cluster of our own; any other has what it has, and is refused with this.
+        cache: that folder; the node's default if None.
+        fork: cells without a GPU from a process that has imported torch.
+
+    Raises:
+        MatrixError: there is no such cluster, or it can't be joined.
+    """
+
+    def __init__(self, jobs: int | None, cache: Path | None, *, fork: bool = True) -> None:
+        self._cache, self._fork = cache and cache.absolute(), fork
+        self._refs: dict[Cell, Any] = {}
+        self._fingerprint: dict[Path, str] = {}
+        self._closing = threading.Event()
+        _reachable(os.environ.get("RAY_ADDRESS", ""))
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        try:
+            ray.init(num_cpus=jobs, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise MatrixError(f"the Ray cluster can't be joined: {error}") from None
+        self.jobs = int(ray.cluster_resources().get("CPU", 1))
+        node = ray.get_runtime_context().get_node_id()
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        # With this process, and not with a node that may be lost.
+        self._begun = ray.remote(_Begun).options(num_cpus=0, scheduling_strategy=here).remote()
+        self._started: Callable[[Cell], None] | None = None
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
+        self._started = started
+        needs = {"CPU": 1.0, "memory": job.tests.memory * 2**30}
+        if job.cell.device == "cuda" and job.tests.gpus:
+            needs["GPU"] = float(job.tests.gpus)
+        future: Future[CellResult] = Future()
+        if (lacking := _lacking(needs)) is not None:
+            now = datetime.now(timezone.utc)
+            future.set_result(CellResult(job.cell, "not run", "hardware", lacking, now, 0.0, attempt=job.attempt))
+            return future
+        task = ray.remote(_run).options(
+            name=job.cell.name,
+            num_cpus=1,
+            num_gpus=needs.get("GPU", 0),
+            memory=int(needs["memory"]),
+            max_retries=RETRIES,
+            retry_exceptions=False,
+        )
+        project = job.environments.project
+        if project not in self._fingerprint:
+            self._fingerprint[project] = fingerprint(project)
+        ref = task.remote(job, self._fingerprint[project], self._cache, self._fork, self._begun)
+        self._refs[job.cell] = ref
+        ref.future().add_done_callback(lambda done: _hand_over(done, future, job))
+        return future
+
+    def cancel(self) -> None:
+        refs = list(self._refs.values())
+        for force in (False, True):
+            left = ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
+            for ref in left:
+                ray.cancel(ref, force=force)
+            if left:
+                ray.wait(left, num_returns=len(left), timeout=_GRACE)
+        self.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        ray.shutdown()
+
+    def _follow(self) -> None:
+        """Tell what has started, as it does."""
+        while not self._closing.wait(_POLL):
+            try:
+                names = ray.get(self._begun.take.remote())
+            except RayError:
+                return  # the cluster is going; the cells' futures say so
+            for name in names:
+                if self._started is not None:
+                    self._started(parse(name))
+
+
+class _Begun:
+    """An actor that knows which cells have started and weren't told of yet."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def add(self, name: str) -> None:
+        self._names.append(name)
+
+    def take(self) -> list[str]:
+        names, self._names = self._names, []
+        return names
+
+
+_hosts = Hosts()
+
+
+def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) -> CellResult:
+    """On a node: run a cell, on GPUs that nothing else on that machine has leased."""
+    here = job.environments.project
+    if not here.is_dir():
+        raise MatrixError(f"node {platform.node()} has no {here}: the project must be at the same path on every node")
+    if fingerprint(here) != expected:
+        raise MatrixError(
+            f"{here} on node {platform.node()} isn't what it is where the run was started: bring it up to date"
+        )
+    job = replace(job, environments=replace(job.environments, root=cache or default_root()))
+    needed = job.tests.gpus if job.cell.device == "cuda" else 0
+    # Ray gives a task GPUs by CUDA_VISIBLE_DEVICES, and knows nothing of runs beside it.
+    with gpus.leased(needed, gpus.visible() if needed else ()) as held:
+        begun.add.remote(job.cell.name)
+        return work.run(job, held, hosts=_hosts if fork else None)
+
+
+def _reachable(address: str) -> None:
+    """
+    Raises:
+        MatrixError: nothing listens at ``HOST:PORT``: Ray itself would wait, and then end this process.
+    """
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a project's Python files and its pyproject.toml, and of this command."""
+    digest = hashlib.sha256(__version__.encode())
+    for path in [*sources(folder), folder / "pyproject.toml"]:
+        digest.update(f"\n{path.relative_to(folder)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:
+    error = done.exception()
+    if error is None:
+        future.set_result(done.result())
+    elif isinstance(error, TaskCancelledError) or isinstance(getattr(error, "cause", None), KeyboardInterrupt):
+        future.set_exception(work.Cancelled())
+    elif isinstance(error, RayTaskError):
+        cause = error.cause if isinstance(error.cause, MatrixError) else error
+        future.set_exception(MatrixError(f"{job.cell}: {cause}"))
+    else:
+        reason = f"its node or worker was lost {RETRIES + 1} times: {' '.join(str(error).split())[:400]}"
+        now = datetime.now(timezone.utc)
+        future.set_result(
+            CellResult(job.cell, "failed", "crash", reason, now, 0.0, attempt=job.attempt, log=str(error))
+        )
+
+
+def _lacking(needs: Mapping[str, float]) -> str | None:
+    """Why no node of the cluster could ever run what needs this; None if one could."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
+        return None
+    wanted = [f"{needs['memory'] / 2**30:g} GiB of memory"]
+    if "GPU" in needs:
+        wanted.insert(0, f"{needs['GPU']:g} GPU{'s' * (needs['GPU'] != 1)}")
+    return f"it needs {' and '.join(wanted)}, and no node of the Ray cluster has that"
+
+
+__all__ = ["RETRIES", "RayExecutor", "fingerprint"]

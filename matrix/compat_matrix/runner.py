@@ -1,0 +1,191 @@
+"""A run: cells in, results in the store, each in a transaction of its own as soon as it is there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Protocol
+
+import platformdirs
+
+from . import gpus, pins, work
+from .axes import Axes
+from .cells import Cell
+from .environments import Environments
+from .errors import MatrixError
+from .processes import Hosts
+from .progress import Progress
+from .results import CellResult
+from .store import Store
+from .work import Job
+
+
+class Executor(Protocol):
+    """Runs jobs somewhere, several at a time."""
+
+    jobs: int
+
+    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]: ...
+
+    def cancel(self) -> None:
+        """End what is running; their futures raise `work.Cancelled`."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds, once all it was given has ended."""
+        ...
+
+
+@dataclass
+class Local:
+    """This machine: so many processes at a time, each with the GPUs it needs and no other's.
+
+    Attributes:
+        jobs: cells at a time.
+        devices: the GPUs that may be leased.
+        fork: cells without a GPU from a process that has imported torch, instead of starting each afresh.
+    """
+
+    jobs: int
+    devices: Sequence[str]
+    fork: bool = True
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="cell")
+        self._hosts = Hosts() if self.fork else None
+
+    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
+        return self._pool.submit(self._run, job, started)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+        self.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._hosts is not None:
+            self._hosts.close()
+
+    def _run(self, job: Job, started: Callable[[Cell], None]) -> CellResult:
+        if self.cancelled.is_set():
+            raise work.Cancelled
+        needed = job.tests.gpus if job.cell.device == "cuda" else 0
+        if needed > len(self.devices):
+            there = f"{len(self.devices)} are visible" if self.devices else "none is visible"
+            reason = f"it needs {needed} GPU{'s' * (needed != 1)}, and {there}"
+            return CellResult(
+                job.cell, "not run", "hardware", reason, datetime.now(timezone.utc), 0.0, attempt=job.attempt
+            )
+        with gpus.leased(needed, self.devices, self.cancelled) as held:
+            if len(held) < needed:
+                raise work.Cancelled
+            started(job.cell)
+            return work.run(job, held, self.cancelled, self._hosts)
+
+
+def jobs_of(
+    axes: Axes,
+    cells: Sequence[Cell],
+    environments: Environments,
+    *,
+    suite: str = "default",
+    pin_folder: Path,
+    latest: bool = False,
+    arguments: Sequence[str] = (),
+    attempts: Mapping[Cell, int] | None = None,
+) -> list[Job]:
+    """What there is to run for these cells.
+
+    Args:
+        latest: resolve now, instead of taking the committed pins.
+        attempts: how often a cell has run before.
+
+    Raises:
+        MatrixError: pins are missing or broken, or a cell has nothing to run.
+    """
+    if not (environments.project / "pyproject.toml").is_file():
+        raise MatrixError(f"{environments.project} has no pyproject.toml: no project to test")
+    found: dict[str, pins.Part | pins.ResolutionError] = {}
+    if latest:
+        found = pins.resolve_parts(axes, cells, latest=True)
+    else:
+        for cell in cells:
+            for name in (cell.base, cell.layer):
+                if name not in found:
+                    found[name] = pins.read(pin_folder / f"{name}.txt", cell.python)
+    jobs = []
+    for cell in cells:
+        tests = axes.tests_of(cell, suite)
+        if tests is None:
+            raise MatrixError(f"{axes.path.name} has no tests for {cell} in the suite {suite!r}")
+        base, layer = found[cell.base], found[cell.layer]
+        parts: tuple[pins.Part, pins.Part] | str
+        if isinstance(base, pins.ResolutionError):
+            parts = str(base)
+        elif isinstance(layer, pins.ResolutionError):
+            parts = str(layer)
+        else:
+            parts = (base, layer)
+        attempt = (attempts or {}).get(cell, 0) + 1
+        jobs.append(Job(cell, parts, tests, environments, attempt, tuple(arguments)))
+    try:
+        environments.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
+    return jobs
+
+
+def execute(run: str, jobs: Sequence[Job], store: Store, executor: Executor, progress: Progress) -> Counter[str]:
+    """Run the jobs, store each result, and say how many ended how.
+
+    Ctrl-C ends what is running and leaves the run as ``interrupted``: its finished cells are stored, the others unfinished.
+
+    Raises:
+        MatrixError: a result can't be stored; what was stored before stays.
+        KeyboardInterrupt: after the store is in order.
+    """
+    counts: Counter[str] = Counter()
+    pending: set[Future[CellResult]] = set()
+    with _ended_in_order(run, store, executor, pending):
+        for job in jobs:
+            pending.add(executor.submit(job, progress.started))
+        while pending:
+            done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in done:
+                result = future.result()
+                store.add(run, result)
+                pending.remove(future)
+                progress.ended(result)
+                counts[result.verdict] += 1
+    return counts
+
+
+@contextmanager
+def _ended_in_order(
+    run: str, store: Store, executor: Executor, pending: Collection[Future[CellResult]]
+) -> Iterator[None]:
+    try:
+        yield
+        executor.close()
+    except BaseException as error:
+        executor.cancel()
+        for future in pending if isinstance(error, KeyboardInterrupt) else ():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                store.add(run, future.result())
+        store.finish(run, "interrupted")
+        raise
+    store.finish(run, "finished")
+
+
+def default_root() -> Path:
+    """Where environments are kept if nothing else is said."""
+    named = os.environ.get("KERNEL_COMPAT_MATRIX_CACHE")
+    return Path(named) if named else platformdirs.user_cache_path("kernel-compat-matrix")

@@ -1,0 +1,479 @@
+"""A folder with all that cells need, fetched where there is a network for where there is none."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import BinaryIO, Literal
+from urllib.parse import unquote, urlsplit
+
+import requests
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import Version
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .atlas.cache import Cache, default_folder
+from .atlas.index import TIMEOUT, File, Index, reason
+from .axes import Axes
+from .base_python import torch_alone
+from .cells import Cell
+from .errors import MatrixError
+from .locking import lock
+from .pins import Part, Pin, ResolutionError, read, resolve_parts, write
+from .work import Job
+
+#: Files that are fetched at a time.
+_THREADS = 4
+_NO_SOURCES = ("__pycache__", "build", "dist", "node_modules")
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Stored(_Table):
+    """A file, as it was fetched: `requirement` is ``"numpy==2.5.4"``."""
+
+    requirement: str
+    sha256: str
+    size: int
+
+
+class PartOf(_Table):
+    """A base or a layer: `torch_alone` are its pins that nothing but torch needs, and torch."""
+
+    python: str
+    torch_alone: list[str] = []
+
+
+class Manifest(_Table):
+    """What a wheelhouse was fetched for, and what is in it.
+
+    Attributes:
+        project: the file of the tested project's wheel.
+        cells: by name, their base and layer; the pins of those are in ``pins``.
+        files: by name.
+    """
+
+    version: Literal[1] = 1
+    project: str
+    cells: dict[str, tuple[str, str]]
+    parts: dict[str, PartOf]
+    files: dict[str, Stored]
+
+
+@dataclass(frozen=True)
+class Wheelhouse:
+    """A fetched folder."""
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, folder: Path) -> Wheelhouse:
+        """
+        Raises:
+            MatrixError: the folder isn't there, or is none that `fetch` has written.
+        """
+        folder = folder.absolute()
+        if not folder.is_dir():
+            raise MatrixError(f"--offline takes a folder with wheels, and {folder} is none")
+        manifest = _manifest(folder)
+        if manifest is None:
+            raise MatrixError(
+                f"{folder} has no manifest.json: `kernel-compat-matrix fetch` writes it, as its last file"
+            )
+        return cls(folder, manifest)
+
+    @property
+    def pins(self) -> Path:
+        return self.folder / "pins"
+
+    @property
+    def project(self) -> Path:
+        """The tested project's wheel."""
+        return self.folder / self.manifest.project
+
+    @property
+    def torch_alone(self) -> dict[str, frozenset[str]]:
+        """Of every base: what nothing but torch needs, and torch."""
+        return {name: frozenset(part.torch_alone) for name, part in self.manifest.parts.items()}
+
+    def check(self, cells: Sequence[Cell], project: Path) -> None:
+        """
+        Raises:
+            MatrixError: it was fetched for other cells, or of another state of the tested project.
+        """
+        others = [cell.name for cell in cells if not {cell.base, cell.layer} <= self.manifest.parts.keys()]
+        if others:
+            raise MatrixError(f"{self.folder} was fetched for other cells, without {_some(others)}")
+        self._intact(self.manifest.project)
+        if (changed := differing(self.project, project)) is not None:
+            raise MatrixError(
+                f"{self.project.name} in {self.folder} has another {changed} than {project}: fetch it anew, from the same state"
+            )
+
+    def take(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs, with pins of what is here: a wheel that was added by hand stands in for an sdist.
+
+        Raises:
+            MatrixError: a file is missing, or isn't the one that was fetched; names all of them, and the cells.
+        """
+        files = {stored.sha256: name for name, stored in self.manifest.files.items()}
+        added = [path for path in sorted(self.folder.glob("*.whl")) if path.name not in self.manifest.files]
+        replaced: dict[tuple[str, Pin], Pin] = {}
+        missing: dict[str, list[str]] = {}
+        for job in jobs:
+            if isinstance(job.parts, str):
+                continue
+            base = job.parts[0]
+            torch = job.cell.torch
+            for part in job.parts:
+                for pin in part.pins:
+                    name = files.get(pin.sha256, "")
+                    if name.endswith(".whl") and self._there(name):
+                        continue
+                    if (base.name, pin) not in replaced:
+                        wheel = _added(added, pin, part.python, torch)
+                        if wheel is not None:
+                            version = str(parse_wheel_filename(wheel.name)[1])
+                            replaced[base.name, pin] = Pin(pin.name, version, _sha256(wheel))
+                    if (base.name, pin) not in replaced and not (name and self._there(name)):
+                        what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
+                        missing.setdefault(what, []).append(job.cell.name)
+        if missing:
+            lines = [f"{what}, for {_some(list(dict.fromkeys(cells)))}" for what, cells in sorted(missing.items())]
+            hint = ""
+            if any(what.startswith("torch==") for what in missing):
+                hint = "\nIt was fetched --without-torch, or has lost it: run --base-python PATH, or fetch again"
+            raise MatrixError(f"{self.folder} lacks\n  " + "\n  ".join(lines) + hint)
+
+        def taken(part: Part, base: Part) -> Part:
+            return replace(part, pins=tuple(replaced.get((base.name, pin), pin) for pin in part.pins))
+
+        return [
+            job
+            if isinstance(job.parts, str)
+            else replace(job, parts=(taken(job.parts[0], job.parts[0]), taken(job.parts[1], job.parts[0])))
+            for job in jobs
+        ]
+
+    def _there(self, name: str) -> bool:
+        """Whether a file is as long as it was; what it holds is checked as it is installed."""
+        path = self.folder / name
+        return path.is_file() and path.stat().st_size == self.manifest.files[name].size
+
+    def _intact(self, name: str) -> None:
+        if not self._there(name) or _sha256(self.folder / name) != self.manifest.files[name].sha256:
+            raise MatrixError(f"{self.folder} lacks {name} as it was fetched: fetch it again")
+
+
+def fetch(
+    axes: Axes,
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    pin_folder: Path,
+    latest: bool = False,
+    without_torch: bool = False,
+    runner: bool = False,
+    note: Callable[[str], None],
+) -> Wheelhouse:
+    """Write a wheelhouse for cells, or add to one. What is there with the right hash isn't fetched again.
+
+    Args:
+        latest: resolve now, instead of taking the committed pins.
+        without_torch: leave out torch and what nothing else needs.
+        runner: add this command itself, and a ``runner-py312.txt`` to install it by.
+        note: is told of every file.
+
+    Raises:
+        MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
+            built, the disk is full. What was fetched stays, for the next time.
+    """
+    parts = _parts(axes, cells, pin_folder, latest)
+    needless = torch_alone(axes, cells, parts)
+    wanted: dict[str, dict[str, Pin]] = {}
+    for part in parts.values():
+        for pin in part.pins:
+            if not (without_torch and pin.name in needless.get(part.name, ())):
+                wanted.setdefault(part.python, {})[pin.sha256] = pin
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        before = _manifest(folder)
+        built: dict[str, Pin] = {}
+        if runner:
+            for python in sorted({cell.python for cell in cells}):
+                name, pins, ours = _runner(axes, python, folder)
+                wanted.setdefault(python, {}).update((pin.sha256, pin) for pin in pins)
+                built |= ours
+                write(Part(name, python, tuple(sorted([*pins, *ours.values()], key=lambda pin: pin.name))), folder)
+        project, pin = _build(axes.folder, folder)
+        built[project] = pin
+        files = {**_fetched(axes, wanted, folder, note), **built}
+        for part in parts.values():
+            write(part, folder / "pins")
+        manifest = Manifest(
+            project=project,
+            cells={**(before.cells if before else {}), **{cell.name: (cell.base, cell.layer) for cell in cells}},
+            parts={
+                **(before.parts if before else {}),
+                **{
+                    name: PartOf(python=part.python, torch_alone=sorted(needless.get(name, ())))
+                    for name, part in parts.items()
+                },
+            },
+            files={
+                **(before.files if before else {}),
+                **{
+                    name: Stored(
+                        requirement=f"{pin.name}=={pin.version}", sha256=pin.sha256, size=(folder / name).stat().st_size
+                    )
+                    for name, pin in files.items()
+                },
+            },
+        )
+        scratch = folder / "manifest.part"
+        scratch.write_text(manifest.model_dump_json(indent=2), encoding="utf-8")
+        scratch.replace(folder / "manifest.json")
+    for name, pin in sorted(files.items()):
+        if not name.endswith(".whl"):
+            note(
+                f"{pin.name} {pin.version} has no wheel for this platform. {name} is here, from which the machine builds one, "
+                f"with whatever compiler that takes; or put a wheel of it into {folder}, which is then taken instead"
+            )
+    return Wheelhouse(folder.absolute(), manifest)
+
+
+def differing(wheel: Path, folder: Path) -> str | None:
+    """A module that a wheel and a project's folder both have, and not the same; None where there is none."""
+    there: dict[str, list[Path]] = {}
+    for path in sources(folder):
+        there.setdefault(path.name, []).append(path)
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            member = PurePosixPath(name)
+            same = [path for path in there.get(member.name, ()) if path.parts[-len(member.parts) :] == member.parts]
+            if same and member.suffix == ".py":
+                content = archive.read(name)
+                if all(path.read_bytes() != content for path in same):
+                    return name
+    return None
+
+
+def sources(folder: Path) -> Iterator[Path]:
+    """Its Python files, without those of environments, builds and tools."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if not (path.name.startswith(".") or path.name in _NO_SOURCES or (path / "pyvenv.cfg").exists()):
+                yield from sources(path)
+        elif path.suffix == ".py":
+            yield path
+
+
+def _parts(axes: Axes, cells: Sequence[Cell], pin_folder: Path, latest: bool) -> dict[str, Part]:
+    if not latest:
+        names = {name: cell.python for cell in cells for name in (cell.base, cell.layer)}
+        return {name: read(pin_folder / f"{name}.txt", python) for name, python in names.items()}
+    found: dict[str, Part] = {}
+    for name, part in resolve_parts(axes, cells, latest=True).items():
+        if isinstance(part, ResolutionError):
+            raise MatrixError(f"{name} has no solution: {part}")
+        found[name] = part
+    return found
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    path = folder / "manifest.json"
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise MatrixError(f"{path} is no manifest of this version: {error.errors()[0]['msg']}") from None
+
+
+def _fetched(
+    axes: Axes, wanted: Mapping[str, Mapping[str, Pin]], folder: Path, note: Callable[[str], None]
+) -> dict[str, Pin]:
+    """The files of the pins, by their names; those that weren't there are fetched.
+
+    Args:
+        wanted: pins by their hashes, for each Python.
+    """
+    pins = {sha256: pin for group in wanted.values() for sha256, pin in group.items()}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        paths = [path for path in sorted(folder.iterdir()) if path.name.endswith((".whl", ".tar.gz", ".zip"))]
+        found = {
+            path.name: pins[sha256]
+            for path, sha256 in zip(paths, pool.map(_sha256, paths), strict=True)
+            if sha256 in pins
+        }
+        here = {pin.sha256 for pin in found.values()}
+        urls: dict[str, str] = {}
+        for python, group in wanted.items():
+            urls |= _located(axes, python, [pin for sha256, pin in group.items() if sha256 not in here | urls.keys()])
+        index = Index(Cache(default_folder(), note), note)
+
+        def one(sha256: str) -> str:
+            name = unquote(urlsplit(urls[sha256]).path.rpartition("/")[2])
+            _download(index, File(name, urls[sha256], sha256, None, False), folder / name)
+            note(f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB")
+            return name
+
+        tasks = {sha256: pool.submit(one, sha256) for sha256 in urls}
+        try:
+            found |= {task.result(): pins[sha256] for sha256, task in tasks.items()}
+        finally:
+            for task in tasks.values():
+                task.cancel()
+    return found
+
+
+def _located(axes: Axes, python: str, pins: Iterable[Pin]) -> dict[str, str]:
+    """Where the files of pins are, by their hashes. Several releases of one distribution are asked for one after the other."""
+    found: dict[str, str] = {}
+    left = sorted(pins, key=lambda pin: (pin.name, Version(pin.version)))
+    while left:
+        asked = {pin.name: pin for pin in left}
+        for package in lock([f"{pin.name}=={pin.version}" for pin in asked.values()], python, axes, "--no-deps"):
+            pin = asked[canonicalize_name(package["name"])]
+            files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else [])]
+            url = next((file["url"] for file in files if file["hashes"].get("sha256") == pin.sha256), None)
+            if url is None:
+                raise MatrixError(f"no file of {pin.name}=={pin.version} has the pinned hash any more: {pin.sha256}")
+            found[pin.sha256] = url
+        left = [pin for pin in left if pin not in asked.values()]
+    return found
+
+
+def _download(index: Index, file: File, target: Path) -> None:
+    """
+    Raises:
+        MatrixError: it can't be fetched, or isn't what was pinned; nothing of it stays.
+    """
+    digest = hashlib.sha256()
+    scratch = target.with_name(f"{target.name}.part")
+
+    def take(chunks: Iterable[bytes], output: BinaryIO) -> None:
+        for chunk in chunks:
+            digest.update(chunk)
+            output.write(chunk)
+
+    try:
+        with scratch.open("wb") as output:
+            if file.local_path is not None:
+                with file.local_path.open("rb") as source:
+                    take(iter(lambda: source.read(1 << 20), b""), output)
+            else:
+                with index.session.get(index.fetchable(file), stream=True, timeout=TIMEOUT) as response:
+                    response.raise_for_status()
+                    take(response.iter_content(1 << 20), output)
+        if digest.hexdigest() != file.sha256:
+            raise MatrixError(f"{file.filename} has another hash than its pin: {digest.hexdigest()}")
+        scratch.replace(target)
+    except requests.RequestException as error:
+        raise MatrixError(f"{file.filename} can't be fetched: {reason(error)}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _build(source: Path, folder: Path) -> tuple[str, Pin]:
+    """Build a project's wheel into the folder."""
+    with TemporaryDirectory(dir=folder) as scratch:
+        done = subprocess.run(
+            [sys.executable, "-m", "uv", "build", "--wheel", "--quiet", "--out-dir", scratch, str(source)],
+            capture_output=True,
+            text=True,
+            cwd=source,
+            check=False,
+        )
+        if done.returncode:
+            raise MatrixError(f"{source} can't be built: {done.stderr.strip()}")
+        wheel = next(Path(scratch).glob("*.whl"))
+        name, version, *_ = parse_wheel_filename(wheel.name)
+        target = wheel.replace(folder / wheel.name)
+    return target.name, Pin(name, str(version), _sha256(target))
+
+
+def _runner(axes: Axes, python: str, folder: Path) -> tuple[str, list[Pin], dict[str, Pin]]:
+    """The name of the requirement file by which this command is installed, its pins, and those of what is built for it."""
+    from importlib.metadata import distribution
+    from json import loads
+
+    from packaging.requirements import Requirement
+
+    from .pins import compile_pins
+
+    ours = ("kernel-compat-matrix", "kernel-compat")
+    requirements: list[str] = []
+    built: dict[str, Pin] = {}
+    for name in ours:
+        found = distribution(name)
+        origin = loads(found.read_text("direct_url.json") or "{}")
+        if "dir_info" not in origin:
+            requirements.append(f"{name}=={found.version}")
+            continue
+        file, pin = _build(File(name, origin["url"], None, None, False).local_path or Path(), folder)
+        built[file] = pin
+        for text in found.requires or ():
+            requirement = Requirement(text)
+            if canonicalize_name(requirement.name) not in ours and "extra" not in str(requirement.marker or ""):
+                requirements.append(text)
+    pins = compile_pins(requirements, (), python, axes)
+    return f"runner-py{python.replace('.', '')}", [pin for pin in pins if pin.name not in ours], built
+
+
+def _added(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Path | None:
+    """The wheel that stands in for a pin: of its version, for the Python, and not built for another torch."""
+    tags = _tags(python)
+    for path in wheels:
+        try:
+            name, version, _, theirs = parse_wheel_filename(path.name)
+        except InvalidWheelFilename:
+            continue
+        built_for = re.search(r"torch(\d+\.\d+)", version.local or "")
+        if (
+            name == pin.name
+            and Version(version.public) == Version(pin.version)
+            and tags & theirs
+            and (built_for is None or f"{torch}.".startswith(f"{built_for[1]}."))
+        ):
+            return path
+    return None
+
+
+def _tags(python: str) -> frozenset[Tag]:
+    """Those of this machine for a Python of another version too."""
+    major, minor = map(int, python.split("."))
+    return frozenset([*cpython_tags((major, minor)), *compatible_tags((major, minor), f"cp{major}{minor}")])
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

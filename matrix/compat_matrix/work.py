@@ -1,0 +1,163 @@
+"""One cell's work: its environments, its process, its result. Everything in it travels to another process or machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from .axes import Tests
+from .cells import Cell
+from .environments import Environments, InstallationError
+from .outcomes import judge, read_report_log
+from .pins import Part
+from .processes import INSIDE, Fresh, Hosts, Process, end
+from .results import CellResult, Kind, Verdict
+
+#: Of the runner's environment. A cell that mayn't keep what it compiles would compile torch and transformers for 10 s each time.
+_NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
+
+#: Seconds that a process has to end by itself.
+_GRACE = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell to run.
+
+    Attributes:
+        parts: its base and its layer; or why it can't be resolved.
+        attempt: 1 for the first in its run.
+        arguments: more for pytest.
+    """
+
+    cell: Cell
+    parts: tuple[Part, Part] | str
+    tests: Tests
+    environments: Environments
+    attempt: int = 1
+    arguments: tuple[str, ...] = ()
+
+
+class Cancelled(Exception):
+    """The cell was ended because the run is."""
+
+
+def run(
+    job: Job, gpus: Sequence[str] = (), cancelled: threading.Event | None = None, hosts: Hosts | None = None
+) -> CellResult:
+    """Run a cell to its end; whatever becomes of it is in the result.
+
+    Args:
+        gpus: the devices leased for it.
+        cancelled: ends it when it is set.
+        hosts: fork the cells that need no GPU, instead of starting each afresh.
+
+    Raises:
+        Cancelled: it was.
+    """
+    started, clock = datetime.now(timezone.utc), time.monotonic()
+
+    def result(verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
+        pins = "" if isinstance(job.parts, str) else "".join(part.text for part in job.parts)
+        seconds = time.monotonic() - clock
+        return CellResult(job.cell, verdict, kind, reason, started, seconds, pins=pins, attempt=job.attempt, **more)
+
+    if isinstance(job.parts, str):
+        return result("failed", "installation", _first(job.parts), log=job.parts)
+    try:
+        python = job.environments.base(job.parts[0])
+        layer = job.environments.layer(job.parts[1], python)
+    except InstallationError as error:
+        return result("failed", "installation", _first(str(error)), log=str(error))
+    with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as scratch:
+        folder = Path(scratch)
+        (folder / "log").touch()
+        try:
+            process = _start(job, python, layer, folder, gpus, hosts)
+        except OSError as error:
+            return result("failed", "installation", f"{job.tests.command[0]} can't be started: {error.strerror}")
+        returncode = _supervise(process, job.tests.minutes, cancelled)
+        text = (folder / "log").read_text(encoding="utf-8", errors="replace")
+        tests, uncollected = read_report_log(folder / "report.jsonl")
+        found = _read_environment(folder / "environment.json")
+    verdict, kind, reason = judge(tests, uncollected, found, text, returncode, job.tests.minutes)
+    return result(
+        verdict, kind, reason, tests=tuple(tests), environment=found, command=tuple(job.tests.command), log=text
+    )
+
+
+def _start(job: Job, python: Path, layer: Path, folder: Path, gpus: Sequence[str], hosts: Hosts | None) -> Process:
+    environment = _environment(job, layer, folder, gpus)
+    place = (environment, job.environments.project, folder / "log")
+    first, *rest = job.tests.command
+    if first != "pytest":
+        return Fresh([str(python) if part == "python" else part for part in job.tests.command], *place)
+    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / 'report.jsonl'}"]
+    arguments += ["-p", "no:cacheprovider", *rest, *job.arguments]
+    if len(gpus) > 1:
+        arguments += ["-n", str(len(gpus))]
+    if hosts is not None and not gpus:
+        with suppress(OSError):  # a torch that can't be imported: the cell says why
+            return hosts(python).start(arguments, *place)
+    return Fresh([str(python), "-m", *arguments], *place)
+
+
+def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_INHERITED and not name.startswith("PYTEST_XDIST_")  # of a pytest around the runner
+    }
+    return {
+        "OMP_NUM_THREADS": "1",
+        **inherited,
+        **job.tests.environment,
+        # The cell's own cells see no device but the leased ones, on a machine with devices too.
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "COMPAT_MATRIX_GPUS": ",".join(gpus),
+        "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
+        "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
+        "TMPDIR": str(folder),
+    }
+
+
+def _supervise(process: Process, minutes: float, cancelled: threading.Event | None) -> int | None:
+    """The process' return code; None if it was ended at its time limit."""
+    deadline = time.monotonic() + minutes * 60
+    try:
+        while True:
+            try:
+                return process.wait(0.2)
+            except TimeoutError:
+                if cancelled is not None and cancelled.is_set():
+                    raise Cancelled from None
+                if time.monotonic() > deadline:
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes where every thread stands
+                    end(process, _GRACE)
+                    return None
+    finally:
+        end(process, 0)  # what it has left running
+
+
+def _read_environment(path: Path) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _first(text: str) -> str:
+    """The line of an installer's message that says most, and what follows it up to a few hundred characters."""
+    return " ".join(text.split())[:600]

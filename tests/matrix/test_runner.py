@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small import PYTHON, TAG, Small
+
+from compat_matrix.errors import MatrixError
+
+#: Says in files which cells began and which ended, and takes as long as it is told.
+SAYS = """
+    import os, time
+    from pathlib import Path
+
+    def say(what):
+        layer = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).name
+        with open(what, "a") as file:
+            file.write(layer.split("-")[1] + "\\n")
+
+    def test_it():
+        say("began.txt")
+        time.sleep({seconds})
+        say("ended.txt")
+"""
+
+NO_GPU = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+
+
+def said(small: Small, what: str) -> Counter[str]:
+    path = small.folder / f"{what}.txt"
+    return Counter(path.read_text().split()) if path.exists() else Counter()
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, f"in a minute there was not {what}"
+        time.sleep(0.05)
+
+
+def stored(small: Small) -> set[str]:
+    """The cells with a result in the newest run, by their transformers."""
+    try:
+        return {name.split("-")[1] for name in small.results()}
+    except MatrixError:  # it is being made
+        return set()
+
+
+forked = pytest.mark.parametrize("how", [(), ("--no-fork",)], ids=["forked", "afresh"])
+
+
+@forked
+def test_a_cell_runs_in_its_own_environment(small: Small, how: tuple[str, ...]) -> None:
+    small.write(
+        "test_it.py",
+        """
+        from importlib.metadata import version
+        from importlib.util import find_spec
+
+        def test_versions():
+            assert "-tf5.1-" in find_spec("transformers").origin
+            assert "-torch2.11-" in find_spec("torch").origin
+            assert (version("transformers"), version("torch")) == ("5.1.3", "2.11.0")
+
+        def test_the_old_one(): pass
+        """,
+    )
+    small.axes()
+    small.wheel("torch", "2.11.0", {"torch.py": NO_GPU}, f"{TAG}-torch2.11")
+    for version in ("5.0.0", "5.1.3"):
+        small.wheel("transformers", version, {"transformers/__init__.py": ""}, f"{TAG}-tf{version[:3]}")
+    done = small.run("run", "--pytest", "-k 'not old'", *how)
+    assert done.returncode == 1, done
+    old, new = small.results().values()
+    assert (old.verdict, old.kind, new.verdict, new.kind) == ("failed", "test", "passed", None), new
+    assert new.environment["packages"]["transformers"] == "5.1.3"
+    assert new.environment["packages"]["torch"] == "2.11.0"
+    assert new.environment["python"].startswith(PYTHON)
+    assert "transformers==5.1.3 --hash=sha256:" in new.pins
+    assert [test.nodeid for test in new.tests] == ["test_it.py::test_versions"]
+    assert "1 passed, 1 deselected" in new.log
+
+
+def test_what_can_not_be_installed_fails_alone(small: Small) -> None:
+    small.write("test_it.py", "def test_a(): pass")
+    small.axes(("5.0", "5.1", "5.2"))
+    for version in ("5.1.0", "5.2.0"):
+        small.wheel("transformers", version, {"transformers.py": ""}, f"{TAG}-tf{version[:3]}")
+    (small.folder / "wheels" / "transformers-5.1.0-py3-none-any.whl").unlink()
+    pin = small.folder / "matrix" / "pins" / f"{TAG}-tf5.2.txt"
+    pinned = pin.read_text()
+    small.wheel("transformers", "5.2.0", {"transformers.py": "# another one"}, pin.stem)
+    pin.write_text(pinned)
+    done = small.run("run")
+    assert done.returncode == 1
+    found = {name.split("-")[1]: one for name, one in small.results().items()}
+    assert {name: (one.verdict, one.kind) for name, one in found.items()} == {
+        "tf5.0": ("passed", None),
+        "tf5.1": ("failed", "installation"),
+        "tf5.2": ("failed", "installation"),
+    }
+    assert "transformers" in found["tf5.1"].reason
+    assert "hash" in found["tf5.2"].reason.lower()
+    assert not [*(small.folder / "cache" / "layer").glob("*tf5.[12]*/*")]
+
+
+def test_a_command_need_not_be_pytest(small: Small) -> None:
+    small.axes(("5.0",), command=("python", "-c", "import sys; print(sys.prefix); sys.exit(3)"))
+    assert small.run("run").returncode == 1
+    (found,) = small.results().values()
+    assert found.reason.startswith(f"its command ended with 3: {small.folder / 'cache' / 'base' / TAG}-torch2.11-")
+    small.axes(("5.0",), command=("no-such-program",))
+    assert small.run("run").returncode == 1
+    (found,) = small.results().values()
+    assert (found.kind, found.reason) == ("installation", "no-such-program can't be started: No such file or directory")
+
+
+HANGS = """
+    import signal, subprocess, sys, time
+
+    def test_a(): pass
+
+    def test_hangs():
+        {first}
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", {folder!r}])
+        print("I was here", flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "first"),
+    [(("--no-fork",), ""), ((), "signal.signal(signal.SIGABRT, signal.SIG_IGN)")],
+    ids=["afresh", "forked, and deaf to signals"],
+)
+def test_a_cell_that_hangs_is_ended_with_its_log_kept(small: Small, how: tuple[str, ...], first: str) -> None:
+    small.write("test_it.py", HANGS.format(first=first, folder=str(small.folder)))
+    small.axes(("5.0",), command=("pytest", "-s", "test_it.py"), minutes=0.08)
+    assert small.run("run", *how).returncode == 1
+    (found,) = small.results().values()
+    assert (found.verdict, found.kind) == ("failed", "timeout")
+    assert found.reason == "ended after 0.08 min, in test_it.py::test_hangs"
+    assert [test.outcome for test in found.tests] == ["passed", "error"]
+    assert "I was here" in found.log
+    assert first or 'test_it.py", line 9 in test_hangs' in found.log  # where it stood
+    assert small.processes() == []
+
+
+@pytest.mark.parametrize(
+    ("how", "all_of_it"), [((), False), (("--no-fork",), True)], ids=["forked", "afresh, as a terminal does it"]
+)
+def test_ctrl_c_leaves_a_store_that_can_be_resumed(small: Small, how: tuple[str, ...], all_of_it: bool) -> None:
+    small.write("test_it.py", SAYS.format(seconds=0.3))
+    small.axes([f"5.{n}" for n in range(5)])
+    runner = small.start("run", "-j", "1", *how)
+    until(lambda: len(stored(small)) >= 2, "a second result")
+    (os.killpg if all_of_it else os.kill)(runner.pid, signal.SIGINT)
+    output, _ = runner.communicate(timeout=60)
+    assert runner.returncode == 130
+    assert "interrupted; `kernel-compat-matrix run --resume` goes on" in output
+    assert "Traceback" not in output
+    assert small.processes() == []
+    with small.store as store:
+        (run,) = store.runs()
+        assert run.state == "interrupted"
+    before = stored(small)
+    assert 2 <= len(before) < 5
+    done = small.run("run", "--resume", *how)
+    assert done.returncode == 0, done
+    assert f"{5 - len(before)} cells" in done.stdout
+    assert len(stored(small)) == 5
+    assert all(said(small, "began")[name] == 1 for name in before)
+    with small.store as store:
+        (run,) = store.runs()
+        assert run.state == "finished"
+    again = small.run("run", "--resume")
+    assert (again.returncode, again.stdout) == (0, f"nothing is left to do of {run.id}\n")
+
+
+def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small) -> None:
+    """At so many moments as KERNEL_COMPAT_TEST_KILLS says."""
+    kills = int(os.environ.get("KERNEL_COMPAT_TEST_KILLS", "4"))
+    chance = random.Random(os.environ.get("KERNEL_COMPAT_TEST_SEED", "5"))
+    names = [f"5.{n}" for n in range(kills + 2)]
+    small.write("test_it.py", SAYS.format(seconds=0.2))
+    small.axes(names)
+    kept: dict[str, int] = {}
+    resume: list[str] = []
+    killed = 0
+    for _ in range(kills):
+        how = chance.choice([[], ["--no-fork"]])
+        runner = small.start("run", *resume, "-j", str(chance.choice([1, 2])), *how)
+        assert runner.stdout is not None
+        if not runner.stdout.readline().startswith("run "):
+            runner.wait()
+            break  # nothing was left to do
+        time.sleep(chance.uniform(0, 1.5))
+        runner.kill()
+        runner.communicate()
+        killed += 1
+        resume = ["--resume"]
+        until(lambda: not small.processes(), f"an end of {small.processes()}")
+        now = {name: said(small, "began")[name] for name in stored(small)}
+        assert kept.items() <= now.items()  # none is lost, and none of them has begun again
+        kept = now
+    print(f"killed {killed} times")
+    last = small.run("run", "--resume")
+    assert last.returncode == 0, last
+    assert stored(small) == {f"tf{name}" for name in names}
+    assert {one.verdict for one in small.results().values()} == {"passed"}
+    assert killed
+    assert kept
+    assert all(said(small, "began")[name] == count for name, count in kept.items())
+    with small.store as store:
+        (run,) = store.runs()
+        assert all(len(store.history(cell)) == 1 for cell in store.summary(run.id))
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "how"),
+    [
+        (("python", "-c", "import time; open('began.txt', 'w').close(); time.sleep(600)"), {}, ()),
+        (("pytest",), {"conftest.py": "import time; open('began.txt', 'w').close(); time.sleep(600)"}, ("--no-fork",)),
+        (("pytest",), {"conftest.py": "import time; open('began.txt', 'w').close(); time.sleep(600)"}, ()),
+        (
+            ("pytest",),
+            {
+                "test_it.py": """
+                import subprocess, sys
+
+                def test_it(tmp_path):
+                    code = "import time; open('began.txt', 'w').close(); time.sleep(600)"
+                    subprocess.run([sys.executable, "-c", code])
+                """
+            },
+            ("--no-fork",),
+        ),
+    ],
+    ids=["a command", "pytest before it is configured", "a fork before it is configured", "what a test started"],
+)
+def test_a_runner_that_is_killed_leaves_no_process(
+    small: Small, command: tuple[str, ...], files: dict[str, str], how: tuple[str, ...]
+) -> None:
+    for name, text in files.items():
+        small.write(name, text)
+    small.axes(("5.0",), command=command)
+    runner = small.start("run", *how)
+    until((small.folder / "began.txt").exists, "a beginning")
+    assert len(small.processes()) >= 2
+    runner.kill()
+    runner.communicate()
+    until(lambda: not small.processes(), f"an end of {small.processes()}")
+
+
+def test_what_failed_runs_once_more(small: Small) -> None:
+    small.write(
+        "test_it.py",
+        """
+        import os
+        def test_it():
+            first = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+            assert "tf5.0" in first or os.path.exists("mended")
+        """,
+    )
+    small.axes()
+    assert small.run("run").returncode == 1
+    (small.folder / "mended").touch()
+    assert small.run("run", "--resume").stdout.startswith("nothing is left to do of")
+    done = small.run("run", "--resume", "--failed")
+    assert done.returncode == 0, done
+    assert "1 cells" in done.stdout
+    assert [(one.verdict, one.attempt) for one in small.results().values()] == [("passed", 1), ("passed", 2)]
+
+
+def test_a_cell_without_its_gpu_is_not_run(small: Small) -> None:
+    small.write("test_it.py", "def test_a(): pass")
+    small.axes(("5.0",), axes='device = ["cpu", "cuda"]', more="gpus = 2")
+    done = small.run("run")
+    assert done.returncode == 1
+    cpu, cuda = small.results().values()
+    assert (cpu.verdict, cuda.verdict, cuda.kind) == ("passed", "not run", "hardware")
+    assert cuda.reason == "it needs 2 GPUs, and none is visible"
+    small.run("run", "--only", "device==cuda", CUDA_VISIBLE_DEVICES="3")
+    (found,) = small.results().values()
+    assert found.reason == "it needs 2 GPUs, and 1 are visible"
+
+
+def test_each_worker_has_a_gpu_of_its_own(small: Small) -> None:
+    small.write(
+        "test_it.py",
+        """
+        import json, os, pytest
+
+        @pytest.mark.parametrize("n", range(6))
+        def test_it(n):
+            with open("seen.txt", "a") as file:
+                print(os.environ["PYTEST_XDIST_WORKER"], os.environ["CUDA_VISIBLE_DEVICES"], file=file)
+        """,
+    )
+    small.axes(("5.0", "5.1"), axes='device = ["cuda"]', more="gpus = 2")
+    devices = [f"GPU-{os.getpid()}-{number}" for number in range(2)]
+    plugins = "pytest_reportlog.plugin,xdist.plugin,xdist.looponfail"
+    done = small.run("run", "-j", "2", CUDA_VISIBLE_DEVICES=",".join(devices), PYTEST_PLUGINS=plugins)
+    assert done.returncode == 0, done
+    seen = {tuple(line.split()) for line in (small.folder / "seen.txt").read_text().splitlines()}
+    assert seen == {("gw0", devices[0]), ("gw1", devices[1])}
+    assert all(len(one.tests) == 6 for one in small.results().values())
+
+
+LEASES = """
+import os, random, sys, time
+from pathlib import Path
+from compat_matrix import gpus
+gpus._POLL = 0.01
+chance = random.Random(int(sys.argv[1]))
+folder, devices = Path(sys.argv[2]), sys.argv[3:]
+for _ in range(25):
+    count = chance.randint(1, len(devices))
+    with gpus.leased(count, chance.sample(devices, len(devices))) as held:
+        assert len(set(held)) == len(held) == count
+        for name in held:
+            os.close(os.open(folder / name.replace("/", "_"), os.O_CREAT | os.O_EXCL))
+        time.sleep(chance.uniform(0, 0.01))
+        for name in held:
+            (folder / name.replace("/", "_")).unlink()
+"""
+
+
+def test_no_two_processes_hold_one_gpu(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", LEASES]
+    users = [
+        subprocess.Popen([*command, str(seed), str(held), "0", "GPU-1f", "MIG-GPU-2/1/0"], env=environment)
+        for seed in range(3)
+    ]
+    assert [user.wait(60) for user in users] == [0, 0, 0]
+
+
+def test_who_dies_gives_its_gpus_back(tmp_path: Path) -> None:
+    hold = "from compat_matrix import gpus\nwith gpus.leased(2, ['a', 'b']): print('held', flush=True); input()"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen([sys.executable, "-c", hold], **pipes) as first:
+        assert first.stdout.readline() == "held\n"
+        with subprocess.Popen([sys.executable, "-c", hold], **pipes) as second:
+            with pytest.raises(subprocess.TimeoutExpired):
+                second.wait(1.5)
+            first.kill()
+            assert second.stdout.readline() == "held\n"
+            second.kill()
+
+
+def test_the_visible_gpus_are_those_cuda_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compat_matrix.gpus import visible
+
+    for named, seen in {"": [], "0,2": ["0", "2"], "-1": [], "1,-1,2": ["1"], " 0, 1 ": ["0", "1"]}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert visible() == seen, named
+
+
+def test_two_runners_share_environments_and_store(small: Small) -> None:
+    small.write("test_it.py", "def test_a(): pass")
+    small.axes()
+    runners = [small.start("run") for _ in range(2)]
+    for runner in runners:
+        output, _ = runner.communicate(timeout=60)
+        assert runner.returncode == 0, output
+    with small.store as store:
+        assert [run.state for run in store.runs()] == ["finished", "finished"]
+    assert len([*(small.folder / "cache" / "base").glob("*/.complete")]) == 1
+
+
+def test_a_downstream_project_reads_its_results_as_json(small: Small) -> None:
+    small.write("test_it.py", "def test_a(): pass")
+    small.axes()
+    small.run("run", "--label", "mine")
+    found = json.loads(small.run("show", "mine", "--json").stdout)
+    assert [cell["state"] for cell in found["cells"]] == ["passed", "passed"]

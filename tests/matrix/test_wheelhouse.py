@@ -1,0 +1,298 @@
+"""Wheelhouses and other people's torch, with releases of a few lines that are on no index."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from small import PYTHON, TAG, Small
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pins are for Linux")
+
+BACKEND = """
+import zipfile
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    name = "small-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        wheel.write("src/mine.py", "mine.py")
+        wheel.writestr("small-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: small\\nVersion: 1.0\\n")
+        wheel.writestr("small-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("small-1.0.dist-info/RECORD", "")
+    return name
+
+build_editable = build_wheel
+"""
+
+#: Of an sdist: the wheel says what it saw as it was built.
+LATE_BACKEND = """
+import zipfile
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    import torch
+    name = "flash_attn-2.8.3-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        wheel.writestr("flash_attn.py", f"by = 'built against torch {torch.__version__}'")
+        wheel.writestr("flash_attn-2.8.3.dist-info/METADATA", METADATA)
+        wheel.writestr("flash_attn-2.8.3.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("flash_attn-2.8.3.dist-info/RECORD", "")
+    return name
+
+METADATA = "Metadata-Version: 2.2\\nName: flash-attn\\nVersion: 2.8.3\\n"
+"""
+
+
+@pytest.fixture
+def project(small: Small) -> Small:
+    """Pinned, with all its releases in `index`."""
+    index = small.folder / "index"
+    wheel(index, "torch", "2.11.0", "onlytorch", "both")
+    wheel(index, "onlytorch", "1.0")
+    wheel(index, "both", "1.5")
+    wheel(index, "both", "1.0")
+    for version in ("5.0.0", "5.1.0"):
+        wheel(index, "transformers", version, "both>=1.5")
+    small.write("src/mine.py", "value = 1")
+    small.write("backend.py", BACKEND)
+    small.write(
+        "check.py",
+        """
+        from importlib.metadata import version
+        import both, mine, torch, transformers
+        for module in (both, mine, torch, transformers):
+            print(module.__name__, version({"mine": "small"}.get(module.__name__, module.__name__)), module.__file__)
+        try:
+            import flash_attn
+            print(flash_attn.by)
+        except ImportError:
+            pass
+        """,
+    )
+    pinned(small)
+    return small
+
+
+def pinned(small: Small, more: str = "", axes: str = "") -> None:
+    small.axes(command=["python", "check.py"], more=more, axes=axes)
+    done = small.run("pin", **indexed(small))
+    assert done.returncode == 0, done.stderr
+
+
+def indexed(small: Small) -> dict[str, str]:
+    """Of a machine whose index has it all."""
+    config = small.folder / "index.toml"
+    config.write_text(f'no-index = true\nfind-links = ["{small.folder / "index"}"]\n', encoding="utf-8")
+    return {"UV_CONFIG_FILE": str(config), "UV_OFFLINE": "1", "UV_CACHE_DIR": str(small.folder / "uv")}
+
+
+def offline(small: Small) -> dict[str, str]:
+    """Of a machine that reaches no index and has nothing in a cache."""
+    return {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_CACHE_DIR": str(small.folder / "uv-elsewhere")}
+
+
+def wheel(folder: Path, name: str, version: str, *requires: str, code: str = "", file: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    files = {
+        f"{name}.py": f"__version__ = {version!r}\n{code}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {path: hashlib.sha256(text.encode()).digest() for path, text in files.items()}
+    record = [
+        f"{path},sha256={base64.urlsafe_b64encode(digests[path]).rstrip(b'=').decode()},{len(text.encode())}"
+        for path, text in files.items()
+    ]
+    target = folder / (file or f"{name}-{version}-py3-none-any.whl")
+    with zipfile.ZipFile(target, "w") as archive:
+        for path, text in {**files, f"{info}/RECORD": "\n".join([*record, f"{info}/RECORD,,"])}.items():
+            archive.writestr(path, text)
+    return target
+
+
+def sdist(folder: Path) -> None:
+    project = '[build-system]\nrequires = []\nbuild-backend = "late"\nbackend-path = ["."]\n[project]\nname = "flash-attn"\nversion = "2.8.3"\n'
+    metadata = "Metadata-Version: 2.2\nName: flash-attn\nVersion: 2.8.3\n"
+    with tarfile.open(folder / "flash_attn-2.8.3.tar.gz", "w:gz") as archive:
+        for name, text in (("pyproject.toml", project), ("late.py", LATE_BACKEND), ("PKG-INFO", metadata)):
+            entry = tarfile.TarInfo(f"flash_attn-2.8.3/{name}")
+            entry.size = len(text.encode())
+            archive.addfile(entry, BytesIO(text.encode()))
+
+
+def fetched(small: Small, *options: str) -> str:
+    done = small.run("fetch", *options, "house", **indexed(small))
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def passed(small: Small, *options: str) -> dict[str, str]:
+    """The logs of the cells of a run that passed, without the index they were fetched from."""
+    shutil.rmtree(small.folder / "index")
+    done = small.run("run", "--offline", "house", *options, **offline(small))
+    results = small.results()
+    assert done.returncode == 0, done.stdout + done.stderr + "".join(result.log for result in results.values())
+    return {name: result.log for name, result in results.items()}
+
+
+def test_cells_run_from_a_wheelhouse_alone(project: Small) -> None:
+    fetched(project)
+    manifest = json.loads((project.folder / "house" / "manifest.json").read_text())
+    assert manifest["cells"] == {
+        f"{TAG}-tf{minor}-torch2.11": [f"{TAG}-torch2.11", f"{TAG}-tf{minor}"] for minor in ("5.0", "5.1")
+    }
+    for name, file in manifest["files"].items():
+        content = (project.folder / "house" / name).read_bytes()
+        assert file["sha256"] == hashlib.sha256(content).hexdigest()
+        assert file["size"] == len(content)
+    logs = passed(project)
+    assert set(logs) == set(manifest["cells"])
+    for name, log in logs.items():
+        versions = dict(line.split()[:2] for line in log.splitlines())
+        transformers = "5.0.0" if "tf5.0" in name else "5.1.0"
+        assert versions == {"both": "1.5", "mine": "1.0", "torch": "2.11.0", "transformers": transformers}
+        mine = next(line.split()[2] for line in log.splitlines() if line.startswith("mine"))
+        assert "site-packages" in mine, "the wheel of the project, which needs no build backend"
+
+
+def test_what_is_there_is_not_fetched_again(project: Small) -> None:
+    assert fetched(project, "--only", "transformers==5.0").count(".whl") == 4
+    torch = project.folder / "house" / "torch-2.11.0-py3-none-any.whl"
+    before = torch.stat().st_mtime_ns
+    assert [line.split()[0] for line in fetched(project).splitlines()] == ["transformers-5.1.0-py3-none-any.whl"]
+    assert torch.stat().st_mtime_ns == before
+    assert fetched(project) == ""
+
+    torch.write_bytes(b"broken off")
+    assert [line.split()[0] for line in fetched(project).splitlines()] == [torch.name]
+    assert len(passed(project)) == 2
+
+
+def test_a_release_that_changed_under_its_pin_is_refused(project: Small) -> None:
+    wheel(project.folder / "index", "onlytorch", "1.0", code="# another file of the same version")
+    done = project.run("fetch", "house", **indexed(project))
+    assert done.returncode == 2
+    assert "no file of onlytorch==1.0 has the pinned hash" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_wheel_is_named_with_its_cells_before_anything_runs(project: Small) -> None:
+    fetched(project)
+    (project.folder / "house" / "transformers-5.1.0-py3-none-any.whl").unlink()
+    done = project.run("run", "--offline", "house", **offline(project))
+    assert done.returncode == 2
+    assert f"transformers==5.1.0 (transformers-5.1.0-py3-none-any.whl), for {TAG}-tf5.1-torch2.11" in done.stderr
+    assert f"{TAG}-tf5.0" not in done.stderr
+    assert not (project.folder / "matrix.sqlite").exists()
+    assert not (project.folder / "cache" / "base").exists()
+
+    done = project.run("run", "--offline", "house", f"{TAG}-tf5.0-torch2.11", **offline(project))
+    assert done.returncode == 0, "what isn't missing anything runs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--offline", "nowhere"], "is none"),
+        (["--offline", "index"], "has no manifest.json"),
+        (["--offline", "house", "--latest"], "the pins that were fetched"),
+        (["--offline", "house"], f"was fetched for other cells, without {TAG}-tf5.1-torch2.11"),
+        (["--base-python", "nowhere"], "No such file"),
+        (["--base-python", "/bin/echo"], "doesn't work as a Python"),
+        (["--base-python", sys.executable], "has no torch"),
+    ],
+)
+def test_what_can_not_be_is_said(project: Small, arguments: list[str], message: str) -> None:
+    if "house" in arguments:
+        fetched(project, "--only", "transformers==5.0")
+    done = project.run("run", *arguments, **offline(project))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_state_of_the_project_is_refused(project: Small) -> None:
+    fetched(project)
+    project.write("src/mine.py", "value = 2")
+    done = project.run("run", "--offline", "house", **offline(project))
+    assert done.returncode == 2
+    assert "has another mine.py" in done.stderr
+
+    fetched(project)
+    assert len(passed(project)) == 2
+
+
+def test_an_sdist_is_built_or_replaced_by_a_wheel_added_by_hand(project: Small) -> None:
+    sdist(project.folder / "index")
+    pinned(
+        project,
+        '[[packages]]\nwhen = "fa==fa2"\nrequires = ["flash-attn>=2.8"]',
+        'flash_attention = ["none", "fa2"]',
+    )
+    said = fetched(project, "--only", "transformers==5.0")
+    assert "flash-attn 2.8.3 has no wheel for this platform. flash_attn-2.8.3.tar.gz is here" in said
+    cell = f"{TAG}-tf5.0-torch2.11-fa2"
+    logs = passed(project, cell)
+    assert "built against torch 2.11.0" in logs[cell]
+
+    house = project.folder / "house"
+    for other in ("2.10", "2.12"):
+        wheel(house, "flash_attn", "2.8.3", file=f"flash_attn-2.8.3+cu12torch{other}-py3-none-any.whl")
+    wheel(house, "flash_attn", "2.8.3+cu12torch2.11", code="by = 'added by hand'")
+    done = project.run("run", "--offline", "house", cell, **offline(project))
+    assert done.returncode == 0, done.stdout
+    assert "added by hand" in project.results()[cell].log
+
+
+def test_cells_stand_on_the_torch_of_another_environment(project: Small, tmp_path: Path) -> None:
+    fetched(project, "--without-torch")
+    names = {path.name.split("-")[0] for path in (project.folder / "house").glob("*.whl")}
+    assert names == {"both", "small", "transformers"}, "neither torch nor what it alone needs"
+    done = project.run("run", "--offline", "house", **offline(project))
+    assert done.returncode == 2
+    assert "torch==2.11.0, for" in done.stderr
+    assert "--base-python" in done.stderr
+
+    theirs = environment(tmp_path / "theirs", project, "torch-2.11.0", "onlytorch-1.0", "both-1.0")
+    index = {**indexed(project), "UV_FIND_LINKS": str(project.folder / "index")}
+    done = project.run("run", "--base-python", str(theirs), **index)
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = passed(project, "--base-python", str(theirs))
+    for log in logs.values():
+        found = {line.split()[0]: line.split()[1:] for line in log.splitlines()}
+        assert found["torch"][0] == "2.11.0"
+        assert Path(found["torch"][1]).is_relative_to(tmp_path / "theirs")
+        assert found["both"][0] == "1.5", "the pinned release lies over the one that is there"
+        assert not Path(found["both"][1]).is_relative_to(tmp_path / "theirs")
+    for result in project.results().values():
+        assert "torch==" not in result.pins
+
+
+def test_cells_of_another_torch_are_refused(project: Small, tmp_path: Path) -> None:
+    wheel(project.folder / "index", "torch", "2.12.0", "both")
+    theirs = environment(tmp_path / "theirs", project, "torch-2.12.0", "both-1.5")
+    done = project.run("run", "--base-python", str(theirs), **indexed(project))
+    assert done.returncode == 2
+    assert f"Python {PYTHON} with torch 2.12.0, on which {TAG}-tf5.0-torch2.11 and 1 more can't stand" in done.stderr
+    assert f"python=={PYTHON} and torch==2.12" in done.stderr
+
+
+def environment(folder: Path, small: Small, *wheels: str) -> Path:
+    """The Python of a virtual environment of somebody else's."""
+    uv = [sys.executable, "-m", "uv"]
+    subprocess.run([*uv, "venv", "--quiet", "--offline", "--python", sys.executable, str(folder)], check=True)
+    files = [str(small.folder / "index" / f"{name}-py3-none-any.whl") for name in wheels]
+    python = folder / "bin" / "python"
+    install = ["pip", "install", "--quiet", "--offline", "--no-deps", "--python", str(python), *files]
+    subprocess.run([*uv, *install], check=True)
+    return python
