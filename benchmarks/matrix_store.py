@@ -1,0 +1,200 @@
+"""How long the matrix' store takes to write, show and compare, and how large it gets.
+
+Run by hand: python benchmarks/matrix_store.py. It needs no torch, 2 GB of disk in the temporary folder, and some minutes, most of
+which go into making the stores. Times are of the whole command but for Python's start and imports, medians of 3; that of the CPU
+is what other work on the machine disturbs least.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sqlite3
+import statistics
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from datetime import datetime, timezone
+from pathlib import Path
+
+from compat_matrix.cells import Cell
+from compat_matrix.results import CellResult, Test
+from compat_matrix.store import Store
+from compat_matrix.views import diff, show
+
+PINS = "\n".join(f"package-{n}==1.{n} --hash=sha256:{random.Random(n).randbytes(32).hex()}" for n in range(300))
+LOG = "\n".join(f"tests/integration/test_{n}.py ........ [{n}%]" for n in range(100))
+
+
+def cells(python: int, transformers: int, torch: int) -> list[Cell]:
+    return [
+        Cell(f"3.{p}", f"5.{tf}", f"2.{t}") for p in range(python) for tf in range(transformers) for t in range(torch)
+    ]
+
+
+def result(cell: Cell, tests: int, *, fail: bool, seed: int) -> CellResult:
+    chosen = random.Random(f"{cell}{seed}").sample(range(tests), 5) if fail else []
+    outcomes = [
+        Test(
+            f"tests/integration/test_{n % 20}.py::test_{n % 7}[model-{n}]",
+            "failed",
+            0.1,
+            f"E  assert {n} == {seed}\n" * 20,
+        )
+        if n in chosen
+        else Test(f"tests/integration/test_{n % 20}.py::test_{n % 7}[model-{n}]", "passed", n / 997)
+        for n in range(tests)
+    ]
+    environment = {
+        "packages": {f"package-{n}": f"1.{n}" for n in range(80)},
+        "python": cell.python,
+        "device": cell.torch,
+    }
+    return CellResult(
+        cell,
+        "failed" if fail else "passed",
+        "test" if fail else None,
+        "5 tests failed" if fail else "",
+        datetime.now(timezone.utc),
+        60.0,
+        tuple(outcomes),
+        environment,
+        PINS + cell.torch,
+        ("python", "-m", "pytest"),
+        LOG + cell.name,
+    )
+
+
+def fill(store: Store, planned: Sequence[Cell], tests: int, seed: int) -> float:
+    """Store a run in which every tenth cell fails; returns the seconds."""
+    results = [result(cell, tests, fail=n % 10 == 0, seed=seed) for n, cell in enumerate(planned)]
+    began = time.perf_counter()
+    run = store.new_run(planned)
+    for one in results:
+        store.add(run, one)
+    store.finish(run, "finished")
+    return time.perf_counter() - began
+
+
+def copy_runs(path: Path, times: int) -> None:
+    """Copy the newest two runs of a store, within it: quicker than to store as many."""
+    with sqlite3.connect(path) as connection:
+        ids = [key for (key,) in connection.execute("SELECT id FROM run ORDER BY id DESC LIMIT 2")]
+        (results,) = connection.execute("SELECT max(id) FROM result").fetchone()
+        for n in range(1, times + 1):
+            for key in ids:
+                new = key + n * len(ids)
+                connection.execute(
+                    "INSERT INTO run SELECT ?, name || ?, datetime(started, ?), finished, state, label, command, host,"
+                    " revision, axes_id FROM run WHERE id = ?",
+                    (new, f"-{n}", f"{n} hours", key),
+                )
+                connection.execute(
+                    "INSERT INTO planned SELECT ?, cell_id, position, excluded FROM planned WHERE run_id = ?",
+                    (new, key),
+                )
+                connection.execute(
+                    "INSERT INTO result SELECT id + ?, ?, cell_id, attempt, verdict, kind, reason, started, seconds,"
+                    " environment_id, pins_id, command_id, passed, failed, error, skipped, xfailed, xpassed"
+                    " FROM result WHERE run_id = ?",
+                    (n * results, new, key),
+                )
+            for table, columns in (("test", "position, nodeid_id, outcome, seconds, message_id"), ("log", "content")):
+                connection.execute(
+                    f"INSERT INTO {table} SELECT result_id + ?, {columns} FROM {table} WHERE result_id <= ?",
+                    (n * results, results),
+                )
+
+
+def spread_run(path: Path, planned: Sequence[Cell], tests: int) -> None:
+    """A run of many cells whose results are copies of those of the first twenty."""
+    with Store.open(str(path)) as store:
+        fill(store, planned[:20], tests, 0)
+        template = store.runs()[0].id
+        run = store.new_run(planned)
+    with sqlite3.connect(path) as connection:
+        keys = {name: key for key, name in connection.execute("SELECT id, name FROM run")}
+        (first,) = connection.execute("SELECT max(id) FROM result").fetchone()
+        of = [
+            key
+            for (key,) in connection.execute("SELECT id FROM result WHERE run_id = ? ORDER BY id", (keys[template],))
+        ]
+        connection.execute("CREATE TEMP TABLE copies (source INTEGER, target INTEGER PRIMARY KEY, cell INTEGER)")
+        planned_cells = connection.execute(
+            "SELECT cell_id FROM planned WHERE run_id = ? ORDER BY position", (keys[run],)
+        )
+        rows = [(of[n % len(of)], first + 1 + n, cell) for n, (cell,) in enumerate(planned_cells)]
+        connection.executemany("INSERT INTO copies VALUES (?, ?, ?)", rows)
+        connection.execute(
+            "INSERT INTO result SELECT target, ?, cell, attempt, verdict, kind, reason, started, seconds, environment_id,"
+            " pins_id, command_id, passed, failed, error, skipped, xfailed, xpassed FROM copies JOIN result ON id = source",
+            (keys[run],),
+        )
+        connection.execute(
+            "INSERT INTO test SELECT target, position, nodeid_id, outcome, seconds, message_id"
+            " FROM copies JOIN test ON result_id = source"
+        )
+
+
+def timed(what: str, action: Callable[[], object]) -> None:
+    seconds, busy = [], []
+    for _ in range(3):
+        began, began_busy = time.perf_counter(), time.process_time()
+        action()
+        seconds.append(time.perf_counter() - began)
+        busy.append(time.process_time() - began_busy)
+    print(f"    {what:40} {statistics.median(seconds):7.3f} s, of the CPU {statistics.median(busy):.3f} s", flush=True)
+
+
+def measure(path: Path, old: str = "latest~1", new: str = "latest") -> None:
+    def printed(command: Callable[[Namespace], int], **arguments: object) -> None:
+        with redirect_stdout(io.StringIO()):
+            command(Namespace(store=str(path), json=False, **arguments))
+
+    def ask(question: Callable[[Store], object]) -> None:
+        with Store.open(str(path)) as store:
+            question(store)
+
+    print(f"    {'size':40} {path.stat().st_size / 1e6:7.1f} MB")
+    timed("summary", lambda: ask(lambda store: store.summary(store.resolve(new))))
+    timed("show", lambda: printed(show.run, chosen=new))
+    timed("diff", lambda: printed(diff.run, old=old, new=new))
+    timed("newest result of every cell", lambda: ask(lambda store: store.current()))
+    timed("history of a cell", lambda: ask(lambda store: store.history(Cell("3.0", "5.0", "2.0"))))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "one.db")
+        print("two runs of 168 cells with 700 tests, every tenth cell failed", flush=True)
+        with Store.open(str(path)) as store:
+            seconds = [fill(store, cells(1, 28, 6), 700, seed) for seed in (1, 2)]
+        print(f"    {'to store a run':40} {seconds[-1]:7.3f} s, {seconds[-1] / 168 * 1000:.1f} ms a cell")
+        measure(path)
+
+        print("100,128 results: 596 runs of 168 cells with 100 tests", flush=True)
+        path = Path(folder, "many.db")
+        with Store.open(str(path)) as store:
+            for seed in (1, 2):
+                fill(store, cells(1, 28, 6), 100, seed)
+        copy_runs(path, 297)
+        measure(path)
+        path.unlink()
+
+        print("100,040 results: two runs of 50,000 cells with 100 tests", flush=True)
+        path = Path(folder, "wide.db")
+        for _ in range(2):
+            spread_run(path, cells(10, 100, 50), 100)
+        measure(path, old="latest~2")
+        path.unlink()
+
+        print("one run of 100,000 cells, compared with itself", flush=True)
+        path = Path(folder, "widest.db")
+        spread_run(path, cells(10, 100, 100), 10)
+        measure(path, old="latest")
+
+
+if __name__ == "__main__":
+    main()

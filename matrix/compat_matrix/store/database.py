@@ -1,0 +1,142 @@
+"""Connecting to a database, and its errors in our words."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+
+from ..errors import MatrixError
+from . import schema
+
+#: How long SQLite waits for another process that writes.
+_PATIENCE = 60.0
+
+#: What the drivers say, and what it means for a store.
+_MEANINGS = {
+    "file is not a database": "it is no SQLite database, or a corrupt one",
+    "malformed": "the database is corrupt",
+    "disk is full": "the disk is full; what was stored before is kept",
+    "readonly database": "it can't be written to",
+    "unable to open database file": "it can't be opened: no such folder, or no permission",
+}
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Make errors of the driver a `MatrixError` about the store `name`."""
+    try:
+        yield
+    except MatrixError as error:
+        raise MatrixError(f"the store {name}: {error}") from error.__cause__
+    except IntegrityError:
+        raise  # the caller's to judge: another process may have stored the same
+    except DBAPIError as error:
+        said = " ".join(str(error.orig).split())
+        meaning = next((meaning for words, meaning in _MEANINGS.items() if words in said), None)
+        raise MatrixError(f"the store {name}: {f'{meaning} ({said})' if meaning else said}") from error
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise MatrixError(f"the store {name}: the database is corrupt ({error})") from error
+
+
+def parse(store: str) -> URL:
+    """The URL of a store; a plain path is one of SQLite.
+
+    Raises:
+        MatrixError: it is no URL.
+    """
+    if "://" not in store:
+        return URL.create("sqlite", database=store)
+    try:
+        url = make_url(store)
+    except (ArgumentError, ValueError) as error:
+        raise MatrixError(f"{store!r} is no URL of a database: {error}") from error
+    return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+
+
+def connect(url: URL, *, create: bool) -> Engine:
+    """An engine on a database, whatever is in it. SQLite makes the file when something is written.
+
+    Raises:
+        MatrixError: its driver is missing; or there is no such file or folder and `create` is false.
+    """
+    path = _file(url)
+    if path and create:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MatrixError(f"the folder of the store can't be made: {error}") from error
+    elif path and not path.exists():
+        raise MatrixError("there is none")
+    try:
+        engine = create_engine(url)
+    except NoSuchModuleError as error:
+        raise MatrixError(f"SQLAlchemy knows no such database: {error}") from error
+    except ModuleNotFoundError as error:
+        hint = ": install kernel-compat-matrix[postgres]" if error.name == "psycopg" else ""
+        raise MatrixError(f"its driver is not installed ({error}){hint}") from error
+    if engine.dialect.name == "sqlite":
+        _set_up_sqlite(engine)
+    return engine
+
+
+def migrate(engine: Engine, *, create: bool) -> None:
+    """Give a database this version's schema, if it has none or an older one.
+
+    Raises:
+        MatrixError: there is none and `create` is false; it is a newer one's; or the tables are others.
+    """
+    with engine.connect() as connection:
+        found = schema.revision(connection)
+    if found == schema.HEAD:
+        return
+    if found is None and not create:
+        raise MatrixError("it is empty: no run was ever stored there")
+    if found is None and engine.dialect.name == "sqlite":
+        _journal(engine, "WAL")  # others can read while one writes; the file remembers it
+    with writing(engine).begin() as connection:
+        schema.upgrade(connection)
+
+
+def writing(engine: Engine) -> Engine:
+    """The engine for transactions that write: SQLite's take their lock at once, and wait for it.
+
+    One that takes it after it has read fails instead, if another has written meanwhile.
+    """
+    return engine.execution_options(begin="BEGIN IMMEDIATE")
+
+
+def single_file(engine: Engine) -> None:
+    """Take SQLite's log of changes into the file, which then can be copied, and read where nothing can be written."""
+    _journal(engine, "DELETE")
+
+
+def _file(url: URL) -> Path | None:
+    database = url.database
+    if url.get_backend_name() != "sqlite" or not database or database == ":memory:" or database.startswith("file:"):
+        return None
+    return Path(database)
+
+
+def _set_up_sqlite(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, _: object) -> None:
+        connection.isolation_level = None  # the driver begins no transactions: we do
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute(f"PRAGMA busy_timeout = {int(_PATIENCE * 1000)}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        if statement := connection.get_execution_options().get("begin", "BEGIN"):
+            connection.exec_driver_sql(statement)
+
+
+def _journal(engine: Engine, mode: str) -> None:
+    with engine.execution_options(begin=None).connect() as connection:  # can't be set in a transaction
+        connection.exec_driver_sql(f"PRAGMA journal_mode = {mode}")

@@ -1,0 +1,169 @@
+"""What the store inserts, in the caller's transaction."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, TypeVar
+
+from sqlalchemy import Column, Connection, Table, and_, func, select
+from sqlalchemy.exc import IntegrityError
+
+from ..cells import AXES, Cell
+from ..errors import MatrixError
+from ..results import CellResult
+from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .queries import COUNTS
+from .records import Run
+
+T = TypeVar("T")
+
+
+def key(connection: Connection, name: str) -> int:
+    """The key of a run.
+
+    Raises:
+        MatrixError: there is none of that name.
+    """
+    found: int | None = connection.scalar(select(RUN.c.id).where(RUN.c.name == name))
+    if found is None:
+        raise MatrixError(f"it has no run {name!r}")
+    return found
+
+
+def new_run(connection: Connection, values: Run, axes: str) -> int:
+    """Insert a run without cells; returns its key."""
+    row = {"name" if field == "id" else field: value for field, value in values._asdict().items()}
+    row["axes_id"] = _texts(connection, [axes]).get(axes)
+    return _inserted(connection, RUN, row)
+
+
+def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> None:
+    """Put cells that a run doesn't have yet behind those that it has."""
+    every = [*dict.fromkeys([*cells, *excluded])]
+    keys = _cells(connection, every)
+    first = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == key)) or 0
+    rows = [
+        {
+            "run_id": key,
+            "cell_id": keys[one.name],
+            "position": position,
+            "excluded": plain(excluded[one]) if one in excluded else None,
+        }
+        for position, one in enumerate(every, first)
+    ]
+    if rows:
+        connection.execute(PLANNED.insert(), rows)
+
+
+def add_result(connection: Connection, key: int, found: CellResult) -> None:
+    """Insert a result; nothing where the run has that attempt at the cell."""
+    cell_key = _cells(connection, [found.cell])[found.cell.name]
+    own = and_(RESULT.c.run_id == key, RESULT.c.cell_id == cell_key, RESULT.c.attempt == found.attempt)
+    if connection.scalar(select(RESULT.c.id).where(own)) is not None:
+        return
+    place = select(PLANNED.c.position).where(PLANNED.c.run_id == key, PLANNED.c.cell_id == cell_key)
+    if connection.scalar(place) is None:
+        plan(connection, key, [found.cell], {})
+    environment = json.dumps(dict(found.environment), sort_keys=True) if found.environment else ""
+    command = json.dumps(found.command) if found.command else ""
+    messages = (one.message for one in found.tests)
+    texts = _texts(connection, [environment, command, found.pins, *messages])
+    nodeids = _nodeids(connection, [one.nodeid for one in found.tests])
+    counts = Counter(one.outcome for one in found.tests)
+    row = {
+        "run_id": key,
+        "cell_id": cell_key,
+        "attempt": found.attempt,
+        "verdict": found.verdict,
+        "kind": found.kind,
+        "reason": plain(found.reason),
+        "started": found.started,
+        "seconds": found.seconds,
+        "environment_id": texts.get(environment),
+        "pins_id": texts.get(found.pins),
+        "command_id": texts.get(command),
+        **{column.name: counts[column.name] for column in COUNTS},  # type: ignore[index]
+    }
+    result_key = _inserted(connection, RESULT, row)
+    tests = [
+        {
+            "result_id": result_key,
+            "position": position,
+            "nodeid_id": nodeids[one.nodeid],
+            "outcome": one.outcome,
+            "seconds": one.seconds,
+            "message_id": texts.get(one.message),
+        }
+        for position, one in enumerate(found.tests)
+    ]
+    if tests:
+        connection.execute(TEST.insert(), tests)
+    if found.log:
+        connection.execute(LOG.insert().values(result_id=result_key, content=found.log))
+
+
+def _inserted(connection: Connection, table: Table, row: Mapping[str, Any]) -> int:
+    key = connection.execute(table.insert().values(row)).inserted_primary_key
+    assert key is not None
+    return int(key[0])
+
+
+def _cells(connection: Connection, cells: Iterable[Cell]) -> dict[str, int]:
+    rows = {one.name: {"name": one.name} | {field: getattr(one, field) for field in AXES} for one in cells}
+    return _keys(connection, CELL.c.name, rows)
+
+
+def _nodeids(connection: Connection, names: Iterable[str]) -> dict[str, int]:
+    digests = {name: _digest(name) for name in names}
+    rows = {digest: {"digest": digest, "name": plain(name)} for name, digest in digests.items()}
+    keys = _keys(connection, NODEID.c.digest, rows)
+    return {name: keys[digest] for name, digest in digests.items()}
+
+
+def _texts(connection: Connection, texts: Iterable[str]) -> dict[str, int]:
+    """The keys of texts; an empty one has none."""
+    digests = {one: _digest(one) for one in texts if one}
+    rows = {digest: {"digest": digest, "content": one} for one, digest in digests.items()}
+    keys = _keys(connection, TEXT.c.digest, rows)
+    return {one: keys[digest] for one, digest in digests.items()}
+
+
+def _keys(connection: Connection, by: Column[str], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """The keys of rows by their values in a unique column, those inserted that are missing."""
+    table = by.table
+    assert isinstance(table, Table)
+    for last in (False, False, False, True):
+        keys: dict[str, int] = {}
+        for values in chunks(rows):
+            keys |= {row[0]: row[1] for row in connection.execute(select(by, table.c.id).where(by.in_(values)))}
+        # In order, so that two processes that insert the same don't wait for each other.
+        missing = [dict(rows[value]) for value in sorted(rows.keys() - keys.keys())]
+        if not missing:
+            break
+        try:
+            with connection.begin_nested():
+                connection.execute(table.insert(), missing)
+        except IntegrityError:  # another process has inserted one of them since we looked
+            if last:
+                raise
+    return keys
+
+
+def chunks(values: Iterable[T]) -> Iterator[list[T]]:
+    """No more at a time than any database takes parameters."""
+    iterator = iter(values)
+    while chunk := list(islice(iterator, 500)):
+        yield chunk
+
+
+def _digest(value: str) -> str:
+    return blake2b(value.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def plain(value: str) -> str:
+    """Without what a database refuses in text: lone surrogates and NUL."""
+    return value.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")

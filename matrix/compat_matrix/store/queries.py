@@ -1,0 +1,167 @@
+"""The queries of the store, and what becomes of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import Select, and_, case, func, select
+
+from ..cells import Cell
+from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .records import Past, Run, Summary
+
+_FIELDS = (CELL.c.python, CELL.c.transformers, CELL.c.torch, CELL.c.flash_attention, CELL.c.device)
+RUN_FIELDS = (
+    RUN.c.name,
+    RUN.c.started,
+    RUN.c.finished,
+    RUN.c.state,
+    RUN.c.label,
+    RUN.c.command,
+    RUN.c.host,
+    RUN.c.revision,
+)
+COUNTS = (RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RESULT.c.xfailed, RESULT.c.xpassed)
+
+NEWEST_FIRST = (RUN.c.started.desc(), RUN.c.id.desc())
+
+
+def latest(query: Select[Any]) -> Select[Any]:
+    """`query` over the planned cells and their latest results."""
+    later = RESULT.alias()
+    last = (
+        select(func.max(later.c.attempt))
+        .where(later.c.run_id == PLANNED.c.run_id, later.c.cell_id == PLANNED.c.cell_id)
+        .scalar_subquery()
+    )
+    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, RESULT.c.attempt == last)
+    return query.select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).outerjoin(RESULT, own)
+
+
+def summary(*more: Any) -> Select[Any]:
+    """The planned cells with their latest results: what `summary_of` reads, and `more` behind it."""
+    return latest(_summarised(*more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+
+
+def verdicts(run_name: str) -> Select[Any]:
+    """The key, verdict and kind of each planned cell: what tells quickly which cells are worth a summary."""
+    return latest(select(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind)).where(RUN.c.name == run_name)
+
+
+def history(wanted: Cell) -> Select[Any]:
+    """Every result of a cell, as `summary` has them, with the run's fields behind."""
+    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id)
+    query = _summarised(*RUN_FIELDS).select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).join(RESULT, own)
+    query = query.join(CELL, CELL.c.id == PLANNED.c.cell_id).where(CELL.c.name == wanted.name)
+    return query.order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
+
+
+def newest(run_names: Collection[str] | None) -> Select[Any]:
+    """As `summary`, of each cell the newest in all runs or in these, with the run's fields behind."""
+    verdict = RESULT.c.verdict
+    rank = case((verdict.in_(["passed", "failed"]), 0), (verdict.is_not(None), 1), else_=2)
+    number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(rank, *NEWEST_FIRST)).label("number")
+    query = summary(*RUN_FIELDS, number)
+    if run_names is not None:
+        query = query.where(RUN.c.name.in_(run_names))
+    every = query.subquery()
+    return select(*(column for column in every.c if column.name != "number")).where(every.c.number == 1)
+
+
+def outcomes(run_name: str) -> Select[Any]:
+    """Cell, test and outcome of the latest results of a run."""
+    query = latest(select(*_FIELDS, NODEID.c.name, TEST.c.outcome)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+    query = query.join(TEST, TEST.c.result_id == RESULT.c.id).join(NODEID, NODEID.c.id == TEST.c.nodeid_id)
+    return query.where(RUN.c.name == run_name).order_by(TEST.c.position)
+
+
+def totals() -> Select[Any]:
+    """Run, state and how many of its cells are in it."""
+    unfinished = case((PLANNED.c.excluded.is_not(None), "excluded"), else_="unfinished")
+    state = func.coalesce(RESULT.c.verdict, unfinished).label("state")
+    return latest(select(RUN.c.name, state, func.count())).group_by(RUN.c.name, state)
+
+
+def _summarised(*more: Any) -> Select[Any]:
+    return select(
+        *_FIELDS,
+        RESULT.c.verdict,
+        RESULT.c.kind,
+        func.coalesce(RESULT.c.reason, PLANNED.c.excluded, "").label("reason"),
+        PLANNED.c.excluded.is_not(None).label("is_excluded"),
+        RESULT.c.started.label("result_started"),
+        RESULT.c.seconds,
+        RESULT.c.attempt,
+        *COUNTS,
+        *more,
+    )
+
+
+def cell_of(row: Sequence[Any]) -> Cell:
+    return _cell(row[0], row[1], row[2], row[3], row[4])
+
+
+@lru_cache(200_000)
+def _cell(*fields: str) -> Cell:
+    """One object for every mention of a cell: made once, and compared at once."""
+    return Cell(*fields)
+
+
+def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
+    found = cell_of(row)
+    if row[5] is None:
+        return found, Summary(reason=row[7], excluded=bool(row[8]))
+    return found, Summary(row[5], row[6], row[7], bool(row[8]), *row[9:18])
+
+
+def past_of(row: Sequence[Any]) -> Past:
+    """What `newest` and `history` found, which have the run's fields last."""
+    return Past(Run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
+
+
+def result(run_name: str, wanted: Cell) -> Select[Any]:
+    """The latest result of a cell in a run, all of it but its tests."""
+    environment, pins, command = (TEXT.alias() for _ in range(3))
+    return (
+        select(
+            RESULT,
+            environment.c.content.label("environment"),
+            pins.c.content.label("pins"),
+            command.c.content.label("command"),
+            LOG.c.content.label("log"),
+        )
+        .outerjoin(environment, RESULT.c.environment_id == environment.c.id)
+        .outerjoin(pins, RESULT.c.pins_id == pins.c.id)
+        .outerjoin(command, RESULT.c.command_id == command.c.id)
+        .outerjoin(LOG, RESULT.c.id == LOG.c.result_id)
+        .join(RUN, RUN.c.id == RESULT.c.run_id)
+        .join(CELL, CELL.c.id == RESULT.c.cell_id)
+        .where(RUN.c.name == run_name, CELL.c.name == wanted.name)
+        .order_by(RESULT.c.attempt.desc())
+        .limit(1)
+    )
+
+
+def tests(result_id: int) -> Select[Any]:
+    query = select(NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
+    query = query.outerjoin(TEXT, TEST.c.message_id == TEXT.c.id)
+    return query.where(TEST.c.result_id == result_id).order_by(TEST.c.position)
+
+
+def environment(run_name: str, wanted: Cell) -> Select[Any]:
+    query = select(TEXT.c.content).select_from(RESULT).join(TEXT, RESULT.c.environment_id == TEXT.c.id)
+    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
+    query = query.where(RUN.c.name == run_name, CELL.c.name == wanted.name)
+    return query.order_by(RESULT.c.attempt.desc()).limit(1)
+
+
+def planned(run_name: str) -> Select[Any]:
+    query = select(*_FIELDS, PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
+    return query.where(RUN.c.name == run_name).order_by(PLANNED.c.position)
+
+
+def attempts(run_name: str) -> Select[Any]:
+    query = select(*_FIELDS, RESULT.c.attempt).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
+    return query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run_name).order_by(RESULT.c.id)

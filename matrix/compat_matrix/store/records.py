@@ -1,0 +1,82 @@
+"""What the store answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
+from typing import Literal, NamedTuple
+
+from ..results import Kind, Outcome, Verdict
+
+#: A cell's place in a run: its verdict, or why it has none. ``excluded``: the axes say that it can't exist.
+State = Literal["passed", "failed", "not run", "unfinished", "excluded"]
+
+
+class Run(NamedTuple):
+    """One run of a matrix.
+
+    Attributes:
+        id: such as ``20261121-114502-7f3a``, in UTC; sorts by time.
+        state: ``running`` until `Store.finish`; a runner that was killed leaves it so.
+        label, command, host, revision: as `Store.new_run` got them.
+    """
+
+    id: str
+    started: datetime
+    finished: datetime | None
+    state: str
+    label: str
+    command: str
+    host: str
+    revision: str
+
+
+class Summary(NamedTuple):
+    """A cell in a run, without its tests and its log. Without a verdict, only `reason` of the rest means something.
+
+    Attributes:
+        attempt: the latest in this run, from 1; 0 for a cell without a result.
+        seconds: of that attempt.
+    """
+
+    verdict: Verdict | None = None
+    kind: Kind | None = None
+    reason: str = ""
+    excluded: bool = False
+    started: datetime | None = None
+    seconds: float = 0.0
+    attempt: int = 0
+    passed: int = 0
+    failed: int = 0
+    error: int = 0
+    skipped: int = 0
+    xfailed: int = 0
+    xpassed: int = 0
+
+    @property
+    def state(self) -> State:
+        return self.verdict or ("excluded" if self.excluded else "unfinished")
+
+    @property
+    def counts(self) -> Mapping[Outcome, int]:
+        """How many tests ended how."""
+        return {
+            "passed": self.passed,
+            "failed": self.failed,
+            "error": self.error,
+            "skipped": self.skipped,
+            "xfailed": self.xfailed,
+            "xpassed": self.xpassed,
+        }
+
+    @property
+    def age(self) -> timedelta | None:
+        """How long ago it started."""
+        return None if self.started is None else datetime.now(timezone.utc) - self.started
+
+
+class Past(NamedTuple):
+    """What a cell gave in some run."""
+
+    run: Run
+    summary: Summary

@@ -1,0 +1,349 @@
+"""The store: runs, their cells, and what those gave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, select, text, update
+from sqlalchemy.exc import IntegrityError
+
+from ..cells import Cell
+from ..errors import MatrixError
+from ..results import CellResult, Outcome, Test
+from . import database, inserts, models, queries
+from .models import CELL, PLANNED, RESULT, RUN, TEXT
+from .records import Past, Run, State, Summary
+
+
+class Store:
+    """Results in a database; a context manager. Threads may share one.
+
+    What is written is one transaction: there after it, or not at all. Every method raises `MatrixError` where the
+    database fails, or has no such run.
+    """
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self.name = name
+
+    @classmethod
+    def open(cls, url: str, *, create: bool = True) -> Store:
+        """Open a store, made or migrated where needed.
+
+        Args:
+            url: any that SQLAlchemy takes; a plain path is a file of SQLite.
+            create: make it where there is none.
+
+        Raises:
+            MatrixError: it can't be reached or written, is corrupt, none of ours, or from a newer version; or there is
+                none and `create` is false.
+        """
+        parsed = database.parse(url)
+        name = url if "://" not in url else parsed.render_as_string(hide_password=True)
+        with database.explained(name):
+            engine = database.connect(parsed, create=create)
+            try:
+                database.migrate(engine, create=create)
+            except BaseException:
+                engine.dispose()
+                raise
+        return cls(engine, name)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What a runner writes.
+
+    def new_run(
+        self,
+        cells: Sequence[Cell],
+        *,
+        excluded: Mapping[Cell, str] = {},
+        axes: str = "",
+        command: str = "",
+        label: str = "",
+        host: str = "",
+        revision: str = "",
+    ) -> str:
+        """Begin a run of these cells; returns its id.
+
+        Args:
+            excluded: cells that can't exist, with the reason.
+            axes: the text of the axes file.
+            label: a name to find it by; need not be unique.
+        """
+        started = datetime.now(timezone.utc)
+        with self._write() as connection:
+            name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+            while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
+                name = f"{name[:15]}-{secrets.token_hex(2)}"
+            said = (inserts.plain(one) for one in (label, command, host, revision))
+            values = Run(name, started, None, "running", *said)
+            key = inserts.new_run(connection, values, axes)
+            inserts.plan(connection, key, [*dict.fromkeys(cells)], excluded)
+        return name
+
+    def add(self, run: str, found: CellResult) -> None:
+        """Store what a cell gave; a second time the same run, cell and attempt changes nothing.
+
+        A cell that the run didn't plan joins it.
+        """
+        try:
+            with self._write() as connection:
+                inserts.add_result(connection, inserts.key(connection, run), found)
+        except IntegrityError:  # another process has stored it since we looked
+            with self._write() as connection:
+                inserts.add_result(connection, inserts.key(connection, run), found)
+
+    def finish(self, run: str, state: str) -> None:
+        """Say how a run ended, such as ``finished`` or ``interrupted``; ``running``: it goes on."""
+        finished = None if state == "running" else datetime.now(timezone.utc)
+        with self._write() as connection:
+            key = inserts.key(connection, run)
+            connection.execute(update(RUN).where(RUN.c.id == key).values(state=state, finished=finished))
+
+    # What is asked of it.
+
+    def runs(self) -> list[Run]:
+        """All runs, the newest first."""
+        with self._read() as connection:
+            query = select(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST)
+            return [Run(*row) for row in connection.execute(query)]
+
+    def resolve(self, text: str) -> str:
+        """The id of a run by its id, its label (the newest of that label), the beginning of its id, ``latest``, or
+        ``latest~1`` for the one before.
+
+        Raises:
+            MatrixError: there is none, or several begin so.
+        """
+        known = self.runs()
+        if not known:
+            raise MatrixError(f"the store {self.name} has no runs")
+        if match := re.fullmatch(r"latest(?:~(\d{1,9}))?", text):
+            back = int(match[1] or 0)
+            if back < len(known):
+                return known[back].id
+            raise MatrixError(f"there is no {text}: the store {self.name} has {len(known)} runs")
+        for same in ([r for r in known if r.id == text], [r for r in known if text and r.label == text]):
+            if same:
+                return same[0].id
+        begin = [one.id for one in known if text and one.id.startswith(text)]
+        if len(begin) == 1:
+            return begin[0]
+        if begin:
+            raise MatrixError(f"{len(begin)} runs begin with {text!r}: {_some(begin)}")
+        raise MatrixError(f"no run is called {text!r}; there are {_some([one.id for one in known])}")
+
+    def run(self, run: str) -> Run:
+        """One run, by its id."""
+        with self._read() as connection:
+            row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == run)).one_or_none()
+        if row is None:
+            raise MatrixError(f"the store {self.name} has no run {run!r}")
+        return Run(*row)
+
+    def axes(self, run: str) -> str:
+        """The axes that `new_run` got."""
+        query = select(TEXT.c.content).join(RUN).where(RUN.c.name == run)
+        with self._read() as connection:
+            return connection.scalar(query) or ""
+
+    def summary(self, run: str) -> dict[Cell, Summary]:
+        """Every cell of a run, in the order planned, with its latest result. One query."""
+        with self._read() as connection:
+            rows = connection.execute(queries.summary().where(RUN.c.name == run).order_by(PLANNED.c.position)).all()
+            if not rows:
+                inserts.key(connection, run)
+        return dict(map(queries.summary_of, rows))
+
+    def compare(self, old: str, new: str) -> dict[Cell, tuple[Summary | None, Summary | None]]:
+        """The cells that ended differently in two runs, and those that failed in both; None where a run lacks the cell."""
+        found: dict[Cell, tuple[Summary | None, Summary | None]] = {}
+        with self._read() as connection:
+            ends: list[dict[int, tuple[str | None, str | None]]] = []
+            for name in (old, new):
+                inserts.key(connection, name)
+                ends.append({row[0]: (row[1], row[2]) for row in connection.execute(queries.verdicts(name))})
+            before, after = ends
+            keys = [
+                key
+                for key in before.keys() | after.keys()
+                if before.get(key) != after.get(key) or before[key][0] == "failed"
+            ]
+            for some in inserts.chunks(sorted(keys)):
+                own = queries.summary().where(PLANNED.c.cell_id.in_(some))
+                was, now = (
+                    dict(map(queries.summary_of, connection.execute(own.where(RUN.c.name == name))))
+                    for name in (old, new)
+                )
+                found |= {one: (was.get(one), now.get(one)) for one in was.keys() | now.keys()}
+        return found
+
+    def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
+        """Every cell, sorted, with its newest result: in all runs or in these.
+
+        A run on a machine that lacked what the cell needs, or that didn't get to it, counts where no other had it.
+        """
+        with self._read() as connection:
+            rows = connection.execute(queries.newest(runs)).all()
+        return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
+
+    def totals(self) -> dict[str, Counter[State]]:
+        """How many cells of each run are in which state."""
+        totals: dict[str, Counter[State]] = {one.id: Counter() for one in self.runs()}
+        with self._read() as connection:
+            for name, found, count in connection.execute(queries.totals()):
+                totals[name][found] = count
+        return totals
+
+    def unfinished(self, run: str) -> list[Cell]:
+        """The planned cells without a result, in the order planned."""
+        return [found for found, summary in self.summary(run).items() if summary.state == "unfinished"]
+
+    def result(self, run: str, cell: Cell, attempt: int | None = None) -> CellResult:
+        """All that a cell gave: its latest attempt in a run, or that one.
+
+        Raises:
+            MatrixError: the run has no result of it.
+        """
+        query = queries.result(run, cell)
+        if attempt is not None:
+            query = query.where(RESULT.c.attempt == attempt)
+        with self._read() as connection:
+            row = connection.execute(query).one_or_none()
+            if row is None:
+                inserts.key(connection, run)
+                raise MatrixError(f"the run {run} has no result of {cell}")
+            tests = connection.execute(queries.tests(row.id))
+            return CellResult(
+                cell=cell,
+                verdict=row.verdict,
+                kind=row.kind,
+                reason=row.reason,
+                started=row.started,
+                seconds=row.seconds,
+                tests=tuple(Test(name, outcome, seconds, said or "") for name, outcome, seconds, said in tests),
+                environment=json.loads(row.environment or "{}"),
+                pins=row.pins or "",
+                command=tuple(json.loads(row.command or "[]")),
+                log=row.log or "",
+                attempt=row.attempt,
+            )
+
+    def environment(self, run: str, cell: Cell) -> dict[str, Any]:
+        """What a cell said of itself in its latest attempt; empty where there is none."""
+        with self._read() as connection:
+            found = connection.scalar(queries.environment(run, cell))
+        return dict(json.loads(found or "{}"))
+
+    def failures(self, run: str) -> dict[Cell, dict[str, Outcome]]:
+        """The tests that failed in a run, by cell and node id. One query, without the tests that passed."""
+        failures: dict[Cell, dict[str, Outcome]] = {}
+        with self._read() as connection:
+            for row in connection.execute(queries.outcomes(run).where(text(f"test.{models.FAILED}"))):
+                failures.setdefault(queries.cell_of(row), {})[row[5]] = row[6]
+        return failures
+
+    def outcomes(self, run: str, cells: Iterable[Cell]) -> dict[Cell, dict[str, Outcome]]:
+        """How all tests of some cells ended, by node id."""
+        found: dict[Cell, dict[str, Outcome]] = {one: {} for one in cells}
+        with self._read() as connection:
+            for names in inserts.chunks(one.name for one in found):
+                keys = select(CELL.c.id).where(CELL.c.name.in_(names))
+                for row in connection.execute(queries.outcomes(run).where(PLANNED.c.cell_id.in_(keys))):
+                    found[queries.cell_of(row)][row[5]] = row[6]
+        return found
+
+    def history(self, cell: Cell) -> list[Past]:
+        """Every attempt at a cell, the newest run and its latest attempt first."""
+        with self._read() as connection:
+            rows = connection.execute(queries.history(cell)).all()
+        return [queries.past_of(row) for row in rows]
+
+    # Between stores.
+
+    def merge(self, other: Store, runs: Collection[str] | None = None) -> list[str]:
+        """Take over what this store lacks of another's runs, or of these; returns the ids of the runs it took from.
+
+        One transaction a run. Doing it twice takes nothing more.
+        """
+        wanted = (one for one in reversed(other.runs()) if runs is None or one.id in runs)
+        return [one.id for one in wanted if self._merge(other, one)]
+
+    def export(self, runs: Collection[str], path: str | os.PathLike[str]) -> None:
+        """Write a store of its own with just these runs: one file, of SQLite.
+
+        Raises:
+            MatrixError: no such run; or there is something at `path`, or it can't be written.
+        """
+        target = Path(path)
+        for one in runs:
+            self.run(one)
+        if target.exists():
+            raise MatrixError(f"{target} exists")
+        part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+        try:
+            with Store.open(str(part)) as store:
+                store.merge(self, runs)
+                with database.explained(store.name):
+                    database.single_file(store._engine)
+            part.replace(target)
+        except OSError as error:
+            raise MatrixError(f"{target} can't be written: {error}") from error
+        finally:
+            for left in target.parent.glob(f"{part.name}*"):
+                left.unlink()
+
+    def _merge(self, other: Store, theirs: Run) -> bool:
+        with self._write() as connection:
+            ours = connection.execute(
+                select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.name == theirs.id)
+            ).one_or_none()
+            key = inserts.new_run(connection, theirs, other.axes(theirs.id)) if ours is None else ours[0]
+            changed = ours is None
+            if ours is not None and theirs.finished and (ours.finished is None or ours.finished < theirs.finished):
+                values = {"state": theirs.state, "finished": theirs.finished}
+                connection.execute(update(RUN).where(RUN.c.id == key).values(values))
+                changed = True
+            with other._read() as connection_:
+                planned_there = connection_.execute(queries.planned(theirs.id)).all()
+                attempts_there = connection_.execute(queries.attempts(theirs.id)).all()
+            here = {row[:5] for row in connection.execute(queries.planned(theirs.id))}
+            lacking = {queries.cell_of(row): row.excluded for row in planned_there if row[:5] not in here}
+            inserts.plan(connection, key, lacking, {one: why for one, why in lacking.items() if why is not None})
+            attempts_here = {tuple(row) for row in connection.execute(queries.attempts(theirs.id))}
+            for row in attempts_there:
+                if tuple(row) not in attempts_here:
+                    inserts.add_result(connection, key, other.result(theirs.id, queries.cell_of(row), row.attempt))
+                    changed = True
+            return changed or bool(lacking)
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with database.explained(self.name), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        with database.explained(self.name), database.writing(self._engine).begin() as connection:
+            yield connection
+
+
+def _some(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

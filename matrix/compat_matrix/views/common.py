@@ -1,0 +1,224 @@
+"""What the views share: words for what a cell gave, the order of versions, the grid, and text made fit to be shown."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from functools import cache
+from typing import Any, NamedTuple
+
+from packaging.version import InvalidVersion, Version
+from rich.console import Console
+from rich.segment import Segment, Segments
+
+from ..cells import AXES, VERSIONED, Cell
+from ..errors import MatrixError
+from ..store import Run, Store, Summary
+
+KERNELS = {
+    "none": "no FlashAttention",
+    "fa2": "FlashAttention-2",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "torch": "torch's own FlashAttention",
+}
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+
+#: Colours repeat what the words say.
+STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "unfinished": "cyan", "excluded": "dim"}
+
+#: The order in which states and outcomes are counted.
+ORDER = ("passed", "failed", "error", "not run", "skipped", "xfailed", "xpassed", "unfinished", "excluded")
+
+# Of a terminal: a sequence with its parameters, a string with its end, or a single character.
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\)|[ -/]*[0-~])", re.DOTALL)
+# Control characters but tab and newline, what reorders text, and what no encoding takes.
+_UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class Block(NamedTuple):
+    """The part of a grid with one Python, FlashAttention and device: transformers down, torch across, oldest first."""
+
+    title: str
+    rows: list[str]
+    columns: list[str]
+    cells: dict[tuple[str, str], Cell]
+
+
+def open_store(url: str) -> Store:
+    return Store.open(url, create=False)
+
+
+class Line:
+    """A line of output in parts, each with a style."""
+
+    def __init__(self, text: str = "", style: str = "") -> None:
+        self.parts = [(text, style)]
+
+    def add(self, text: str, style: str = "") -> Line:
+        self.parts.append((text, style))
+        return self
+
+
+def width() -> int:
+    """The columns of the terminal; where there is none, no limit."""
+    return Console().width if sys.stdout.isatty() else 100_000
+
+
+def show(lines: Iterable[Line]) -> None:
+    """Print lines as they are, in colour on a terminal that has any."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        style = cache(console.get_style)
+        segments = [Segment(text, style(look or "none")) for line in lines for text, look in [*line.parts, ("\n", "")]]
+        console.print(Segments(segments), crop=False, overflow="ignore", no_wrap=True, end="")
+        return
+    plain = "\n".join("".join(text for text, _ in line.parts).rstrip() for line in lines)
+    encoding = sys.stdout.encoding or "utf-8"
+    print(plain.encode(encoding, "replace").decode(encoding))
+
+
+def word(summary: Summary | None) -> str:
+    """One word, or two, for a cell in a grid; empty for one that is not there."""
+    if summary is None:
+        return ""
+    if summary.state == "failed":
+        kind = {"installation": "INSTALL", None: "FAILED"}.get(summary.kind) or str(summary.kind).upper()
+        bad = summary.failed + summary.error
+        return f"{kind} {bad}" if summary.kind == "test" and bad else kind
+    return {"passed": "ok", "unfinished": "open", "excluded": "-"}.get(summary.state, summary.state)
+
+
+def style(summary: Summary | None) -> str:
+    return "" if summary is None else STYLES[summary.state]
+
+
+def blocks(summary: Mapping[Cell, Summary]) -> list[Block]:
+    """A grid of these cells, without the rows and columns that have nothing but what can't exist."""
+    grouped: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in summary:
+        grouped.setdefault((cell.python, cell.flash_attention, cell.device), []).append(cell)
+    found = []
+    for key in sorted(grouped, key=lambda key: (version_key(key[0]), kernel_place(key[1:]))):
+        python, kernel, device = key
+        exist = [cell for cell in grouped[key] if summary[cell].state != "excluded"]
+        if exist:
+            title = f"Python {python}, {kernel_name(kernel, device)}"
+            rows = by_version(cell.transformers for cell in exist)
+            columns = by_version(cell.torch for cell in exist)
+            found.append(Block(title, rows, columns, {(cell.transformers, cell.torch): cell for cell in grouped[key]}))
+    return found
+
+
+def kernel_name(kernel: str, device: str) -> str:
+    return f"{KERNELS.get(kernel, kernel)}, {DEVICES.get(device, device)}"
+
+
+@cache
+def kernel_place(kernel_and_device: tuple[str, str]) -> tuple[int, str, int, str]:
+    """The order of FlashAttention and device in a grid; words that aren't ours come last."""
+    kernel, device = kernel_and_device
+    kernels, devices = [*KERNELS], [*DEVICES]
+    return (
+        kernels.index(kernel) if kernel in kernels else len(kernels),
+        kernel,
+        devices.index(device) if device in devices else len(devices),
+        device,
+    )
+
+
+def ordered(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells as a grid has them: by Python, FlashAttention and device, then transformers, then torch."""
+    cells = [*cells]
+    pythons, releases, torches = (
+        {version: place for place, version in enumerate(by_version({getattr(cell, axis) for cell in cells}))}
+        for axis in VERSIONED
+    )
+
+    def place(cell: Cell) -> tuple[object, ...]:
+        kernel = kernel_place((cell.flash_attention, cell.device))
+        return pythons[cell.python], kernel, releases[cell.transformers], torches[cell.torch]
+
+    return sorted(cells, key=place)
+
+
+def by_version(versions: Iterable[str]) -> list[str]:
+    """Each once, oldest first."""
+    return sorted(set(versions), key=version_key)
+
+
+@cache
+def version_key(version: str) -> tuple[Version, str]:
+    try:
+        return Version(version), version
+    except InvalidVersion:
+        return Version("0"), version
+
+
+def clean(text: str) -> str:
+    """What a program printed, without what would move a cursor, ring a bell or hide something."""
+    text = _ANSI.sub("", text.replace("\r\n", "\n")).replace("\r", "\n")
+    return _UNFIT.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def one_line(text: str, width: int = 160) -> str:
+    text = " ".join(clean(text).split())
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def moment(when: datetime | None) -> str:
+    return "" if when is None else f"{when:%Y-%m-%d %H:%M} UTC"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s" if seconds < 10 else f"{rest} s"
+
+
+def named(run: Run) -> str:
+    """A run's id with its label."""
+    return f"{run.id} ({one_line(run.label, 60)})" if run.label else run.id
+
+
+def counted(states: Iterable[str] | Mapping[str, int]) -> str:
+    """``12 passed, 1 failed``."""
+    counts = Counter(states)
+    words = {"error": "with an error"}
+    parts = [f"{counts[state]} {words.get(state, state)}" for state in ORDER if counts[state]]
+    return ", ".join(parts) or "none"
+
+
+def reproduce(cell: Cell) -> str:
+    """The command that runs a cell once more."""
+    return f"kernel-compat-matrix run {cell}"
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    found = run._asdict()
+    return found | {key: found[key] and found[key].isoformat() for key in ("started", "finished")}
+
+
+def summary_as_json(cell: Cell, summary: Summary) -> dict[str, Any]:
+    """A cell in a run; everything but its name and state is null where it has no result."""
+    there = summary.verdict is not None
+    return {
+        "cell": cell.name,
+        **{axis: getattr(cell, axis) for axis in AXES},
+        "state": summary.state,
+        "kind": summary.kind,
+        "reason": summary.reason,
+        "started": summary.started.isoformat() if summary.started else None,
+        "seconds": summary.seconds if there else None,
+        "attempt": summary.attempt if there else None,
+        "tests": dict(summary.counts) if there else None,
+    }
+
+
+def unknown(cell: Cell, store: Store) -> MatrixError:
+    return MatrixError(f"the store {store.name} knows no cell {cell}: no run has planned it")

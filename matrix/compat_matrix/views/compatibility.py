@@ -1,0 +1,159 @@
+"""``compatibility PATH``: what works and through which shims, as Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, product
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from ..cells import Cell
+from ..errors import MatrixError
+from ..store import Past, Run, Store
+from . import common
+
+
+class _Answer(NamedTuple):
+    """What cells of one row have in common."""
+
+    works: str
+    shims: tuple[str, ...]
+
+
+class _Row(NamedTuple):
+    """A block of cells with the same answer: every combination of these that was run."""
+
+    transformers: list[str]
+    torch: list[str]
+    python: list[str]
+    answer: _Answer
+    cells: list[Cell]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", type=Path, help="the file to write, such as docs/compatibility.md")
+    add_run_argument(parser)
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run",
+        dest="runs",
+        metavar="RUN",
+        action="append",
+        help="only what these runs gave (repeatable); default: all",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with common.open_store(arguments.store) as store:
+        runs = arguments.runs and [store.resolve(name) for name in arguments.runs]
+        text = document(store, store.current(runs))
+    path: Path = arguments.path
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise MatrixError(f"{path} can't be written: {error.strerror or error}") from error
+    return 0
+
+
+def document(store: Store, current: Mapping[Cell, Past]) -> str:
+    """The document; the same for the same results, whenever and wherever it is made."""
+    answers = {cell: _answer(store, cell, past) for cell, past in current.items()}
+    ran = {past.run for cell, past in current.items() if answers[cell]}
+    runs = sorted(ran, key=lambda one: (one.started, one.id))
+    numbers = {found.id: number for number, found in enumerate(runs, 1)}
+    # One for all tables: a release that was left out of one of them is not in its ranges.
+    releases = tuple(_Releases(getattr(cell, axis) for cell in current) for axis in ("transformers", "torch", "python"))
+    lines = [
+        "# Compatibility",
+        "",
+        "What each combination gave when its tests ran last, and the shims that were applied there. Combinations that gave the",
+        "same are one row; `5.0 to 5.4` is every release between that is in the store. Written by `kernel-compat-matrix compatibility`: edits are lost.",
+    ]
+    kinds = sorted(
+        {(cell.flash_attention, cell.device) for cell, answer in answers.items() if answer}, key=common.kernel_place
+    )
+    for kernel, device in kinds:
+        own = {
+            cell: answer
+            for cell, answer in answers.items()
+            if answer and (cell.flash_attention, cell.device) == (kernel, device)
+        }
+        lines += ["", f"## {common.kernel_name(kernel, device)}", ""]
+        lines += ["| transformers | torch | Python | | shims | tests passed | run |", "|---|---|---|---|---|---|---|"]
+        lines += [_line(row, current, numbers, releases) for row in _rows(own)]
+    lines += ["", "## Runs", "", "| | run | date | host | revision |", "|---|---|---|---|---|"]
+    lines += [_run_line(numbers[found.id], found) for found in runs]
+    return "\n".join(lines) + "\n"
+
+
+def _answer(store: Store, cell: Cell, past: Past) -> _Answer | None:
+    """None for a cell that can't exist or hasn't run."""
+    if past.summary.verdict not in ("passed", "failed"):
+        return None
+    found = store.environment(past.run.id, cell).get("shims", {})
+    applied = tuple(sorted(name for name, shim in found.items() if shim.get("state") == "applied"))
+    return _Answer("works" if past.summary.verdict == "passed" else f"fails: {past.summary.kind or 'test'}", applied)
+
+
+def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:
+    """Neighbouring releases of transformers with the same answers make rows; within those, of Python; within those, of torch."""
+    releases, pythons, torches = (
+        common.by_version(getattr(cell, axis) for cell in answers) for axis in ("transformers", "python", "torch")
+    )
+    there = {(cell.transformers, cell.python, cell.torch): cell for cell in answers}
+    given = {key: answers[cell] for key, cell in there.items()}
+    for some in _alike(releases, [[given.get((tf, py, t)) for py in pythons for t in torches] for tf in releases]):
+        tf = some[0]
+        for some_pythons in _alike(pythons, [[given.get((tf, py, t)) for t in torches] for py in pythons]):
+            py = some_pythons[0]
+            for some_torches in _alike(torches, [given.get((tf, py, t)) for t in torches]):
+                if answer := given.get((tf, py, some_torches[0])):
+                    cells = [there[one] for one in product(some, some_pythons, some_torches)]
+                    yield _Row(some, some_torches, some_pythons, answer, cells)
+
+
+def _alike(values: Sequence[str], answers: Sequence[object]) -> list[list[str]]:
+    """The values in order, neighbours with the same answers together."""
+    return [[value for value, _ in group] for _, group in groupby(zip(values, answers, strict=True), key=itemgetter(1))]
+
+
+def _line(row: _Row, current: Mapping[Cell, Past], numbers: Mapping[str, int], releases: Sequence[_Releases]) -> str:
+    versions = [write(some) for write, some in zip(releases, (row.transformers, row.torch, row.python), strict=True)]
+    shims = ", ".join(f"`{name}`" for name in row.answer.shims) or "none"
+    counts = sorted({current[cell].summary.passed for cell in row.cells})
+    passed = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
+    runs = ", ".join(map(str, sorted({numbers[current[cell].run.id] for cell in row.cells})))
+    return _table_line(*versions, row.answer.works, shims, passed, runs)
+
+
+def _run_line(number: int, found: Run) -> str:
+    return _table_line(str(number), found.id, f"{found.started:%Y-%m-%d}", found.host, found.revision)
+
+
+def _table_line(*fields: str) -> str:
+    return f"| {' | '.join(_escaped(field) for field in fields)} |"
+
+
+def _escaped(text: str) -> str:
+    return common.one_line(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+class _Releases:
+    """Writes lists of releases: those that lie next to each other as ``5.0 to 5.4``."""
+
+    def __init__(self, versions: Iterable[str]) -> None:
+        minors = sorted({common.version_key(version)[0].release[:2] for version in versions})
+        self._place = {minor: place for place, minor in enumerate(minors)}
+
+    def __call__(self, versions: Sequence[str]) -> str:
+        numbered = [(self._place[common.version_key(one)[0].release[:2]] - n, one) for n, one in enumerate(versions)]
+        groups = [[one for _, one in group] for _, group in groupby(numbered, key=itemgetter(0))]
+        return ", ".join(f"{some[0]} to {some[-1]}" if len(some) > 2 else ", ".join(some) for some in groups)

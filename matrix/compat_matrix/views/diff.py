@@ -1,0 +1,164 @@
+"""``diff OLD NEW``: what changed from one run to another. Exits with 1 if something broke."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..cells import Cell
+from ..store import Store, Summary
+from . import common
+
+
+class Change(NamedTuple):
+    """A cell before and after; None where the run doesn't have it."""
+
+    cell: Cell
+    old: Summary | None
+    new: Summary | None
+
+
+class Diff(NamedTuple):
+    """What changed. Cells that ended alike are in none of them, but for the tests of those that failed both times.
+
+    Attributes:
+        broke: passed, and fails.
+        mended: failed, and passes.
+        changed: failed, and fails in another way.
+        new: passed or failed in the new run alone.
+        gone: passed or failed in the old run alone: not planned any more, not finished, or not run.
+        tests_broke, tests_mended: in cells that failed both times, the tests that ran both times and failed once.
+    """
+
+    broke: list[Change]
+    mended: list[Change]
+    changed: list[Change]
+    new: list[Change]
+    gone: list[Change]
+    tests_broke: dict[Cell, list[str]]
+    tests_mended: dict[Cell, list[str]]
+
+    @property
+    def something_broke(self) -> bool:
+        return bool(self.broke or self.tests_broke)
+
+
+TITLES = {
+    "broke": "Broke",
+    "mended": "Mended",
+    "changed": "Fail in another way",
+    "new": "New",
+    "gone": "Gone",
+}
+
+
+def compare(store: Store, old: str, new: str) -> Diff:
+    """What changed from one run to another, by their ids."""
+    diff = Diff([], [], [], [], [], {}, {})
+    both_failed = []
+    ends = store.compare(old, new)
+    for cell in common.ordered(ends):
+        was, now = ends[cell]
+        change = Change(cell, was, now)
+        ended = (_ended(was), _ended(now))
+        if ended == ("passed", "failed"):
+            diff.broke.append(change)
+        elif ended == ("failed", "passed"):
+            diff.mended.append(change)
+        elif ended == ("failed", "failed"):
+            both_failed.append(cell)
+            if was and now and was.kind != now.kind:
+                diff.changed.append(change)
+        elif ended[0] is None and ended[1]:
+            diff.new.append(change)
+        elif ended[0] and ended[1] is None:
+            diff.gone.append(change)
+    _compare_tests(store, old, new, both_failed, diff)
+    return diff
+
+
+def _ended(summary: Summary | None) -> str | None:
+    return summary.verdict if summary and summary.verdict in ("passed", "failed") else None
+
+
+def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Diff) -> None:
+    if not cells:
+        return
+    failed_old, failed_new = store.failures(old), store.failures(new)
+    # A test that failed once alone may not have run the other time; only of those cells are the other tests asked for.
+    broke = {cell: tests for cell in cells if (tests := failed_new.get(cell, {}).keys() - failed_old.get(cell, {}))}
+    mended = {cell: tests for cell in cells if (tests := failed_old.get(cell, {}).keys() - failed_new.get(cell, {}))}
+    ran_old, ran_new = store.outcomes(old, broke), store.outcomes(new, mended)
+    for found, there, into in ((broke, ran_old, diff.tests_broke), (mended, ran_new, diff.tests_mended)):
+        for cell, tests in found.items():
+            if both := sorted(test for test in tests if there[cell].get(test, "skipped") != "skipped"):
+                into[cell] = both
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", metavar="OLD", help="a run: an id, a label, latest~1")
+    parser.add_argument("new", metavar="NEW", help="the other run, such as latest")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with common.open_store(arguments.store) as store:
+        old, new = (store.run(store.resolve(name)) for name in (arguments.old, arguments.new))
+        diff = compare(store, old.id, new.id)
+    if arguments.json:
+        print(json.dumps({"old": common.as_json(old), "new": common.as_json(new)} | _as_json(diff), indent=2))
+    else:
+        heading = common.Line(f"from {common.named(old)} to {common.named(new)}", "bold")
+        common.show([heading, *_lines(diff)])
+    return 1 if diff.something_broke else 0
+
+
+def _lines(diff: Diff) -> Iterator[common.Line]:
+    lists: dict[str, list[Change]] = {name: getattr(diff, name) for name in TITLES}
+    width = max((len(change.cell.name) for changes in lists.values() for change in changes), default=0)
+    for name, changes in lists.items():
+        if changes:
+            yield common.Line()
+            yield common.Line(f"{TITLES[name]}: {len(changes)}", "bold")
+        for change in changes:
+            line = common.Line(f"  {change.cell.name.ljust(width)}  ")
+            line.add(*_state(change.old)).add(" -> ").add(*_state(change.new))
+            after = change.new or change.old
+            if after and after.reason:
+                line.add(f"  {common.one_line(after.reason)}")
+            yield line
+    yield from _test_lines("Tests that broke in cells that failed both times", diff.tests_broke)
+    yield from _test_lines("Tests that were mended in cells that failed both times", diff.tests_mended)
+    if not any([*lists.values(), diff.tests_broke, diff.tests_mended]):
+        yield common.Line("nothing changed")
+
+
+def _state(summary: Summary | None) -> tuple[str, str]:
+    return (common.word(summary), common.style(summary)) if summary else ("not there", "dim")
+
+
+def _test_lines(title: str, tests: Mapping[Cell, list[str]]) -> Iterator[common.Line]:
+    if tests:
+        yield common.Line()
+        yield common.Line(f"{title}: {sum(map(len, tests.values()))}", "bold")
+    for cell, names in tests.items():
+        yield common.Line(f"  {cell.name}")
+        yield from (common.Line(f"    {common.one_line(name)}") for name in names)
+
+
+def _as_json(diff: Diff) -> dict[str, Any]:
+    def state(summary: Summary | None) -> dict[str, Any] | None:
+        return summary and {"state": summary.state, "kind": summary.kind, "reason": summary.reason}
+
+    def changes(found: list[Change]) -> list[dict[str, Any]]:
+        return [{"cell": one.cell.name, "old": state(one.old), "new": state(one.new)} for one in found]
+
+    return {
+        "cells": {name: changes(getattr(diff, name)) for name in TITLES},
+        "tests": {
+            "broke": {cell.name: tests for cell, tests in diff.tests_broke.items()},
+            "mended": {cell.name: tests for cell, tests in diff.tests_mended.items()},
+        },
+    }

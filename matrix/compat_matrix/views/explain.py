@@ -1,0 +1,161 @@
+"""``explain CELL``: all that is known of one cell."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..cells import Cell, parse
+from ..results import CellResult
+from ..store import Past, Store
+from . import common
+
+#: What is shown of the packages, unless everything is.
+_TELLING = re.compile(
+    r"(python|torch|transformers|triton|kernel.compat.*|flash.attn.*|fa3.fwd|kernels|liger.kernel|nvidia.cutlass.*)"
+)
+
+_STATES = ("failed", "applied", "pending", "skipped", "not needed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cell", metavar="CELL", help="such as py311-tf5.23-torch2.15-fa4-cuda")
+    parser.add_argument(
+        "--run", dest="chosen", metavar="RUN", help="what it gave in this run; default: its newest result"
+    )
+    parser.add_argument("--full", action="store_true", help="whole messages, every package, and the log")
+    parser.add_argument("--pins", action="store_true", help="the requirement files it was installed from, too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    cell = parse(arguments.cell)
+    with common.open_store(arguments.store) as store:
+        history = store.history(cell)
+        name = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
+        lines = [*_explained(store, cell, name, history, arguments)] if name else [*_without(store, cell)]
+    common.show([*lines, *_history(history)])
+    return 0
+
+
+def newest(history: Sequence[Past]) -> str | None:
+    """The run with the newest verdict of a cell; one on a machine that couldn't run it only where there is no other."""
+    ran = [past for past in history if past.summary.state != "not run"]
+    return next((past.run.id for past in [*ran, *history]), None)
+
+
+def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
+    """A cell that has no result in any run."""
+    planned = store.current().get(cell)
+    if planned is None:
+        raise common.unknown(cell, store)
+    yield common.Line(f"{cell}: ", "bold").add(*_state(planned))
+    if planned.summary.reason:
+        yield common.Line(common.clean(planned.summary.reason))
+    yield common.Line(f"run        {common.named(planned.run)}")
+    if planned.summary.state != "excluded":
+        yield common.Line(f"run it     {common.reproduce(cell)}")
+
+
+def _explained(
+    store: Store, cell: Cell, name: str, history: Sequence[Past], arguments: argparse.Namespace
+) -> Iterator[common.Line]:
+    found = store.result(name, cell)
+    past = next(past for past in history if past.run.id == name and past.summary.attempt == found.attempt)
+    yield common.Line(f"{cell}: ", "bold").add(*_state(past))
+    if found.reason:
+        yield common.Line(common.clean(found.reason))
+    attempt = f", attempt {found.attempt}" if found.attempt > 1 else ""
+    took = common.duration(found.seconds)
+    yield common.Line(f"run        {common.named(past.run)}, {common.moment(found.started)}, {took}{attempt}")
+    yield common.Line(f"tests      {common.counted(test.outcome for test in found.tests)}")
+    yield common.Line(f"run again  {common.reproduce(cell)}")
+    if found.command:
+        yield common.Line(f"which ran  {common.one_line(shlex.join(found.command), 10_000 if arguments.full else 160)}")
+    yield from _tests(found, arguments.full)
+    yield from _environment(found.environment, arguments.full)
+    yield from _shims(found.environment.get("shims", {}))
+    if arguments.pins:
+        yield from _section("pins", common.clean(found.pins).splitlines() or ["none"])
+    if arguments.full:
+        yield from _section("log", common.clean(found.log).splitlines() or ["empty"])
+    elif found.verdict == "failed" and not _bad(found):
+        yield from _section("the end of the log (--full has all of it)", common.clean(found.log).splitlines()[-15:])
+
+
+def _tests(found: CellResult, full: bool) -> Iterator[common.Line]:
+    for test in _bad(found):
+        yield common.Line()
+        yield common.Line(common.one_line(test.nodeid, 1000), common.STYLES["failed"])
+        lines = common.clean(test.message).splitlines()
+        yield from (common.Line(f"    {line}") for line in (lines if full else telling(lines)))
+
+
+def _bad(found: CellResult) -> list[Any]:
+    return [test for test in found.tests if test.outcome in ("failed", "error")]
+
+
+def telling(lines: Sequence[str], most: int = 8) -> list[str]:
+    """The lines of a report by pytest that say what was wrong; of others, the last."""
+    errors = [line for line in lines if line.startswith("E ")]
+    kept = errors[:most] or [line for line in lines if line.strip()][-most:]
+    return kept if len(kept) == len(lines) else [*kept, f"({len(lines) - len(kept)} more lines: --full)"]
+
+
+def _environment(environment: Mapping[str, Any], full: bool) -> Iterator[common.Line]:
+    lines = [f"{name}: {value}" for name, value in facts(environment).items()]
+    packages = {name: v for name, v in environment.get("packages", {}).items() if full or _TELLING.fullmatch(name)}
+    lines += [f"{name} {version}" for name, version in packages.items()]
+    if lines:
+        yield from _section("environment", [common.one_line(line, 1000) for line in lines])
+
+
+def facts(environment: Mapping[str, Any]) -> dict[str, str]:
+    """What a cell said of itself beyond packages and shims."""
+    texts = {
+        name: "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in environment.items()
+        if name not in ("packages", "shims")
+    }
+    return {name: common.clean(value) for name, value in texts.items() if value}
+
+
+def shims(found: Mapping[str, Any]) -> list[tuple[str, str, str, list[str]]]:
+    """Name, state, reason and seams of every shim, those that matter first."""
+    entries = [
+        (str(name), str(shim.get("state", "")), str(shim.get("reason", "")), [*map(str, shim.get("seams", []))])
+        for name, shim in found.items()
+    ]
+    place = {state: number for number, state in enumerate(_STATES)}
+    return sorted(entries, key=lambda entry: (place.get(entry[1], len(place)), entry[0]))
+
+
+def _shims(found: Mapping[str, Any]) -> Iterator[common.Line]:
+    entries = shims(found)
+    width = max((len(name) for name, *_ in entries), default=0)
+    if entries:
+        said = [f"{name.ljust(width)}  {state.ljust(10)}  {reason}" for name, state, reason, _ in entries]
+        yield from _section("shims", [common.clean(line) for line in said])
+
+
+def _history(history: Sequence[Past]) -> Iterator[common.Line]:
+    if not history:
+        return
+    yield common.Line()
+    yield common.Line("history", "bold")
+    for past in history:
+        line = common.Line(f"    {common.moment(past.summary.started)}  {past.run.id}  ").add(*_state(past))
+        yield line.add(f"  {common.one_line(past.summary.reason, 100)}" if past.summary.reason else "")
+
+
+def _state(past: Past) -> tuple[str, str]:
+    state = past.summary.state
+    return state if state != "failed" else f"failed, {common.word(past.summary)}", common.style(past.summary)
+
+
+def _section(title: str, lines: Sequence[str]) -> Iterator[common.Line]:
+    yield common.Line()
+    yield common.Line(title, "bold")
+    yield from (common.Line(f"    {line}") for line in lines)

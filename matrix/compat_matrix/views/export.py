@@ -1,0 +1,20 @@
+"""``export RUN... PATH``: write runs into a store of their own."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import common
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, a label, latest~1")
+    parser.add_argument("path", metavar="PATH", help="the file to write; there must be none")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with common.open_store(arguments.store) as store:
+        runs = [store.resolve(name) for name in arguments.runs]
+        store.export(runs, arguments.path)
+    print(f"{arguments.path}: {', '.join(runs)}")
+    return 0

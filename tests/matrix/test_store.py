@@ -1,0 +1,589 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import pwd
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine, event, make_url, text
+from sqlalchemy.engine import Engine
+from stored import cells, failed, not_run, passed, stored
+
+from compat_matrix.cells import Cell
+from compat_matrix.errors import MatrixError
+from compat_matrix.results import Test
+from compat_matrix.store import Store, database, schema
+from compat_matrix.store.models import metadata
+
+TESTS = Path(__file__).parents[1]
+CELLS = cells()
+ODD = "\x1b[31mred\x1b[0m <b> \x00 \udc80 \u202e\n"
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a server in a folder of its own, on a socket there."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    if not found:
+        pytest.skip("PostgreSQL's server is not installed")
+    programs = found[-1].parent
+    # Not in pytest's folder: that belongs to root where root runs this, and the server refuses to run as root.
+    with tempfile.TemporaryDirectory(prefix="pg") as name:
+        user = {}
+        if os.geteuid() == 0:
+            nobody = pwd.getpwnam("nobody")
+            os.chown(name, nobody.pw_uid, nobody.pw_gid)
+            user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+        data, log = f"{name}/data", f"{name}/log"
+        initdb = [
+            programs / "initdb",
+            "-D",
+            data,
+            "-U",
+            "matrix",
+            "-A",
+            "trust",
+            "--no-sync",
+            "-E",
+            "UTF8",
+            "--locale=C",
+        ]
+        subprocess.run(initdb, check=True, capture_output=True, cwd=name, **user)
+        options = f"-k {name} -c listen_addresses= -c fsync=off"
+        start = [programs / "pg_ctl", "-D", data, "-l", log, "-w", "-o", options, "start"]
+        subprocess.run(start, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=name, **user)
+        try:
+            yield f"postgresql://matrix@/postgres?host={name}"
+        finally:
+            stop = [programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"]
+            subprocess.run(stop, check=True, capture_output=True, cwd=name, **user)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database."""
+    if request.param == "sqlite":
+        return str(tmp_path / "store.db")
+    server: str = request.getfixturevalue("postgres")
+    engine = create_engine(database.parse(server))
+    with engine.begin() as connection:  # a database of its own would be a thousand files
+        connection.execute(text("DROP SCHEMA public CASCADE"))
+        connection.execute(text("CREATE SCHEMA public"))
+    engine.dispose()
+    return server
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as store:
+        yield store
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(str(tmp_path / "other.db")) as store:
+        yield store
+
+
+def test_a_result_comes_back_as_it_was(store: Store) -> None:
+    results = [passed(CELLS[0]), failed(CELLS[1]), not_run(CELLS[2])]
+    run = stored(store, results)
+    assert [store.result(run, one.cell) for one in results] == results
+
+
+def test_a_summary_has_every_planned_cell_in_one_query(store: Store) -> None:
+    run = store.new_run(CELLS[:3], excluded={CELLS[3]: "no such wheel"})
+    store.add(run, failed(CELLS[1], "seam", "f is gone"))
+    store.add(run, passed(CELLS[0]))
+    asked = []
+    listener = lambda *args: asked.append(args[2])  # noqa: E731
+    event.listen(Engine, "before_cursor_execute", listener)
+    try:
+        summary = store.summary(run)
+    finally:
+        event.remove(Engine, "before_cursor_execute", listener)
+    assert len([one for one in asked if one != "BEGIN"]) == 1
+    assert "content" not in asked[-1]  # no log, no message, no environment
+    assert [*summary] == CELLS[:4]
+    assert [one.state for one in summary.values()] == ["passed", "failed", "unfinished", "excluded"]
+    broken = summary[CELLS[1]]
+    assert (broken.kind, broken.reason, broken.seconds, broken.attempt) == ("seam", "f is gone", 12.5, 1)
+    assert {outcome: count for outcome, count in broken.counts.items() if count} == {"failed": 1, "skipped": 1}
+    assert broken.age is not None
+    assert summary[CELLS[3]].reason == "no such wheel"
+    assert store.unfinished(run) == [CELLS[2]]
+
+
+def test_the_same_attempt_counts_once(store: Store) -> None:
+    run = store.new_run(CELLS)
+    store.add(run, failed(CELLS[0]))
+    store.add(run, passed(CELLS[0]))
+    assert store.summary(run)[CELLS[0]].state == "failed"
+    assert len(store.history(CELLS[0])) == 1
+
+
+@pytest.mark.parametrize("order", [(1, 2, 10), (10, 1, 2)])
+def test_the_latest_attempt_is_the_result(store: Store, order: tuple[int, ...]) -> None:
+    run = store.new_run(CELLS)
+    for attempt in order:
+        store.add(run, passed(CELLS[0], attempt=10) if attempt == 10 else failed(CELLS[0], attempt=attempt))
+    assert store.summary(run)[CELLS[0]].state == "passed"
+    assert store.result(run, CELLS[0]) == passed(CELLS[0], attempt=10)
+    assert store.result(run, CELLS[0], attempt=1) == failed(CELLS[0])
+    assert [past.summary.attempt for past in store.history(CELLS[0])] == [10, 2, 1]
+    assert store.totals()[run] == {"passed": 1, "unfinished": len(CELLS) - 1}
+
+
+def test_a_cell_that_was_not_planned_joins(store: Store) -> None:
+    run = store.new_run(CELLS[:1], excluded={CELLS[2]: "can't exist"})
+    store.add(run, passed(CELLS[1]))
+    store.add(run, passed(CELLS[2]))
+    assert {one: summary.state for one, summary in store.summary(run).items()} == {
+        CELLS[0]: "unfinished",
+        CELLS[2]: "passed",
+        CELLS[1]: "passed",
+    }
+
+
+def test_a_run_of_no_cells(store: Store) -> None:
+    run = store.new_run([])
+    assert store.summary(run) == {}
+    assert store.runs()[0].state == "running"
+    store.finish(run, "finished")
+    assert store.run(run).state == "finished"
+    assert store.run(run).finished is not None
+    store.finish(run, "running")
+    assert store.run(run).finished is None
+
+
+def test_what_a_run_was_told(store: Store) -> None:
+    run = store.new_run(
+        CELLS, axes="[axes]\n", command="run --latest", label="nightly", host="node7", revision="75eada2"
+    )
+    found = store.run(run)
+    assert (found.command, found.label, found.host, found.revision) == ("run --latest", "nightly", "node7", "75eada2")
+    assert store.axes(run) == "[axes]\n"
+
+
+def test_runs_are_found_by_what_people_type(store: Store) -> None:
+    with pytest.raises(MatrixError, match="has no runs"):
+        store.resolve("latest")
+    first, second, third = (store.new_run(CELLS, label=label) for label in ("nightly", "nightly", ""))
+    assert [one.id for one in store.runs()] == [third, second, first]
+    assert store.resolve("latest") == store.resolve("latest~0") == store.resolve(third) == third
+    assert store.resolve("latest~2") == store.resolve(first) == first
+    assert store.resolve("nightly") == second
+    assert store.resolve(first[:-1] if first[:-1] not in (second[:-1], third[:-1]) else first) == first
+    with pytest.raises(MatrixError, match="3 runs begin with '20'"):
+        store.resolve("20")
+    with pytest.raises(MatrixError, match=f"no run is called 'abc'; there are {third}"):
+        store.resolve("abc")
+    with pytest.raises(MatrixError, match="no run is called ''"):
+        store.resolve("")
+    with pytest.raises(MatrixError, match="there is no latest~3: .* has 3 runs"):
+        store.resolve("latest~3")
+
+
+def test_unknown_runs_and_cells(store: Store) -> None:
+    run = store.new_run(CELLS)
+    for ask in (store.summary, store.run, store.unfinished):
+        with pytest.raises(MatrixError, match="has no run 'gone'"):
+            ask("gone")
+    with pytest.raises(MatrixError, match="has no run 'gone'"):
+        store.add("gone", passed(CELLS[0]))
+    with pytest.raises(MatrixError, match="has no run 'gone'"):
+        store.finish("gone", "finished")
+    with pytest.raises(MatrixError, match=f"has no result of {CELLS[0]}"):
+        store.result(run, CELLS[0])
+    with pytest.raises(MatrixError, match="has no run 'gone'"):
+        store.result("gone", CELLS[0])
+    assert store.history(Cell("3.9", "1.0", "1.0")) == []
+
+
+def test_any_text_is_kept(store: Store) -> None:
+    found = failed(CELLS[0], reason=ODD, tests=[Test(f"test_odd.py::test[{ODD}]", "failed", 0.0, ODD)])
+    found = dataclasses.replace(found, log=ODD, pins=ODD, command=(ODD,), environment={"device": ODD})
+    run = store.new_run([CELLS[0]], label=ODD, command=ODD, host=ODD, revision=ODD, axes=ODD)
+    store.add(run, found)
+    back = store.result(run, CELLS[0])
+    assert (back.log, back.pins, back.command, back.environment) == (ODD, ODD, (ODD,), {"device": ODD})
+    assert back.tests[0].message == ODD
+    # Where databases refuse it, with what can't be shown anyway replaced.
+    plain = ODD.replace("\0", "\N{REPLACEMENT CHARACTER}").replace("\udc80", "?")
+    assert back.reason == store.run(run).label == plain
+    assert back.tests[0].nodeid == f"test_odd.py::test[{plain}]"
+    assert store.axes(run) == ODD
+
+
+def test_what_many_share_is_stored_once(tmp_path: Path) -> None:
+    message = os.urandom(40_000).hex()
+    many = cells(
+        transformers=[f"5.{minor}" for minor in range(24)],
+        torch=["2.10", "2.11", "2.12", "2.13", "2.14", "2.15", "2.16"],
+    )
+    path = tmp_path / "store.db"
+    with Store.open(str(path)) as store:
+        tests = [Test(f"tests/test_some.py::test_of_something[{n}]", "passed", n / 7) for n in range(99)]
+        tests.append(Test("tests/test_some.py::test_bad", "failed", 0.0, message))
+        stored(store, [failed(one, tests=tests) for one in many])
+    assert path.stat().st_size < 1_500_000  # 168 cells with 100 tests; the message alone is 13 MB in all of them
+
+
+def test_the_newest_verdict_of_each_cell(store: Store) -> None:
+    old = stored(store, [passed(CELLS[0]), failed(CELLS[1]), not_run(CELLS[2])])
+    new = stored(store, [failed(CELLS[0]), not_run(CELLS[1]), not_run(CELLS[2])])
+    running = store.new_run(CELLS, excluded={CELLS[4]: "can't exist"})
+    found = {one: (past.run.id, past.summary.state) for one, past in store.current().items()}
+    assert found == {
+        CELLS[0]: (new, "failed"),
+        CELLS[1]: (old, "failed"),
+        CELLS[2]: (new, "not run"),
+        CELLS[3]: (running, "unfinished"),
+        CELLS[4]: (running, "excluded"),
+        CELLS[5]: (running, "unfinished"),
+    }
+    assert [*found] == sorted(found)
+    assert {one: past.run.id for one, past in store.current([old]).items()} == dict.fromkeys(CELLS[:3], old)
+    assert store.current([]) == {}
+
+
+def test_two_runs_are_compared(store: Store) -> None:
+    old = stored(store, [passed(CELLS[0]), failed(CELLS[1]), failed(CELLS[2]), passed(CELLS[3])])
+    new = stored(
+        store, [passed(CELLS[0]), failed(CELLS[1]), passed(CELLS[2], attempt=2), failed(CELLS[2]), passed(CELLS[4])]
+    )
+    found = store.compare(old, new)
+    assert {one: tuple(summary and summary.state for summary in both) for one, both in found.items()} == {
+        CELLS[1]: ("failed", "failed"),
+        CELLS[2]: ("failed", "passed"),
+        CELLS[3]: ("passed", None),
+        CELLS[4]: (None, "passed"),
+    }
+    assert found[CELLS[2]][1] == store.summary(new)[CELLS[2]]
+    with pytest.raises(MatrixError, match="has no run 'gone'"):
+        store.compare(old, "gone")
+
+
+def test_outcomes_and_environments(store: Store) -> None:
+    run = stored(store, [passed(CELLS[0]), failed(CELLS[1]), not_run(CELLS[2])])
+    every = store.outcomes(run, CELLS)
+    assert every[CELLS[1]] == {"tests/test_names.py::test_fine": "failed", "tests/test_gpu.py::test_gpu": "skipped"}
+    assert every[CELLS[3]] == {}
+    assert store.failures(run) == {CELLS[1]: {"tests/test_names.py::test_fine": "failed"}}
+    assert store.environment(run, CELLS[2])["shims"]["tf5"]["state"] == "applied"
+    assert store.environment(run, CELLS[3]) == {}
+
+
+# Between stores.
+
+
+def test_merge_takes_what_is_missing_and_nothing_twice(store: Store, other: Store) -> None:
+    ours = stored(store, [passed(CELLS[0])])
+    theirs = other.new_run(CELLS[:3], excluded={CELLS[3]: "can't exist"}, axes="axes", label="node")
+    other.add(theirs, failed(CELLS[0]))
+    assert store.merge(other) == [theirs]
+    assert store.merge(other) == []
+    assert store.summary(theirs) == other.summary(theirs)
+    assert store.run(theirs) == other.run(theirs)
+    assert store.axes(theirs) == "axes"
+
+    other.add(theirs, passed(CELLS[0], attempt=2))
+    other.add(theirs, passed(CELLS[4]))
+    other.finish(theirs, "finished")
+    assert store.merge(other) == [theirs]
+    assert store.merge(other) == []
+    assert store.summary(theirs) == other.summary(theirs)
+    assert store.history(CELLS[0])[:2] == other.history(CELLS[0])
+    assert store.result(theirs, CELLS[0]) == other.result(theirs, CELLS[0])
+    assert store.run(theirs) == other.run(theirs)
+    assert [one.id for one in store.runs()] == [theirs, ours]
+    assert store.merge(store) == []
+    assert other.merge(store) == [ours]
+
+
+def test_export_writes_one_file_with_just_these(store: Store, tmp_path: Path) -> None:
+    first = stored(store, [passed(CELLS[0])])
+    second = stored(store, [failed(CELLS[0])])
+    target = tmp_path / "exports" / "node.db"
+    with pytest.raises(MatrixError, match="no run 'gone'"):
+        store.export(["gone"], target)
+    store.export([second], target)
+    assert [one.name for one in target.parent.iterdir()] == ["node.db"]
+    # As it is read from a medium that can't be written.
+    with Store.open(f"sqlite:///file:{target}?mode=ro&uri=true", create=False) as exported:
+        assert [one.id for one in exported.runs()] == [second]
+        assert exported.result(second, CELLS[0]) == store.result(second, CELLS[0])
+    with pytest.raises(MatrixError, match="exists"):
+        store.export([first], target)
+
+
+# Several processes.
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from stored import Store, Test, cells, failed
+url, number = sys.argv[2], int(sys.argv[3])
+with Store.open(url) as store:
+    print("ready", flush=True)
+    run = sys.stdin.readline().strip()
+    for attempt in range(1, 9):
+        tests = [Test(f"t_{attempt}.py::test[{n}]", "failed", 0.0, f"message {attempt} {n}") for n in range(40)]
+        store.add(run, failed(cells()[0], attempt=attempt, tests=tests))  # as all the others
+        store.add(run, failed(cells()[number], attempt=attempt, tests=tests))
+"""
+
+
+def test_processes_that_make_a_store_and_write_at_once(url: str) -> None:
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(TESTS), url, str(number)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for number in (1, 2)
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    with Store.open(url, create=False) as store:
+        run = store.new_run(CELLS[:1])
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write(f"{run}\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate()
+    assert [writer.returncode for writer in writers] == [0, 0]
+    with Store.open(url) as store:
+        assert [len(store.history(one)) for one in CELLS[:3]] == [8, 8, 8]
+        assert len(store.result(run, CELLS[0], attempt=3).tests) == 40
+
+
+def test_a_killed_writer_loses_nothing_it_has_stored(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from stored import Store, cells, failed
+with Store.open(sys.argv[2]) as store:
+    run = store.new_run(cells())
+    print(run, flush=True)
+    for attempt in range(1, 100_000):
+        store.add(run, failed(cells()[0], attempt=attempt))
+        print(attempt, flush=True)
+"""
+    writer = subprocess.Popen([sys.executable, "-c", script, str(TESTS), str(path)], text=True, stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    run = writer.stdout.readline().strip()
+    said = [writer.stdout.readline() for _ in range(20)]
+    writer.send_signal(signal.SIGKILL)
+    said += writer.stdout.readlines()
+    writer.wait()
+    last = max(int(line) for line in said if line.endswith("\n"))
+    with Store.open(str(path)) as store:
+        attempts = [past.summary.attempt for past in store.history(CELLS[0])]
+        assert attempts in ([*range(last, 0, -1)], [*range(last + 1, 0, -1)])
+        assert store.result(run, CELLS[0], attempt=last) == failed(CELLS[0], attempt=last)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+
+
+# Schemas.
+
+
+def test_migrations_make_what_the_models_say(url: str) -> None:
+    Store.open(url).close()
+    engine = create_engine(database.parse(url))
+    with engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"version_table": schema.VERSIONS, "compare_type": True, "compare_server_default": True}
+        )
+        assert compare_metadata(context, metadata) == []
+        script = ScriptDirectory.from_config(schema._config(connection))
+    engine.dispose()
+    assert script.get_heads() == [schema.HEAD]
+
+
+def test_a_store_of_the_first_revision_is_migrated_with_its_results(url: str) -> None:
+    engine = database.connect(database.parse(url), create=True)
+    with database.writing(engine).begin() as connection:
+        schema.upgrade(connection, "0001")
+        for statement in (
+            "INSERT INTO run VALUES (1, '20250101-000000-0000', '2025-01-01 00:00:00', NULL, 'running', 'old', '', '', '', NULL)",
+            "INSERT INTO cell VALUES (1, 'py312-tf4.57-torch2.10', '3.12', '4.57', '2.10', 'none', 'cpu')",
+            "INSERT INTO planned VALUES (1, 1, 0, NULL)",
+            "INSERT INTO nodeid VALUES (1, 'd1', 'test_old.py::test')",
+            "INSERT INTO result VALUES (1, 1, 1, 1, 'failed', 'test', 'old reason', '2025-01-01 00:00:00', 2.5,"
+            " NULL, NULL, NULL, 0, 1, 0, 0, 0, 0)",
+            "INSERT INTO test VALUES (1, 0, 1, 'failed', 1.5, NULL)",
+        ):
+            connection.execute(text(statement))
+    engine.dispose()
+    with Store.open(url, create=False) as store:
+        found = store.result(store.resolve("old"), CELLS[0])
+        assert found.reason == "old reason"
+        assert found.tests == (Test("test_old.py::test", "failed", 1.5),)
+        assert store.summary(store.resolve("latest"))[CELLS[0]].failed == 1
+        store.add(store.resolve("old"), passed(CELLS[0], attempt=2))
+
+
+def test_a_store_of_a_newer_version_is_left_alone(url: str) -> None:
+    Store.open(url).close()
+    engine = create_engine(database.parse(url))
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE {schema.VERSIONS} SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(MatrixError, match=r"newer kernel-compat-matrix \(schema 9999, this one knows "):
+        Store.open(url)
+
+
+def test_somebody_elses_database_is_left_alone(url: str) -> None:
+    engine = create_engine(database.parse(url))
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE recipes (id INTEGER)"))
+    with pytest.raises(MatrixError, match=r"no store of kernel-compat-matrix: it has other tables \(recipes\)"):
+        Store.open(url)
+    with engine.connect() as connection:
+        assert connection.dialect.get_table_names(connection) == ["recipes"]
+    engine.dispose()
+
+
+# What can go wrong.
+
+
+def test_nothing_is_made_unless_asked(url: str, tmp_path: Path) -> None:
+    with pytest.raises(MatrixError, match="there is none|it is empty"):
+        Store.open(url, create=False)
+    assert [*tmp_path.iterdir()] == []
+    (tmp_path / "empty.db").touch()
+    with pytest.raises(MatrixError, match="it is empty"):
+        Store.open(str(tmp_path / "empty.db"), create=False)
+    Store.open(str(tmp_path / "deep" / "er" / "store.db")).close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nothing://x", "knows no such database"),
+        ("://", "is no URL of a database"),
+        ("postgresql://host:port/x", "is no URL of a database"),
+        ("mysql+pymysql://x/y", "its driver is not installed"),
+        (
+            "postgresql://me:secret@127.0.0.1:1/x?connect_timeout=2",
+            r"postgresql\+psycopg://me:\*\*\*@127.0.0.1:1/x.*refused",
+        ),
+        ("/dev/null/store.db", "the folder of the store can't be made"),
+        ("/dev", "can't be opened"),
+    ],
+)
+def test_stores_that_cannot_be_reached(url: str, message: str) -> None:
+    with pytest.raises(MatrixError, match=message) as caught:
+        Store.open(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    path.write_text("hello, I am a log file\n" * 100)
+    with pytest.raises(MatrixError, match="no SQLite database, or a corrupt one"):
+        Store.open(str(path))
+    assert path.read_text().startswith("hello")
+
+
+def test_a_corrupt_database(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with Store.open(str(path)) as store:
+        run = stored(store, [failed(one) for one in CELLS])
+    content = bytearray(path.read_bytes())
+    content[8192:] = os.urandom(len(content) - 8192)  # the schema is in the first pages
+    path.write_bytes(content)
+    with pytest.raises(MatrixError, match="corrupt"), Store.open(str(path)) as store:  # noqa: PT012
+        store.summary(run)
+        store.result(run, CELLS[0])
+
+
+def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with Store.open(str(path)) as store:
+        run = store.new_run(CELLS)
+    with Store.open(f"sqlite:///file:{path}?mode=ro&uri=true") as store:
+        assert store.unfinished(run) == CELLS
+        with pytest.raises(MatrixError, match="can't be written to"):
+            store.add(run, passed(CELLS[0]))
+
+
+# Run in a process of its own: the limits stay.
+FULL = """
+import dataclasses, os, sys
+sys.path.insert(0, sys.argv[1])
+from compat_matrix.errors import MatrixError
+from stored import Store, cells, failed
+with Store.open(sys.argv[2]) as store:
+    run = store.new_run(cells())
+    exec(sys.argv[3])
+    attempt = 0
+    try:
+        while attempt < 1000:
+            store.add(run, dataclasses.replace(failed(cells()[0], attempt=attempt + 1), log=os.urandom(20_000).hex()))
+            attempt += 1
+    except MatrixError as error:
+        print(error)
+    print(run)
+    print(attempt)
+"""
+
+
+def _fill(path: Path, limit: str = "") -> tuple[str, str, int]:
+    command = [sys.executable, "-c", FULL, str(TESTS), str(path), limit]
+    error, run, attempts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return error, run, int(attempts)
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
+    error, run, attempts = _fill(path, limit)
+    assert error.startswith(f"the store {path}: ")
+    assert attempts > 5
+    with Store.open(str(path)) as store:
+        assert len(store.history(CELLS[0])) == attempts
+        store.add(run, passed(CELLS[0], attempt=attempts + 1))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("a small disk can't be mounted here: that takes root")
+    try:
+        error, run, attempts = _fill(disk / "store.db")
+        assert "the disk is full; what was stored before is kept" in error
+        shutil.copytree(disk, tmp_path / "copy")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert attempts > 5
+    with Store.open(str(tmp_path / "copy" / "store.db")) as store:
+        assert len(store.history(CELLS[0])) == attempts
+        store.add(run, passed(CELLS[0], attempt=attempts + 1))
+
+
+def test_urls() -> None:
+    assert database.parse("some/where.db") == make_url("sqlite:///some/where.db")
+    assert database.parse("postgresql://host/x").drivername == "postgresql+psycopg"
+    assert database.parse("postgresql+psycopg://host/x").drivername == "postgresql+psycopg"

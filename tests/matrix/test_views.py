@@ -1,0 +1,579 @@
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from stored import SHIMS, cells, failed, not_run, passed, stored
+
+from compat_matrix.cells import Cell
+from compat_matrix.errors import MatrixError
+from compat_matrix.results import Test
+from compat_matrix.store import Store
+from compat_matrix.views import common, compatibility, diff, explain, export, merge, report, show
+
+ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
+OLD, NEW = cells(), cells(torch=("2.10", "2.11", "2.12"))
+
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "store.db")
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as store:
+        yield store
+
+
+@pytest.fixture
+def call(url: str) -> Command:
+    """Run a view with a command line."""
+
+    def call(view: ModuleType, *arguments: str) -> int:
+        parser = argparse.ArgumentParser()
+        view.add_arguments(parser)
+        options = parser.parse_args(arguments)
+        options.store = url
+        code: int = view.run(options)
+        return code
+
+    return call
+
+
+def two_runs(store: Store) -> tuple[str, str]:
+    """One cell of each kind of change; the names say which."""
+    same, broke, mended, changed, tests, gone = OLD
+    tested = [Test(f"tests/test_it.py::test_{name}", "passed", 0.1) for name in ("a", "b", "c", "d")]
+
+    def bad(*names: str) -> list[Test]:
+        return [dataclasses.replace(one, outcome="failed") if one.nodeid[-1] in names else one for one in tested]
+
+    old = stored(
+        store,
+        [
+            passed(same),
+            passed(broke),
+            failed(mended),
+            failed(changed, "import", "no module", tests=()),
+            failed(tests, tests=bad("a", "b")),
+            passed(gone),
+        ],
+        label="old",
+    )
+    new = stored(
+        store,
+        [
+            passed(same),
+            failed(broke, "seam", "f is gone"),
+            passed(mended),
+            failed(changed, "crash", "ended by signal 11", tests=bad("a")),
+            failed(tests, tests=bad("b", "c")),
+            not_run(gone),
+            failed(NEW[2]),
+        ],
+        label="new",
+    )
+    return old, new
+
+
+# Text.
+
+
+def test_text_is_made_fit_to_be_shown() -> None:
+    shown = common.clean(ODD)
+    assert shown == "red <script>alert(1)</script> [bold]x[/bold] \ufffd\ufffd\ufffd\ufffd back\nslash"
+    assert common.clean("a\r\nb\tc\n") == "a\nb\tc\n"
+    assert common.clean("\x1b[38;5;1mx\x1b[K\x1b(B\x1b[?25l") == "x"
+
+
+def test_versions_are_not_ordered_as_text() -> None:
+    assert common.by_version(["5.10", "5.9", "4.57", "5.9", "odd", "5.23.0rc1"]) == [
+        "odd",
+        "4.57",
+        "5.9",
+        "5.10",
+        "5.23.0rc1",
+    ]
+
+
+# show
+
+
+def test_show(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = cells(["5.0"], ["2.11"], flash_attention="fa4", device="cuda")[0]
+    run = store.new_run([*NEW, gpu], excluded={Cell("3.10", "5.23", "2.11"): "needs Python 3.11"}, label="nightly")
+    store.add(run, passed(NEW[0]))
+    store.add(run, failed(NEW[1], "installation", "nothing fits"))
+    store.add(run, failed(NEW[2], reason="1 test failed"))
+    store.add(run, failed(NEW[4], "seam", "f is gone"))
+    store.add(run, not_run(gpu))
+    assert call(show) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert f"run {run} (nightly), running" in shown
+    assert "11 cells: 1 passed, 3 failed, 1 not run, 5 unfinished, 1 excluded" in shown
+    assert _block(shown, "Python 3.12, no FlashAttention, CPU") == [
+        "transformers  torch 2.10  torch 2.11  torch 2.12",
+        "4.57          ok          INSTALL     TEST 1",
+        "5.0           open        SEAM        open",
+        "5.23          open        open        open",
+    ]
+    assert _block(shown, "Python 3.12, FlashAttention-4, GPU")[1].split() == ["5.0", "not", "run"]
+    assert "Python 3.10" not in shown  # nothing there but what can't exist
+    assert f"1  SEAM  f is gone  (such as {NEW[4]})" in shown
+
+
+def _block(shown: str, title: str) -> list[str]:
+    return shown.partition(f"{title}\n")[2].partition("\n\n")[0].splitlines()
+
+
+def test_show_fits_the_terminal(
+    store: Store, call: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(
+        store,
+        [passed(one) if one.torch != "2.14" else failed(one) for one in cells(torch=[f"2.{n}" for n in range(10, 16)])],
+    )
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert call(show) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[32mok" in shown
+    assert "\x1b[1;31mTEST 1" in shown
+    plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    grid = _block(plain, "Python 3.12, no FlashAttention, CPU")
+    assert max(map(len, grid)) <= 50
+    assert [line.split() for line in grid if line.startswith("transformers")] == [
+        ["transformers", "torch", "2.10", "torch", "2.11", "torch", "2.12"],
+        ["transformers", "torch", "2.13", "torch", "2.14", "torch", "2.15"],
+    ]
+
+
+def test_show_as_json(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    run = store.new_run(OLD[:2], excluded={OLD[2]: "can't exist"})
+    store.add(run, failed(OLD[1], "seam", "f is gone"))
+    assert call(show, run[:-1] + run[-1], "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"]["id"] == run
+    assert [one["state"] for one in found["cells"]] == ["unfinished", "failed", "excluded"]
+    assert found["cells"][0]["tests"] is None
+    assert found["cells"][1]["cell"] == OLD[1].name
+    assert (found["cells"][1]["kind"], found["cells"][1]["reason"]) == ("seam", "f is gone")
+    assert found["cells"][1]["tests"]["failed"] == 1
+    assert found["cells"][2]["reason"] == "can't exist"
+
+
+# explain
+
+
+def test_explain(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    message = "\n".join(
+        ["def test():", *(f"    line {n}" for n in range(30)), "E   AssertionError: 0.3 is too much", "tests/x.py:3"]
+    )
+    tests = [
+        Test("tests/test_x.py::test_far", "failed", 1.0, message),
+        Test("tests/test_x.py::test_fine", "passed", 1.0),
+    ]
+    old = stored(store, [passed(OLD[2])])
+    new = stored(store, [failed(OLD[2]), failed(OLD[2], "wrong", "0.3 from the reference", attempt=2, tests=tests)])
+    stored(store, [not_run(OLD[2])])
+    assert call(explain, OLD[2].name) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{OLD[2]}: failed, WRONG\n0.3 from the reference\n")
+    assert f"{new}, 2026-11-20 08:32 UTC, 12 s, attempt 2" in shown
+    assert "1 passed, 1 failed" in shown
+    assert f"kernel-compat-matrix run {OLD[2]}" in shown
+    assert "    E   AssertionError: 0.3 is too much\n    (32 more lines: --full)" in shown
+    assert re.search(r"tf5 +applied +transformers 5", shown)
+    assert "transformers 5.0.1" in shown
+    history = shown.partition("\nhistory\n")[2]
+    assert [line.split(" UTC")[1].split()[1] for line in history.splitlines()] == [
+        "not",
+        "failed,",
+        "failed,",
+        "passed",
+    ]
+    assert "torch==2.10.0" not in shown
+
+    assert call(explain, OLD[2].name, "--full", "--pins", "--run", old) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{OLD[2]}: passed\n")
+    assert "\npins\n    torch==2.10.0\n" in shown
+    assert "\nlog\n    collected\n    passed\n" in shown
+
+
+def test_explain_shows_the_end_of_the_log_where_no_test_says_more(
+    store: Store, call: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = "".join(f"line {n}\n" for n in range(100)) + "Segmentation fault\n"
+    stored(store, [dataclasses.replace(failed(OLD[0], "crash", "signal 11", tests=()), log=log)])
+    call(explain, OLD[0].name)
+    shown = capsys.readouterr().out
+    assert "    line 99\n    Segmentation fault\n" in shown
+    assert "line 50" not in shown
+
+
+def test_explain_a_cell_without_result(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    store.new_run([OLD[0]], excluded={OLD[1]: "there is no wheel"})
+    call(explain, OLD[0].name)
+    assert capsys.readouterr().out.startswith(f"{OLD[0]}: unfinished\n")
+    call(explain, OLD[1].name)
+    assert capsys.readouterr().out.startswith(f"{OLD[1]}: excluded\nthere is no wheel\n")
+    with pytest.raises(MatrixError, match=f"knows no cell {OLD[2]}"):
+        call(explain, OLD[2].name)
+    with pytest.raises(MatrixError, match="'py3' is no cell's name"):
+        call(explain, "py3")
+
+
+def test_nothing_moves_the_cursor(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    tests = [Test(f"tests/t.py::test[{ODD}]", "failed", 0.1, ODD)]
+    found = dataclasses.replace(failed(OLD[0], reason=ODD, tests=tests), log=ODD, environment={"device": ODD})
+    run = store.new_run([OLD[0]], label=ODD, command=ODD)
+    store.add(run, found)
+    call(show)
+    call(explain, OLD[0].name, "--full")
+    call(diff, run, run)
+    shown = capsys.readouterr().out
+    assert "<script>alert(1)</script>" in shown
+    assert not set(shown) & {"\x1b", "\x07", "\x00", "\r", "\u202e"}
+
+
+# diff
+
+
+def test_diff(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = two_runs(store)
+    _, broke, mended, changed, tests, gone = OLD
+    found = diff.compare(store, old, new)
+    assert [one.cell for one in found.broke] == [broke]
+    assert [one.cell for one in found.mended] == [mended]
+    assert [one.cell for one in found.changed] == [changed]
+    assert [one.cell for one in found.new] == [NEW[2]]
+    assert [one.cell for one in found.gone] == [gone]
+    # In `changed`, test_a didn't run the first time: nobody knows whether it broke.
+    assert found.tests_broke == {tests: ["tests/test_it.py::test_c"]}
+    assert found.tests_mended == {tests: ["tests/test_it.py::test_a"]}
+    assert call(diff, "old", "new") == 1
+    shown = capsys.readouterr().out
+    assert re.search(rf"Broke: 1\n  {broke} +ok -> SEAM  f is gone\n", shown)
+    assert re.search(rf"Mended: 1\n  {mended} +TEST 1 -> ok\n", shown)
+    assert re.search(rf"Fail in another way: 1\n  {changed} +IMPORT -> CRASH  ended by signal 11\n", shown)
+    assert re.search(rf"New: 1\n  {NEW[2]} +not there -> TEST 1", shown)
+    assert re.search(rf"Gone: 1\n  {gone} +ok -> not run", shown)
+    assert f"failed both times: 1\n  {tests}\n    tests/test_it.py::test_c\n" in shown
+
+    assert call(diff, "old", "new", "--json") == 1
+    as_json = json.loads(capsys.readouterr().out)
+    assert (as_json["old"]["id"], as_json["new"]["label"]) == (old, "new")
+    assert as_json["cells"]["broke"] == [
+        {
+            "cell": broke.name,
+            "old": {"state": "passed", "kind": None, "reason": ""},
+            "new": {"state": "failed", "kind": "seam", "reason": "f is gone"},
+        }
+    ]
+    assert as_json["tests"]["broke"] == {tests.name: ["tests/test_it.py::test_c"]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        (passed(OLD[0]), passed(OLD[0]), 0),
+        (failed(OLD[0]), failed(OLD[0]), 0),
+        (failed(OLD[0]), passed(OLD[0]), 0),
+        (failed(OLD[0], "import", "x"), failed(OLD[0], "seam", "y"), 0),
+        (not_run(OLD[0]), failed(OLD[0]), 0),
+        (passed(OLD[0]), not_run(OLD[0]), 0),
+        (passed(OLD[0]), failed(OLD[0]), 1),
+        (failed(OLD[0], tests=[Test("t", "passed", 0)]), failed(OLD[0], tests=[Test("t", "error", 0)]), 1),
+        (failed(OLD[0], tests=[Test("t", "skipped", 0)]), failed(OLD[0], tests=[Test("t", "failed", 0)]), 0),
+    ],
+)
+def test_the_exit_code_says_whether_something_broke(
+    store: Store, call: Command, before: Any, after: Any, code: int
+) -> None:
+    stored(store, [before])
+    stored(store, [after])
+    assert call(diff, "latest~1", "latest") == code
+
+
+def test_nothing_changed(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stored(store, [passed(OLD[0]), failed(OLD[1])])
+    assert call(diff, run, "latest") == 0
+    assert capsys.readouterr().out.endswith("\nnothing changed\n")
+
+
+# report
+
+
+class _Page(HTMLParser):
+    """What a page refers to, has for ids, and whether every table says what it is."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.labels: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.unscoped = 0
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.append(tag)
+        self.links += [given[name] or "" for name in ("href", "src") if name in given]
+        self.ids += [given["id"] or ""] if "id" in given else []
+        self.labels += [given["aria-labelledby"] or ""] if "aria-labelledby" in given else []
+        self.unscoped += tag == "th" and given.get("scope") not in ("row", "col")
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def _pages(folder: Path) -> dict[Path, _Page]:
+    return {path: _Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
+
+
+def test_report(store: Store, call: Command, tmp_path: Path) -> None:
+    two_runs(store)
+    site = tmp_path / "site"
+    assert call(report, str(site)) == 0
+    pages = _pages(site)
+    assert {path.relative_to(site).as_posix() for path in pages} == {
+        "index.html",
+        "runs.html",
+        "diff.html",
+        *(f"cells/{one}.html" for one in [*OLD, NEW[2]]),
+    }
+    for path, page in pages.items():
+        assert page.open == []
+        assert "script" not in page.tags
+        assert page.tags.count("table") == page.tags.count("caption")
+        assert page.unscoped == 0
+        assert page.tags.count("h1") == 1
+        assert len(set(page.ids)) == len(page.ids)
+        assert set(page.labels) <= set(page.ids)
+        for link in page.links:  # works from a file:// URL, and needs no network
+            file, _, fragment = link.partition("#")
+            target = (path.parent / unquote(file)).resolve() if file else path
+            assert target.is_file(), f"{path}: {link}"
+            assert not fragment or fragment in pages[target].ids
+    index = (site / "index.html").read_text()
+    assert re.search(rf'href="cells/{OLD[1]}.html" aria-label="{OLD[1]}: failed, seam".*✗</span> seam</a>', index)
+    cell = (site / f"cells/{OLD[1]}.html").read_text()
+    for said in (
+        "f is gone",
+        "test_names.py::test_fine",
+        "assert 1 == 2",
+        "torch==2.11.0",
+        f"kernel-compat-matrix run {OLD[1]}",
+    ):
+        assert said in cell
+    assert '<th scope="row">tf5</th><td>applied</td>' in (site / f"cells/{OLD[2]}.html").read_text()
+    assert "Broke: 1" in (site / "diff.html").read_text()
+
+
+def test_a_report_shows_text_and_runs_nothing(store: Store, call: Command, tmp_path: Path) -> None:
+    tests = [Test(f"tests/t.py::test[{ODD}]", "failed", 0.1, ODD), Test("t2", "skipped", 0.1, ODD)]
+    found = failed(Cell("3.12", "5.0/../../../x", "2.11<b>"), reason=ODD, tests=tests)
+    found = dataclasses.replace(
+        found,
+        log=ODD,
+        pins=ODD,
+        command=(ODD,),
+        environment={
+            "device": ODD,
+            "packages": {ODD: ODD},
+            "shims": {ODD: {"state": ODD, "reason": ODD, "seams": [ODD]}},
+        },
+    )
+    run = store.new_run([found.cell], label=ODD, command=ODD, host=ODD, revision=ODD, excluded={OLD[0]: ODD})
+    store.add(run, found)
+    store.merge(store)
+    site = tmp_path / "in" / "site"
+    assert call(report, str(site)) == 0
+    assert [*(tmp_path / "in").iterdir()] == [site]
+    pages = _pages(site)
+    assert len(pages) == 4
+    for path, page in pages.items():
+        text = path.read_text(encoding="utf-8")
+        assert not set(text) & {"\x1b", "\x07", "\x00", "\r", "\u202e", "\udc80"}
+        assert "script" not in page.tags
+        assert "b" not in page.tags
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in (site / "index.html").read_text()
+
+
+def test_a_report_takes_the_place_of_an_older_one(store: Store, call: Command, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    stored(store, [passed(OLD[0])])
+    call(report, str(site))
+    run = stored(store, [passed(OLD[1])])
+    call(report, str(site), "--run", run)
+    assert [path.name for path in (site / "cells").iterdir()] == [f"{OLD[1]}.html"]
+    assert {path.name for path in tmp_path.iterdir()} == {"site", "store.db", "store.db-wal", "store.db-shm"}
+
+
+def test_a_report_leaves_what_is_not_its_own(store: Store, call: Command, tmp_path: Path) -> None:
+    stored(store, [passed(OLD[0])])
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    with pytest.raises(MatrixError, match=r"has what is no report's, such as thesis\.txt"):
+        call(report, str(tmp_path / "home"))
+    with pytest.raises(MatrixError, match="is no folder"):
+        call(report, str(tmp_path / "home" / "thesis.txt"))
+    site = tmp_path / "site"
+    call(report, str(site))
+    (site / "cells" / "notes.txt").write_text("mine")
+    with pytest.raises(MatrixError, match=r"such as cells/notes\.txt"):
+        call(report, str(site))
+    assert (site / "cells" / "notes.txt").read_text() == "mine"
+    with pytest.raises(MatrixError, match="can't be written"):
+        call(report, "/dev/null/site")
+
+
+def test_a_report_that_fails_leaves_the_old_one(
+    store: Store, call: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(store, [passed(one) for one in OLD])
+    site = tmp_path / "site"
+    call(report, str(site))
+    before = {path: path.read_bytes() for path in site.rglob("*") if path.is_file()}
+    write = Path.write_text
+
+    def full(self: Path, *arguments: Any, **more: Any) -> int:
+        if self.name == f"{OLD[3]}.html":
+            raise OSError(28, "No space left on device")
+        return write(self, *arguments, **more)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(MatrixError, match="No space left on device"):
+        call(report, str(site))
+    assert {path: path.read_bytes() for path in site.rglob("*") if path.is_file()} == before
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"site"}
+
+
+def test_a_report_of_nothing(store: Store, call: Command, tmp_path: Path) -> None:
+    store.new_run([])
+    assert call(report, str(tmp_path / "site")) == 0
+    assert "There is nothing yet." in (tmp_path / "site" / "index.html").read_text()
+    assert "no two runs" in (tmp_path / "site" / "diff.html").read_text()
+
+
+def test_colours_can_be_told_from_what_is_behind_them() -> None:
+    style = files("compat_matrix").joinpath("views/templates/style.css").read_text()
+    schemes = [
+        dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in style.split("@media (prefers-color-scheme: dark)")
+    ]
+    assert len(schemes) == 2
+    for colours in schemes:
+        pairs = [("text", "page"), ("faint", "page"), ("link", "page"), ("text", "code")]
+        pairs += [(name, f"{name}-back") for name in ("passed", "failed", "not-run", "unfinished", "excluded")]
+        for front, back in pairs:
+            light, dark = sorted((_luminance(colours[front]), _luminance(colours[back])), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (front, back)  # WCAG 2, level AA
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+# compatibility
+
+
+def test_compatibility(store: Store, call: Command, tmp_path: Path) -> None:
+    grid = cells(["4.57", "5.0", "5.1", "5.2", "5.3"], ["2.10", "2.11", "2.12"], ["3.11", "3.12"])
+    lost = {("5.1", "2.11", "3.12"), ("5.1", "2.11", "3.11")}
+    results = [
+        failed(one, "seam", "f is gone") if (one.transformers, one.torch, one.python) in lost else passed(one)
+        for one in grid
+    ]
+    gpu = cells(["4.57.6", "5.0.0", "5.3.0"], ["2.11"], flash_attention="fa4", device="cuda")
+    first = stored(store, results)
+    second = stored(
+        store, [passed(one, tests=[Test(f"t{n}", "passed", 1) for n in range(index)]) for index, one in enumerate(gpu)]
+    )
+    store.new_run(grid[:3], excluded={Cell("3.10", "5.3", "2.12"): "can't exist"})
+    target = tmp_path / "compatibility.md"
+    assert call(compatibility, str(target)) == 0
+    text = target.read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert rows == [
+        "| transformers | torch | Python | | shims | tests passed | run |",
+        "| 4.57 | 2.10 to 2.12 | 3.11, 3.12 | works | none | 1 | 1 |",
+        "| 5.0 | 2.10 to 2.12 | 3.11, 3.12 | works | `tf5` | 1 | 1 |",
+        "| 5.1 | 2.10 | 3.11, 3.12 | works | `tf5` | 1 | 1 |",
+        "| 5.1 | 2.11 | 3.11, 3.12 | fails: seam | `tf5` | 0 | 1 |",
+        "| 5.1 | 2.12 | 3.11, 3.12 | works | `tf5` | 1 | 1 |",
+        "| 5.2, 5.3 | 2.10 to 2.12 | 3.11, 3.12 | works | `tf5` | 1 | 1 |",
+        "| transformers | torch | Python | | shims | tests passed | run |",
+        "| 4.57.6 | 2.11 | 3.12 | works | none | 0 | 2 |",
+        "| 5.0.0, 5.3.0 | 2.11 | 3.12 | works | `tf5` | 1 to 2 | 2 |",
+        "| | run | date | host | revision |",
+        f"| 1 | {first} | {store.run(first).started:%Y-%m-%d} |  |  |",
+        f"| 2 | {second} | {store.run(second).started:%Y-%m-%d} |  |  |",
+    ]
+    with Store.open(str(tmp_path / "elsewhere.db")) as copy:  # the same results, put there in another order
+        copy.merge(store, [second])
+        copy.merge(store)
+        assert compatibility.document(copy, copy.current()) == text
+    assert call(compatibility, str(target), "--run", second) == 0
+    assert "no FlashAttention" not in target.read_text()
+    with pytest.raises(MatrixError, match="can't be written"):
+        call(compatibility, str(tmp_path / "no" / "such" / "folder.md"))
+
+
+def test_compatibility_escapes(store: Store) -> None:
+    shims = {"a|b": SHIMS["tf5"]}
+    stored(store, [dataclasses.replace(passed(Cell("3.12", "5.0", "2.11")), environment={"shims": shims})])
+    run = store.new_run([], host="<b>|x")
+    store.add(run, passed(Cell("3.12", "5.1", "2.11")))
+    text = compatibility.document(store, store.current())
+    assert "`a\\|b`" in text
+    assert "| &lt;b>\\|x |" in text
+
+
+# merge and export
+
+
+def test_merge_and_export(
+    store: Store, call: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    first = stored(store, [passed(OLD[0])], label="cpu")
+    second = stored(store, [failed(OLD[1])], label="gpu")
+    assert call(export, "gpu", "latest~1", str(tmp_path / "both.db")) == 0
+    with pytest.raises(MatrixError, match="exists"):
+        call(export, "gpu", str(tmp_path / "both.db"))
+    options = argparse.Namespace(store=str(tmp_path / "new.db"), stores=[str(tmp_path / "both.db"), url])
+    capsys.readouterr()
+    assert merge.run(options) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'both.db'}: {first}, {second}\n{url}: nothing new\n"
+    with pytest.raises(MatrixError, match="there is none"):
+        call(merge, str(tmp_path / "nothing.db"))
+
+
+def test_views_of_a_store_that_is_not_there(tmp_path: Path) -> None:
+    options = argparse.Namespace(store=str(tmp_path / "none.db"), chosen="latest", json=False)
+    with pytest.raises(MatrixError, match="there is none"):
+        show.run(options)
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,91 @@
+"""Cells and results that tests of the store and of its views share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta, timezone
+
+from compat_matrix.cells import Cell
+from compat_matrix.results import CellResult, Kind, Test, Verdict
+from compat_matrix.store import Store
+
+START = datetime(2026, 11, 20, 8, 30, tzinfo=timezone.utc)
+
+SHIMS = {
+    "tf5": {"state": "applied", "reason": "transformers 5", "seams": ["transformers.masking_utils.f(config)"]},
+    "torch2_11": {"state": "not needed", "reason": "needs torch 2.11", "seams": []},
+}
+
+
+def cells(
+    transformers: Iterable[str] = ("4.57", "5.0", "5.23"),
+    torch: Iterable[str] = ("2.10", "2.11"),
+    python: Iterable[str] = ("3.12",),
+    flash_attention: str = "none",
+    device: str = "cpu",
+) -> list[Cell]:
+    torch = [*torch]
+    return [Cell(p, tf, t, flash_attention, device) for p in python for tf in transformers for t in torch]
+
+
+def passed(cell: Cell, *, attempt: int = 1, tests: Iterable[Test] | None = None) -> CellResult:
+    if tests is None:
+        tests = [
+            Test("tests/test_names.py::test_fine", "passed", 0.25),
+            Test("tests/test_gpu.py::test_gpu", "skipped", 0.0, "no GPU"),
+        ]
+    return _result(cell, "passed", None, "", attempt, tests)
+
+
+def failed(
+    cell: Cell,
+    kind: Kind = "test",
+    reason: str = "1 test failed",
+    *,
+    attempt: int = 1,
+    tests: Iterable[Test] | None = None,
+) -> CellResult:
+    if tests is None:
+        tests = [
+            Test("tests/test_names.py::test_fine", "failed", 0.5, "assert 1 == 2\nwhere 1 is one"),
+            Test("tests/test_gpu.py::test_gpu", "skipped", 0.0, "no GPU"),
+        ]
+    return _result(cell, "failed", kind, reason, attempt, tests)
+
+
+def not_run(cell: Cell) -> CellResult:
+    return _result(cell, "not run", "hardware", "no CUDA device", 1, ())
+
+
+def stored(store: Store, results: Iterable[CellResult], label: str = "", state: str = "finished") -> str:
+    """A run of just these."""
+    results = [*results]
+    run = store.new_run([*dict.fromkeys(one.cell for one in results)], label=label, command="kernel-compat-matrix run")
+    for one in results:
+        store.add(run, one)
+    store.finish(run, state)
+    return run
+
+
+def _result(
+    cell: Cell, verdict: Verdict, kind: Kind | None, reason: str, attempt: int, tests: Iterable[Test]
+) -> CellResult:
+    return CellResult(
+        cell=cell,
+        verdict=verdict,
+        kind=kind,
+        reason=reason,
+        started=START + timedelta(minutes=attempt),
+        seconds=12.5,
+        tests=tuple(tests),
+        environment={
+            "packages": {"torch": f"{cell.torch}.0", "transformers": f"{cell.transformers}.1"},
+            "python": f"{cell.python}.1",
+            "device": "cpu",
+            "shims": SHIMS if cell.transformers.startswith("5") else {},
+        },
+        pins=f"torch=={cell.torch}.0\n",
+        command=("python", "-m", "pytest", "-q"),
+        log=f"collected\n{verdict}\n",
+        attempt=attempt,
+    )
