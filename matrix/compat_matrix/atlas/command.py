@@ -1,0 +1,37 @@
+"""``kernel-compat-matrix atlas``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .watched import WATCHED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "When each seam appeared, changed its parameters and vanished, read from the published wheels. RELEASES, with commas "
+        "between several: 5.3.0; 5.3, its newest patch; 4.48-5.23, the newest patch of every minor; 5.9.0-5.10.2, "
+        "every release between; latest. Without any: the minors that the installed shims claim."
+    )
+    for distribution in WATCHED:
+        parser.add_argument(f"--{distribution}", metavar="RELEASES", help=f"of {distribution}")
+    parser.add_argument(
+        "--seam", action="append", default=[], metavar="MODULE:ATTRIBUTE", help="one more to look for; repeatable"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with what the installed shims claim; exit with 1 if it differs"
+    )
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="where what was read is kept")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit code: 0; 1 if `--check` found a disagreement.
+
+    Raises:
+        MatrixError: bad input, or a release that can't be read.
+    """
+    from .answer import run  # here: what it imports takes longer than most other commands
+
+    return run(arguments)

@@ -1,0 +1,249 @@
+"""The package indexes: which files they have of a distribution, and where."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import url2pathname
+
+import requests
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    NormalizedName,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
+from packaging.version import Version
+from platformdirs import PlatformDirs
+from pydantic import TypeAdapter
+from pypi_simple import (
+    PYPI_SIMPLE_ENDPOINT,
+    NoSuchProjectError,
+    ProjectPage,
+    PyPISimple,
+    UnsupportedContentTypeError,
+    UnsupportedRepoVersionError,
+)
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
+from ..errors import MatrixError
+from .cache import Cache
+
+#: Files that are read at a time.
+THREADS = 16
+#: To connect, and between two pieces of an answer, in seconds.
+TIMEOUT = (10, 60)
+
+
+@dataclass(frozen=True)
+class File:
+    """One published file, as its index describes it."""
+
+    filename: str
+    url: str
+    sha256: str | None
+    requires_python: str | None
+    yanked: bool
+
+    @property
+    def is_wheel(self) -> bool:
+        return self.filename.endswith(".whl")
+
+    @property
+    def identity(self) -> tuple[NormalizedName, Version] | None:
+        """The distribution and its version; None for what is neither a wheel nor a source distribution, or named as none."""
+        if not self.filename.endswith((".whl", ".tar.gz")):
+            return None
+        try:
+            return parse_wheel_filename(self.filename)[:2] if self.is_wheel else parse_sdist_filename(self.filename)
+        except (InvalidWheelFilename, InvalidSdistFilename):
+            return None
+
+    @property
+    def local_path(self) -> Path | None:
+        parts = urlsplit(self.url)
+        return Path(url2pathname(parts.path)) if parts.scheme == "file" else None
+
+
+_FILES = TypeAdapter(list[File])
+
+
+class Index:
+    """All that pip or uv would ask here, merged: the default index, extra ones, and folders of wheels.
+
+    Args:
+        cache: remembers what an index had, for when it can't be reached.
+        note: is told what the user should know.
+    """
+
+    def __init__(self, cache: Cache, note: Callable[[str], None]) -> None:
+        self._cache = cache
+        self._note = note
+        default = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL") or _pip("index-url")
+        self._urls = [
+            _index_url(default or PYPI_SIMPLE_ENDPOINT),
+            *map(_index_url, _listed("UV_INDEX", "UV_EXTRA_INDEX_URL", pip="extra-index-url")),
+        ]
+        self._folders = _listed("UV_FIND_LINKS", pip="find-links")
+        self.session = requests.Session()
+        self.session.verify = os.environ.get("SSL_CERT_FILE") or _pip("cert") or True
+        retry = Retry(3, connect=1, backoff_factor=0.3, status_forcelist=(429, 502, 503, 504), raise_on_status=False)
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter(pool_maxsize=THREADS, max_retries=retry))
+
+    def files(self, distribution: str) -> dict[Version, list[File]]:
+        """What there is of each release, oldest first.
+
+        Raises:
+            MatrixError: nothing has it, or an index can't be reached and was never asked for it before.
+        """
+        merged: dict[str, File] = {}
+        for url in self._urls:
+            for file in self._page(url, distribution):
+                merged.setdefault(file.filename, file)
+        for folder in self._folders:
+            for file in _in_folder(folder):
+                merged.setdefault(file.filename, file)
+        found: dict[Version, list[File]] = {}
+        for file in merged.values():
+            if file.identity is not None and file.identity[0] == distribution:
+                found.setdefault(file.identity[1], []).append(file)
+        if not found:
+            raise MatrixError(f"no release of {distribution} in {', '.join(map(shown, [*self._urls, *self._folders]))}")
+        return dict(sorted(found.items()))
+
+    def fetchable(self, file: File) -> str:
+        """Its address, with the credentials of an index on the same host."""
+        parts = urlsplit(file.url)
+        for index in map(urlsplit, self._urls):
+            if index.username and (index.scheme, index.hostname, index.port) == (
+                parts.scheme,
+                parts.hostname,
+                parts.port,
+            ):
+                return urlunsplit(parts._replace(netloc=index.netloc))
+        return file.url
+
+    def _page(self, index: str, distribution: str) -> list[File]:
+        if urlsplit(index).scheme == "file":
+            return _local_page(index, distribution)
+        key = f"indexes/{hashlib.sha256(f'{index} {distribution}'.encode()).hexdigest()}.json"
+        try:
+            page = PyPISimple(index, session=self.session).get_project_page(distribution, timeout=TIMEOUT)
+        except NoSuchProjectError:
+            return []
+        except (UnsupportedContentTypeError, UnsupportedRepoVersionError, ValueError) as error:
+            what = type(error).__name__
+            raise MatrixError(f"{shown(index)} gives no page of {distribution} that can be read ({what})") from error
+        except OSError as error:
+            known = self._cache.load(key, _FILES)
+            if known is None:
+                raise MatrixError(f"{shown(index)} can't be asked for {distribution}: {reason(error)}") from error
+            self._note(f"{shown(index)} can't be asked for {distribution}, but could before: {reason(error)}")
+            return known
+        files = list(_of_page(page))
+        self._cache.store(key, _FILES, files)
+        return files
+
+
+def reason(error: OSError) -> str:
+    """What went wrong, in a few words; those of requests' errors may hold credentials."""
+    if not isinstance(error, requests.RequestException):
+        return str(error)
+    if error.response is not None:
+        return f"it answers {error.response.status_code}"
+    if isinstance(error, requests.exceptions.SSLError):
+        return "its certificate isn't trusted"
+    if isinstance(error, requests.Timeout):
+        return "it doesn't answer in time"
+    if isinstance(error, requests.ConnectionError):
+        return "no connection"
+    return type(error).__name__
+
+
+def shown(url: str) -> str:
+    """An address without credentials."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _of_page(page: ProjectPage) -> Iterator[File]:
+    for package in page.packages:
+        url = package.url.partition("#")[0]
+        sha256 = package.digests.get("sha256")
+        yield File(package.filename, shown(url), sha256, package.requires_python, package.is_yanked)
+
+
+def _local_page(index: str, distribution: str) -> list[File]:
+    path = Path(url2pathname(urlsplit(index).path), distribution, "index.html")
+    try:
+        html = path.read_text("utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise MatrixError(f"{path} can't be read: {error}") from error
+    return list(_of_page(ProjectPage.from_html(distribution, html, base_url=path.as_uri())))
+
+
+def _in_folder(folder: str) -> Iterator[File]:
+    """The files of a folder of wheels. Pages of links aren't read."""
+    path = Path(url2pathname(urlsplit(folder).path) if folder.startswith("file:") else folder)
+    for entry in sorted(path.glob("*")) if path.is_dir() else ():
+        yield File(entry.name, entry.absolute().as_uri(), None, None, False)
+
+
+def _index_url(text: str) -> str:
+    """As pip and uv write one: an address, ``name=address`` (uv), or a folder."""
+    name, _, address = text.partition("=")
+    url = address if name.replace("-", "").replace("_", "").isalnum() and address else text
+    if "://" not in url:
+        url = Path(url).absolute().as_uri()
+    try:
+        if urlsplit(url).scheme in ("http", "https", "file"):
+            return url
+    except ValueError:
+        pass
+    raise MatrixError("the address of a package index is set, and is none")
+
+
+def _listed(*variables: str, pip: str) -> list[str]:
+    values = [os.environ.get(variable, "") for variable in variables]
+    return list(dict.fromkeys(" ".join([*values, _pip(pip)]).replace(",", " ").split()))
+
+
+def _pip(option: str) -> str:
+    """An option of pip's, from the environment or its configuration files; empty where it isn't set."""
+    value = os.environ.get("PIP_" + option.upper().replace("-", "_"))
+    return _pip_files().get(option, "") if value is None else value
+
+
+def _pip_files() -> dict[str, str]:
+    given = os.environ.get("PIP_CONFIG_FILE")
+    system = PlatformDirs("pip", appauthor=False, multipath=True)
+    paths = [
+        *(Path(folder, "pip.conf") for folder in reversed(system.site_config_dir.split(os.pathsep))),
+        Path("/etc/pip.conf"),
+        Path.home() / ".pip" / "pip.conf",
+        system.user_config_path / "pip.conf",
+        Path(sys.prefix, "pip.conf"),
+        *([Path(given)] if given else []),
+    ]
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read([] if given == os.devnull else paths, encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise MatrixError(f"a configuration file of pip can't be read: {error}") from error
+    return {
+        key.replace("_", "-"): value
+        for section in ("global", "install")
+        if parser.has_section(section)
+        for key, value in parser.items(section)
+    }

@@ -1,0 +1,144 @@
+"""Which releases a user means, and which of a release's files is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+from packaging.utils import parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+
+from ..errors import MatrixError
+from .index import File
+
+_MINOR = re.compile(r"\d+\.\d+")
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release, and the one of its files that is read."""
+
+    distribution: str
+    version: Version
+    file: File
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def select(distribution: str, text: str, available: Mapping[Version, Sequence[File]]) -> list[Release]:
+    """The releases a user asks for, oldest first.
+
+    Args:
+        distribution: whose.
+        text: separated by commas: ``5.3.0``, one release; ``5.3``, the newest patch of that minor; ``4.48-5.23``, the newest
+            patch of every minor; ``5.9.0-5.10.2``, every release between the two; ``latest``. Yanked releases and
+            pre-releases are taken where they are named, or lie between two of which one is a pre-release.
+        available: what an index has.
+
+    Raises:
+        MatrixError: it can't be read, or there is no such release.
+    """
+    versions: set[Version] = set()
+    for part in text.split(","):
+        versions.update(_versions(distribution, part.strip(), available))
+    return [release(distribution, version, available) for version in sorted(versions)]
+
+
+def covered(distribution: str, specifiers: Iterable[str], available: Mapping[Version, Sequence[File]]) -> list[Release]:
+    """The newest patch of every minor that some shim claims."""
+    claims = [SpecifierSet(specifier) for specifier in specifiers]
+    usual = [version for version in _usual(available) if any(version in claim for claim in claims)]
+    return [release(distribution, version, available) for version in _newest_of_minors(usual)]
+
+
+def release(distribution: str, version: Version, available: Mapping[Version, Sequence[File]]) -> Release:
+    return Release(distribution, version, max(available[version], key=_preference))
+
+
+def _versions(distribution: str, part: str, available: Mapping[Version, Sequence[File]]) -> list[Version]:
+    usual = _usual(available)
+    if part == "latest":
+        if not usual:
+            raise MatrixError(
+                f"{distribution} has pre-releases alone: name one, such as the newest, {max(available)}, exactly"
+            )
+        return usual[-1:]
+    bounds = [bound.strip() for bound in part.split("-")]
+    minors = [bool(_MINOR.fullmatch(bound)) for bound in bounds]
+    if not 1 <= len(bounds) <= 2 or len(set(minors)) > 1:
+        raise MatrixError(
+            f"{distribution}: {part!r} is no releases; write 5.3.0, 5.3, 4.48-5.23, 5.9.0-5.10.2 or latest, "
+            "and commas between several"
+        )
+    if minors[0]:
+        found = {version.release[:2]: version for version in _newest_of_minors(usual)}
+        first, last = (_known(distribution, bound, found) for bound in (bounds[0], bounds[-1]))
+        chosen = [version for minor, version in found.items() if first <= minor <= last]
+    else:
+        ends = [_version(distribution, bound) for bound in bounds]
+        for end in ends:
+            if end not in available:
+                raise MatrixError(f"{distribution} has no release {end}; {_near(end, available)}")
+        if len(ends) == 1:
+            return ends
+        between = _usual(available, pre_releases=any(end.is_prerelease for end in ends))
+        chosen = [version for version in {*between, *ends} if ends[0] <= version <= ends[1]]
+    if not chosen:
+        raise MatrixError(f"{distribution}: {part!r} begins after its end")
+    return chosen
+
+
+def _known(distribution: str, bound: str, minors: Mapping[tuple[int, ...], Version]) -> tuple[int, ...]:
+    minor = _version(distribution, bound).release
+    if minor not in minors:
+        near = _near(Version(bound), minors.values())
+        raise MatrixError(f"{distribution} has no release {bound}; {near}")
+    return minor
+
+
+def _version(distribution: str, text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise MatrixError(f"{distribution}: {text!r} is no version") from None
+
+
+def _near(version: Version, available: Iterable[Version]) -> str:
+    below = max((other for other in available if other < version), default=None)
+    above = min((other for other in available if other > version), default=None)
+    return f"the nearest are {' and '.join(str(other) for other in (below, above) if other is not None) or 'none'}"
+
+
+def _usual(available: Mapping[Version, Sequence[File]], pre_releases: bool = False) -> list[Version]:
+    """What an installer would take without being told to, oldest first."""
+    return sorted(
+        version
+        for version, files in available.items()
+        if (pre_releases or not version.is_prerelease)
+        and version.local is None
+        and not all(file.yanked for file in files)
+    )
+
+
+def _newest_of_minors(versions: Iterable[Version]) -> list[Version]:
+    return list({version.release[:2]: version for version in sorted(versions)}.values())
+
+
+def _preference(file: File) -> tuple[object, ...]:
+    """A wheel rather than a source distribution, for Linux on x86-64, with the GIL, the last build, for the newest Python.
+
+    The Python sources hardly differ between them; always the same one makes its parts be found in the cache.
+    """
+    if not file.is_wheel:
+        return (False, not file.yanked, 0, False, (), 0, file.filename)
+    _, _, build, tags = parse_wheel_filename(file.filename)
+    tag = max(tags, key=str)
+    if tag.platform == "any":
+        platform = 3
+    else:
+        platform = ("linux" in tag.platform) + (tag.platform.endswith("x86_64") and "linux" in tag.platform)
+    python = int("".join(filter(str.isdigit, tag.interpreter)) or 0)
+    return (True, not file.yanked, platform, not tag.abi.endswith("t"), build, python, file.filename)

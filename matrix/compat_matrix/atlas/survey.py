@@ -1,0 +1,209 @@
+"""Many releases read at once, and what follows: the history of each seam, and whether the shims claim what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from packaging.specifiers import SpecifierSet
+from pydantic import TypeAdapter
+
+from kernel_compat.seams import Seam, Shim, parameter_problem
+
+from .cache import Cache
+from .index import THREADS, Index
+from .published import Published
+from .reading import FINGERPRINT, Found, Sources
+from .releases import Release
+
+_FINDINGS = TypeAdapter(dict[str, Found])
+#: Types that certainly have no signature.
+_NOT_CALLABLE = (
+    "NoneType",
+    "bool",
+    "bytes",
+    "dict",
+    "float",
+    "int",
+    "list",
+    "module",
+    "property",
+    "set",
+    "str",
+    "tuple",
+)
+
+#: By release and target.
+Findings = Mapping[Release, Mapping[str, Found]]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What became of a seam in a release.
+
+    Attributes:
+        what: ``there``: in the first release read already, since whenever.
+        new: names of parameters that it didn't have before.
+        gone: names of parameters that it had before.
+    """
+
+    release: Release
+    what: Literal["there", "appeared", "changed", "vanished"]
+    found: Found
+    new: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A release that a shim claims, where a seam of it isn't as the shim says.
+
+    Attributes:
+        certain: false where the source doesn't tell: it depends on a condition, or on something that isn't in the wheel.
+    """
+
+    shim: str
+    target: str
+    release: Release
+    expected: str
+    found: str
+    certain: bool
+
+    def __str__(self) -> str:
+        verb = "found" if self.certain else "can't tell from"
+        return f"{self.shim}: {self.target} in {self.release}: expected {self.expected}, {verb} {self.found}"
+
+
+def read(
+    wanted: Mapping[Release, Sequence[str]],
+    index: Index,
+    cache: Cache,
+    note: Callable[[str], None],
+    advance: Callable[[], object],
+) -> dict[Release, dict[str, Found]]:
+    """What each release has in the place of the seams wanted of it.
+
+    Raises:
+        MatrixError: a release can't be read.
+    """
+
+    def one(release: Release, targets: Sequence[str]) -> dict[str, Found]:
+        key = f"files/{release.file.sha256}/found-{FINGERPRINT}.json"
+        cached = release.file.sha256 is not None
+        known: dict[str, Found] = (cache.load(key, _FINDINGS) if cached else None) or {}
+        missing = [target for target in targets if target not in known]
+        if missing:
+            with Published(release.file, index, cache, note) as published:
+                sources = Sources(published)
+                known.update((target, sources.find(target)) for target in missing)
+            if cached:
+                cache.store(key, _FINDINGS, known)
+        return {target: known[target] for target in targets}
+
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        futures = {pool.submit(one, release, targets): release for release, targets in wanted.items()}
+        results = {}
+        for future in as_completed(futures):
+            results[futures[future]] = future.result()
+            advance()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {release: results[release] for release in wanted}
+
+
+def history(target: str, releases: Sequence[Release], findings: Findings) -> list[Event]:
+    """The releases, oldest first, where a seam is another than in the one before; empty if it is nowhere."""
+    events: list[Event] = []
+    before = Found("missing")
+    for release in releases:
+        found = findings[release][target]
+        was, is_ = before.kind != "missing", found.kind != "missing"
+        if (was or is_) and found != before:
+            what: Literal["there", "appeared", "changed", "vanished"]
+            what = ("changed" if was else "appeared") if is_ else "vanished"
+            names, old = _names(found), _names(before)
+            known = found.parameters is not None and before.parameters is not None
+            new = tuple(name for name in names if name not in old) if known else ()
+            gone = tuple(name for name in old if name not in names) if known else ()
+            events.append(Event(release, "there" if release == releases[0] else what, found, new, gone))
+        before = found
+    return events
+
+
+def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
+    """Where the shims claim what isn't there, by the rules that `install()` verifies seams by."""
+    found = []
+    for shim in shims:
+        for release in _claimed(shim, findings):
+            for seam in shim.seams_for(str(release.version)):
+                there = findings[release][seam.target]
+                doubts = [_doubt(seam, one) for one in (there, *there.others)]
+                if any(doubts):
+                    certain = all(doubt is not None and doubt.certain for doubt in doubts)
+                    what = " or ".join(dict.fromkeys(doubt.found for doubt in doubts if doubt is not None))
+                    found.append(Disagreement(shim.name, seam.target, release, _expected(seam), what, certain))
+    return found
+
+
+def unclaimed(shims: Iterable[Shim], findings: Findings) -> Iterator[str]:
+    """Where a shim's versions begin or end although all its seams are the same on the other side."""
+    for shim in shims:
+        claimed = set(_claimed(shim, findings))
+        releases = sorted(
+            (one for one in findings if one.distribution == shim.distribution), key=lambda one: one.version
+        )
+        for earlier, later in pairwise(releases):
+            if (earlier in claimed) == (later in claimed):
+                continue
+            inside, outside = (earlier, later) if earlier in claimed else (later, earlier)
+            targets = [seam.target for seam in shim.seams_for(str(inside.version))]
+            if targets and all(findings[inside][target] == findings[outside][target] for target in targets):
+                edge = "ends before" if inside is earlier else "begins after"
+                yield f"{shim.name} {edge} {outside}, where its seams are those of {inside.version}"
+
+
+def claims(shim: Shim, release: Release) -> bool:
+    claimed = SpecifierSet(shim.versions).contains(release.version, prereleases=True)
+    return release.distribution == shim.distribution and claimed
+
+
+def _claimed(shim: Shim, findings: Findings) -> list[Release]:
+    return [release for release in findings if claims(shim, release)]
+
+
+def _names(found: Found) -> list[str]:
+    return [parameter.name for parameter in found.parameters or ()]
+
+
+def _expected(seam: Seam) -> str:
+    if seam.holds is not None:
+        return f"a value of type {seam.holds.__name__}"
+    return f"({', '.join([*seam.parameters, '...'])})"
+
+
+class _Doubt(NamedTuple):
+    found: str
+    certain: bool
+
+
+def _doubt(seam: Seam, found: Found) -> _Doubt | None:
+    """Why what was found isn't what a seam expects; None if it is."""
+    if found.kind == "missing" or found.inherited:  # a shim replaces what the class itself has
+        return _Doubt(str(found), True)
+    if found.kind == "unknown":
+        return _Doubt(str(found), False)
+    if seam.holds is not None:
+        kind = found.type if found.kind == "value" else found.kind
+        return None if kind == seam.holds.__name__ else _Doubt(str(found), kind is not None)
+    if found.kind == "value" or found.signature is None:
+        return _Doubt(str(found), found.type in _NOT_CALLABLE)
+
+    def stand_in() -> None: ...
+
+    vars(stand_in)["__signature__"] = found.signature
+    problem = parameter_problem(stand_in, seam.parameters)
+    return _Doubt(problem, True) if problem else None
