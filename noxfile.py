@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import nox
 
 nox.needs_version = ">=2026.10"
@@ -53,16 +55,17 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBY
 
 @nox.session(tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """Formatting and lint rules."""
-    session.install("--group", "lint")
+    """Formatting and lint rules, and the form of the workflows."""
+    session.install("--group", "lint", "check-jsonschema>=0.33")
     session.run("ruff", "format", "--check")
     session.run("ruff", "check")
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", ".github/workflows/matrix.yml")
 
 
 @nox.session(tags=["ci"])
 def types(session: nox.Session) -> None:
     """mypy --strict on everything that is installed; torch and transformers are not needed for it."""
-    session.install("--editable", ".", "--editable", "matrix", "--group", "types")
+    session.install("--editable", ".", "--editable", "matrix[tox]", "--group", "types")
     session.run("mypy", *session.posargs)
 
 
@@ -80,6 +83,32 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", "tests/unit", "tests/integration", *session.posargs, env=ENVIRONMENT)
 
 
+@nox.session(tags=["ci"])
+def matrix(session: nox.Session) -> None:
+    """The tests of the matrix itself. Arguments after -- go to pytest."""
+    session.install("--editable", ".", "--editable", "matrix[tox]", "--group", "test", "pytest-reportlog>=1.0")
+    session.run("pytest", "-n", "2", "tests/matrix", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(name="cpu-matrix")
+def cpu_matrix(session: nox.Session) -> None:
+    """The cells of the matrix that need no GPU. Arguments after -- go to `kernel-compat-matrix run`."""
+    session.install("--editable", ".", "--editable", "matrix")
+    session.run("kernel-compat-matrix", "run", *_on("cpu", session.posargs))
+
+
+@nox.session(name="gpu-matrix")
+def gpu_matrix(session: nox.Session) -> None:
+    """The cells of the matrix that need a GPU. Arguments after -- go to `kernel-compat-matrix run`."""
+    session.install("--editable", ".", "--editable", "matrix")
+    visible = session.run(
+        "python", "-c", "from compat_matrix.gpus import visible; print(*visible())", silent=True, stderr=None
+    )
+    if not str(visible).strip() and "ray" not in session.posargs:  # whose cluster may have some
+        session.error("no GPU is visible here: none of these cells could run")
+    session.run("kernel-compat-matrix", "run", *_on("cuda", session.posargs))
+
+
 @nox.session
 @nox.parametrize("transformers", TRANSFORMERS)
 def versions(session: nox.Session, transformers: str) -> None:
@@ -94,6 +123,16 @@ def torches(session: nox.Session, torch: str, transformers: str) -> None:
     """What depends on torch, `flash_attention_torch` above all, on one release of it. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu]", *_pins(transformers, torch), "--group", "test")
     session.run("pytest", *ON_TORCH, *session.posargs, env=ENVIRONMENT)
+
+
+def _on(device: str, arguments: list[str]) -> list[str]:
+    """The arguments of `run`, with the device added to the selection; a run that goes on has its cells already."""
+    if any(argument.split("=")[0] == "--resume" for argument in arguments):
+        return arguments
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--only")
+    found, rest = parser.parse_known_args(arguments)
+    return ["--only", f"device=={device} and ({found.only})" if found.only else f"device=={device}", *rest]
 
 
 def _pins(transformers: str, torch: str) -> list[str]:

@@ -1,0 +1,270 @@
+"""``kernel-compat-matrix bisect``: the first release that broke a test or a shim, in as few cells as possible."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from rich.console import Console
+
+from . import gpus, runner
+from .axes import Axes
+from .cells import AXES, VERSIONED, Cell
+from .errors import MatrixError
+from .expressions import release
+from .progress import Progress
+from .results import CellResult
+from .store import Store
+from .work import Job
+
+#: What a cell runs of which the library's report on its shims is wanted and nothing else.
+_REPORT = "import torch, transformers, kernel_compat_cell as cell; cell.pytest_sessionfinish()"
+
+#: What pytest says of a test that isn't there, or isn't chosen.
+_MISSING = re.compile(r"^ERROR: (?:file or directory )?not found: |\bno tests ran\b.*\Z|\d deselected", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a cell says of the question; ``unknown``: a skipped or missing test, or no environment to ask it in."""
+
+    state: Literal["good", "bad", "unknown"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where it broke.
+
+    Attributes:
+        good: the last value that is good.
+        bad: the first that is known to be bad.
+        between: those of which nothing is known.
+    """
+
+    good: str
+    bad: str
+    between: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from .cli import _selecting, _storing, _working
+
+    parser.description = (
+        "Looks for the first release on an axis that broke a test or a shim. The selection leaves one value on every other "
+        "axis. What the store has of the same pins and the same commit is not run again."
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--test", metavar="NODEID", help="a test as pytest names it, or all below a name; it alone runs")
+    what.add_argument(
+        "--seam", metavar="NAME", help="a shim as `kernel-compat status` names it: bad where it isn't applied"
+    )
+    parser.add_argument("--axis", choices=VERSIONED, default="transformers", help="transformers if nothing is said")
+    parser.add_argument("--good", metavar="VERSION", help="where all was well (the oldest)")
+    parser.add_argument("--bad", metavar="VERSION", help="where it isn't (the newest)")
+    _selecting(parser)
+    _storing(parser)
+    _working(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from .cli import _axes, _cells
+
+    axes = _axes(arguments)
+    cells = line(_cells(arguments, axes), arguments.axis, arguments.good, arguments.bad)
+    with Store.open(arguments.store) as store:
+        asking = _Asking(arguments, axes, store, cells)
+        found = search([*cells], asking, asking.known())
+    what = arguments.test or arguments.seam
+    console = Console(highlight=False)
+    if found.between:
+        names = ", ".join([*found.between[:-1]])
+        names = f"{names} or {found.between[-1]}" if names else found.between[-1]
+        console.print(
+            f"{arguments.axis} {found.bad} or, of which nothing can be told, {names} broke {what}; {found.good} is good",
+            soft_wrap=True,
+        )
+    else:
+        console.print(
+            f"{arguments.axis} {found.bad} is the first that broke {what}; {found.good} is good", soft_wrap=True
+        )
+    console.print(f"{asking.ran} cells were run, {asking.reused} were known", soft_wrap=True)
+    return 0
+
+
+def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) -> dict[str, Cell]:
+    """The cells from the good value of an axis to the bad one, by value, the oldest first.
+
+    Raises:
+        MatrixError: they differ on other axes too, or there are no such values in this order.
+    """
+    for other in AXES:
+        values = list(dict.fromkeys(getattr(cell, other) for cell in cells))
+        if other != axis and len(values) > 1:
+            said = f"{', '.join(values[:8])}{' ...' if len(values) > 8 else ''}"
+            raise MatrixError(f"which {other}? Choose one by --only: {said}")
+    found = {getattr(cell, axis): cell for cell in sorted(cells, key=lambda cell: release(getattr(cell, axis)))}
+    every = list(found)
+    for value in (good, bad):
+        if value is not None and value not in found:
+            raise MatrixError(f"{axis} {value} is none of the selected: {', '.join(every)}")
+    first, last = every.index(good or every[0]), every.index(bad or every[-1])
+    if first >= last:
+        raise MatrixError(
+            f"the good {axis} must be older than the bad one, and {every[first]} isn't older than {every[last]}"
+        )
+    return {value: found[value] for value in every[first : last + 1]}
+
+
+def search(values: Sequence[str], ask: Callable[[str], Answer], known: Mapping[str, Answer]) -> Found:
+    """Where good becomes bad, for as few questions as possible.
+
+    Args:
+        values: the first is good and the last is bad, which is asked before anything else.
+        known: answers that need no question.
+
+    Raises:
+        MatrixError: the ends are not as they should be.
+    """
+    answers = dict(known)
+
+    def answer(value: str) -> str:
+        if value not in answers:
+            answers[value] = ask(value)
+        return answers[value].state
+
+    for value, wanted in ((values[0], "good"), (values[-1], "bad")):
+        if answer(value) != wanted:
+            because = f": {answers[value].reason}" if answers[value].reason else ""
+            word = "can't be told" if answers[value].state == "unknown" else f"is {answers[value].state}"
+            raise MatrixError(f"{value} should be {wanted}, and {word}{because}")
+    bad = next(index for index, value in enumerate(values) if value in answers and answers[value].state == "bad")
+    good = max(i for i, value in enumerate(values[:bad]) if value in answers and answers[value].state == "good")
+    while True:
+        open_ = [i for i in range(good + 1, bad) if values[i] not in answers or answers[values[i]].state != "unknown"]
+        if not open_:
+            return Found(values[good], values[bad], tuple(values[good + 1 : bad]))
+        middle = min(open_, key=lambda index: abs(2 * index - good - bad))
+        if (state := answer(values[middle])) == "good":
+            good = middle
+        elif state == "bad":
+            bad = middle
+
+
+class _Asking:
+    """Asks cells by running them, all of them in one run of the store, made when the first is."""
+
+    def __init__(self, options: argparse.Namespace, axes: Axes, store: Store, cells: Mapping[str, Cell]) -> None:
+        from .cli import _revision
+
+        self.options, self.axes, self.store, self.cells = options, axes, store, cells
+        self.revision = _revision(axes.folder)
+        self.ran = self.reused = 0
+        self._run: str | None = None
+        self._console = Console(highlight=False)
+        self._judge = _of_test(options.test) if options.test else _of_shim(options.seam)
+
+    def known(self) -> dict[str, Answer]:
+        """The answers that are in the store."""
+        found = {}
+        for value, cell in self.cells.items():
+            past = next((one for one in map(self._judge, self._stored(cell)) if one.state != "unknown"), None)
+            if past is not None:
+                found[value] = past
+                self._say(value, past, "known")
+        self.reused = len(found)
+        states = [(value, one.state) for value, one in found.items()]
+        for (value, state), (later, after) in pairwise(states):
+            if (state, after) == ("bad", "good"):
+                self._console.print(
+                    f"{value} is bad and {later} good again: what is looked for is the first change to bad"
+                )
+        return found
+
+    def __call__(self, value: str) -> Answer:
+        job = self._job(self.cells[value])
+        if self._run is None:
+            what = self.options.test or self.options.seam
+            self._run = self.store.new_run(
+                [],
+                axes=self.axes.path.read_text(encoding="utf-8"),
+                command=" ".join(sys.argv[1:]),
+                label=f"bisect {what}",
+                revision=self.revision,
+            )
+        executor = runner.Local(1, gpus.visible(), fork=False)
+        with Progress(1, 1, Console(stderr=True)) as progress:
+            runner.execute(self._run, [job], self.store, executor, progress)
+        self.ran += 1
+        answer = self._judge(self.store.result(self._run, job.cell))
+        self._say(value, answer, "run")
+        return answer
+
+    def _job(self, cell: Cell) -> Job:
+        from .cli import _jobs
+
+        (job,) = _jobs(self.options, self.axes, [cell], {})
+        if self.options.seam:
+            command = ["python", "-c", _REPORT]
+        elif job.tests.command[0] == "pytest":
+            command = ["pytest", self.options.test]
+        else:
+            raise MatrixError(f"{cell} runs {job.tests.command[0]}, and --test needs pytest")
+        return replace(job, tests=job.tests.model_copy(update={"command": command}))
+
+    def _stored(self, cell: Cell) -> Iterator[CellResult]:
+        """What this cell gave before, on this commit and with these pins, the newest first."""
+        if self.revision.endswith("+"):
+            return
+        pins: str | None = None
+        for run, summary in self.store.history(cell):
+            if run.revision != self.revision:
+                continue
+            if pins is None:
+                parts = self._job(cell).parts
+                pins = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+            result = self.store.result(run.id, cell, summary.attempt)
+            if result.pins == pins:
+                yield result
+
+    def _say(self, value: str, answer: Answer, how: str) -> None:
+        because = f": {answer.reason}" if answer.reason else ""
+        self._console.print(f"{self.options.axis} {value} is {answer.state} ({how}){because}", soft_wrap=True)
+
+
+def _of_test(nodeid: str) -> Callable[[CellResult], Answer]:
+    def judge(result: CellResult) -> Answer:
+        found = [
+            one for one in result.tests if one.nodeid == nodeid or one.nodeid.startswith((f"{nodeid}[", f"{nodeid}::"))
+        ]
+        if any(one.outcome in ("failed", "error") for one in found):
+            return Answer("bad", result.reason)
+        if any(one.outcome != "skipped" for one in found):
+            return Answer("good")
+        if found:
+            return Answer("unknown", f"skipped: {found[0].message}")
+        if result.command[:2] != ("pytest", nodeid) or _MISSING.search(result.log):
+            return Answer("unknown", "it has no such test")
+        if result.kind in (None, "installation", "hardware"):
+            return Answer("unknown", result.reason)
+        return Answer("bad", result.reason)  # before the test could begin
+
+    return judge
+
+
+def _of_shim(name: str) -> Callable[[CellResult], Answer]:
+    def judge(result: CellResult) -> Answer:
+        shims = result.environment.get("shims")
+        if shims is None:
+            return Answer("unknown", result.reason or "the library said nothing")
+        if name not in shims:
+            raise MatrixError(f"{result.cell} has no shim {name!r}: {', '.join(shims) or 'none at all'}")
+        state, reason = shims[name]["state"], shims[name]["reason"]
+        return Answer("good") if state == "applied" else Answer("bad", f"{state}: {reason}")
+
+    return judge

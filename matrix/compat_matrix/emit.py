@@ -1,0 +1,79 @@
+"""``kernel-compat-matrix emit github``: the cells as the strategy matrices of a GitHub Actions workflow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from .cells import DEVICES, Cell, shard
+
+#: Jobs that GitHub makes of one matrix at most.
+LIMIT = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from .cli import _positive, _selecting
+
+    parser.description = (
+        "Prints JSON: for each device a matrix for `strategy: matrix: ${{ fromJSON(...) }}`. A job is a cell or, where those "
+        f"are more than the {LIMIT} jobs of a matrix, the cells that share an environment; its `arguments` are those of "
+        "`kernel-compat-matrix run`."
+    )
+    parser.add_argument("service", choices=["github"])
+    _selecting(parser)
+    parser.add_argument("--shards", type=_positive, metavar="N", help="so many jobs a device, instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from .cli import _axes, _cells
+
+    cells = _cells(arguments, _axes(arguments))
+    matrices = {
+        device: {"include": jobs([cell for cell in cells if cell.device == device], arguments.shards)}
+        for device in DEVICES
+    }
+    print(json.dumps(matrices))
+    return 0
+
+
+def jobs(cells: Sequence[Cell], shards: int | None = None) -> list[dict[str, str | int]]:
+    """The jobs of a matrix, no more than GitHub takes, with every cell in one of them.
+
+    Args:
+        shards: at most so many.
+    """
+    if shards is None:
+        for key in _KEYS:
+            groups: dict[Hashable, list[Cell]] = {}
+            for cell in cells:
+                groups.setdefault(key(cell), []).append(cell)
+            if len(groups) <= LIMIT:
+                return [_job(group) for group in groups.values()]
+    count = min(shards or LIMIT, LIMIT, len(cells))
+    return [_job(shard(cells, f"{n}/{count}"), f"{n}/{count}") for n in range(1, count + 1)]
+
+
+#: What the cells of a job share, the fewest cells first: an environment is made once in a job.
+_KEYS: tuple[Callable[[Cell], Hashable], ...] = (
+    lambda cell: cell,
+    lambda cell: (cell.base, cell.flash_attention),
+    lambda cell: cell.base,
+)
+
+
+def _job(cells: Sequence[Cell], part: str = "") -> dict[str, str | int]:
+    name = cells[0].name if len(cells) == 1 else f"{cells[0].base} ({len(cells)} cells)"
+    return {
+        "name": f"{part} ({len(cells)} cells)" if part else name,
+        "python": _values(cell.python for cell in cells),
+        "transformers": _values(cell.transformers for cell in cells),
+        "torch": _values(cell.torch for cell in cells),
+        "flash_attention": _values(cell.flash_attention for cell in cells),
+        "cells": len(cells),
+        "arguments": " ".join(cell.name for cell in cells),
+    }
+
+
+def _values(values: Iterable[str]) -> str:
+    return " ".join(dict.fromkeys(values))

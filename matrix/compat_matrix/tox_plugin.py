@@ -1,0 +1,129 @@
+"""A tox plugin: `tox -e py311-tf5.23-torch2.15` runs that cell in the environment in which `kernel-compat-matrix run` has it.
+
+What follows ``--`` goes to pytest. tox makes no environment of its own for a cell.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tox.config.loader.memory import MemoryLoader
+from tox.config.sets import ConfigSet
+from tox.config.types import Command, EnvList
+from tox.execute.local_sub_process import LocalSubProcessExecutor
+from tox.plugin import impl
+from tox.report import HandledError
+from tox.session.state import State
+from tox.tox_env.api import ToxEnv
+from tox.tox_env.installer import Installer
+from tox.tox_env.package import Package
+from tox.tox_env.register import ToxEnvRegister
+from tox.tox_env.runner import RunToxEnv
+
+from .axes import Axes, load
+from .errors import MatrixError
+
+_RUNNER = "kernel-compat-matrix"
+
+
+class CellEnv(RunToxEnv):
+    """Runs a command, and has nothing installed."""
+
+    @staticmethod
+    def id() -> str:
+        return _RUNNER
+
+    @property
+    def executor(self) -> LocalSubProcessExecutor:
+        return LocalSubProcessExecutor(self.options.is_colored)
+
+    @property
+    def installer(self) -> Installer[ToxEnv]:
+        return _Nothing(self)
+
+    @property
+    def runs_on_platform(self) -> str:
+        return sys.platform
+
+    def _register_package_conf(self) -> bool:
+        return False
+
+    def _build_packages(self) -> list[Package]:
+        return []
+
+    @property
+    def _package_tox_env_type(self) -> str:
+        return "virtualenv-pep-517"
+
+    @property
+    def _external_pkg_tox_env_type(self) -> str:
+        return "virtualenv-cmd-builder"
+
+
+class _Nothing(Installer[ToxEnv]):
+    def _register_config(self) -> None:
+        pass
+
+    def installed(self) -> list[str]:
+        return []
+
+    def install(self, arguments: Any, section: str, of_type: str) -> None:
+        pass
+
+
+@impl
+def tox_register_tox_env(register: ToxEnvRegister) -> None:
+    default = register.default_env_runner
+    register.add_run_env(CellEnv)
+    if default:
+        register.default_env_runner = default
+
+
+@impl
+def tox_extend_envs() -> Iterable[str]:
+    axes = _axes()
+    return [cell.name for cell in axes.cells] if axes else []
+
+
+@impl
+def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
+    axes = _axes()
+    if axes is None:
+        return
+    if getattr(state.conf.options, "list_envs", False):
+        # `tox -l` shows what `tox` alone runs, which isn't the whole matrix.
+        cells = EnvList([cell.name for cell in axes.cells])
+        core_conf.loaders.insert(0, MemoryLoader(env_list=cells))
+    more = state.conf.pos_args(None)
+    for cell in axes.cells:
+        command = [sys.executable, "-m", "compat_matrix", "run", "--axes", str(axes.path), cell.name]
+        if more:
+            command += ["--pytest", shlex.join(more)]
+        loader = MemoryLoader(
+            runner=_RUNNER,
+            description="a cell of the matrix",
+            commands=[Command(command)],
+            change_dir=axes.path.parent.parent,
+            pass_env=["*"],
+            allowlist_externals=[sys.executable],
+        )
+        state.conf.memory_seed_loaders[cell.name].append(loader)
+
+
+@cache
+def _axes() -> Axes | None:
+    """The axes of the project around the current folder; None where there are none."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        path = folder / "matrix" / "axes.toml"
+        if path.is_file():
+            try:
+                return load(path)
+            except MatrixError as error:
+                raise HandledError(str(error)) from None
+    return None

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from math import ceil, log2
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small import TAG, Small
+
+from compat_matrix.bisect import Answer, search
+from compat_matrix.errors import MatrixError
+
+
+@given(st.data())
+def test_a_search_is_right_and_asks_log2_times(data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 60))
+    first_bad = data.draw(st.integers(1, count - 1))
+    unknown = data.draw(st.sets(st.integers(1, count - 2), max_size=6)) if count > 2 else set()
+    known = data.draw(st.sets(st.integers(0, count - 1)))
+    values = [f"5.{n}" for n in range(count)]
+    asked = []
+
+    def truth(value: str) -> Answer:
+        index = values.index(value)
+        return Answer("unknown" if index in unknown else "bad" if index >= first_bad else "good")
+
+    def ask(value: str) -> Answer:
+        asked.append(value)
+        return truth(value)
+
+    found = search(values, ask, {value: truth(value) for value in values if values.index(value) in known - unknown})
+    good, bad = values.index(found.good), values.index(found.bad)
+    assert good < first_bad <= bad
+    assert [values.index(value) for value in found.between] == [*range(good + 1, bad)]
+    assert set(range(good + 1, bad)) <= unknown
+    assert len(asked) == len(set(asked))
+    assert len(asked) <= 2 + ceil(log2(count)) + len(unknown)
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        (["bad", "bad"], "5.0 should be good, and is bad: because"),
+        (["good", "good"], "5.1 should be bad, and is good: because"),
+        (["good", "unknown"], "5.1 should be bad, and can't be told: because"),
+    ],
+)
+def test_ends_that_are_not_as_they_should_be_are_told(states: list, says: str) -> None:
+    values = ["5.0", "5.1"]
+    with pytest.raises(MatrixError, match=says):
+        search(values, lambda value: Answer(states[values.index(value)], "because"), {})
+
+
+#: Broken by 5.5; 5.4 can't be installed, in 5.6 it is skipped, 5.7 has no such test.
+TESTS = """
+    import os
+    from importlib.metadata import version
+
+    import pytest
+
+    minor = int(version("transformers").split(".")[1])
+    with open("ran.txt", "a") as file:
+        print(f"5.{minor}", file=file)
+
+    if minor != 7:
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_it(n):
+            if minor == 6:
+                pytest.skip("no such kernel")
+            assert minor < 5 or n == 1
+
+    def test_other(): pass
+"""
+
+
+@pytest.fixture
+def project(small: Small) -> Small:
+    minors = [f"5.{n}" for n in range(11)]
+    small.write("test_it.py", TESTS)
+    small.axes(minors)
+    for minor in minors:
+        small.wheel("transformers", f"{minor}.0", {"transformers.py": ""}, f"{TAG}-tf{minor}")
+    (small.folder / "wheels" / "transformers-5.4.0-py3-none-any.whl").unlink()
+    return small
+
+
+def ran(small: Small) -> list[str]:
+    path = small.folder / "ran.txt"
+    found = path.read_text().split() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return found
+
+
+def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
+    done = project.run("bisect", "--test", "test_it.py::test_it")
+    assert done.returncode == 0, done
+    assert ran(project) == ["5.0", "5.10", "5.5", "5.2", "5.3"]
+    assert "transformers 5.2 is good (run)" in done.stdout
+    assert "transformers 5.4 is unknown (run): " in done.stdout
+    assert (
+        "transformers 5.5 or, of which nothing can be told, 5.4 broke test_it.py::test_it; 5.3 is good\n"
+        "6 cells were run, 0 were known\n"
+    ) in done.stdout
+    with project.store as store:
+        (run,) = store.runs()
+        assert (run.label, run.state) == ("bisect test_it.py::test_it", "finished")
+    assert {len(one.tests) for one in project.results().values()} == {0, 2}  # and not the other test
+
+    again = project.run("bisect", "--test", "test_it.py::test_it", "--bad", "5.9", "--only", "transformers>=5.1")
+    assert again.returncode == 0, again
+    assert ran(project) == ["5.1", "5.9"]
+    assert "3 cells were run, 3 were known" in again.stdout
+
+
+def test_what_runs_had_of_a_test_is_not_run_again(project: Small) -> None:
+    project.run("run", "--only", "transformers in (5.0, 5.2, 5.3, 5.5, 5.10)")
+    ran(project)
+    done = project.run("bisect", "--test", "test_it.py::test_it[2]")
+    assert done.returncode == 0, done
+    assert ran(project) == []
+    assert "1 cells were run, 5 were known" in done.stdout
+    project.wheel("transformers", "5.3.1", {"transformers.py": ""}, f"{TAG}-tf5.3")  # another pin
+    project.run("bisect", "--test", "test_it.py::test_it[2]")
+    assert ran(project) == ["5.3"]
+
+
+def test_a_skipped_and_a_missing_test_are_walked_around(project: Small) -> None:
+    done = project.run("bisect", "--test", "test_it.py::test_it", "--good", "5.3", "--bad", "5.9")
+    assert done.returncode == 0, done
+    assert "transformers 5.6 is unknown (run): skipped: no such kernel" in done.stdout
+    assert "transformers 5.5 or" in done.stdout
+    missing = project.run("bisect", "--test", "test_it.py::test_it", "--good", "5.3", "--bad", "5.7")
+    assert missing.returncode == 2
+    assert "5.7 should be bad, and can't be told: it has no such test" in missing.stderr
+
+
+def test_what_was_mended_in_between_is_told(project: Small) -> None:
+    text = TESTS.replace("minor < 5 or n == 1", "minor not in (2, 3, 9, 10)")
+    project.write("test_it.py", text)
+    project.run("run", "--only", "transformers in (5.0, 5.2, 5.5)")
+    done = project.run("bisect", "--test", "test_it.py::test_it")
+    assert done.returncode == 0, done
+    assert "5.2 is bad and 5.5 good again: what is looked for is the first change to bad" in done.stdout
+    assert "transformers 5.2 is the first that broke test_it.py::test_it; 5.1 is good" in done.stdout
+
+
+def test_a_test_that_can_not_be_collected_is_bad(project: Small) -> None:
+    project.write("test_it.py", TESTS.replace("if minor != 7:", "if minor >= 9: import gone\n    if minor != 7:"))
+    done = project.run("bisect", "--test", "test_it.py::test_other", "--good", "5.8")
+    assert done.returncode == 0, done
+    assert "5.10 is bad (run): ModuleNotFoundError: No module named 'gone'" in done.stdout
+    assert "transformers 5.9 is the first that broke test_it.py::test_other; 5.8 is good" in done.stdout
+
+
+LIBRARY = """
+    from contextlib import contextmanager
+    from importlib.metadata import version
+    from types import SimpleNamespace as N
+
+    @contextmanager
+    def installed():
+        lost = int(version("transformers").split(".")[1]) >= 3
+        yield N(shims=[
+            N(name="masks", state="failed" if lost else "applied", reason="transformers:g is gone" if lost else "", seams=[]),
+            N(name="other", state="applied", reason="", seams=[]),
+        ])
+"""
+
+
+def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
+    project.write("kernel_compat.py", LIBRARY)
+    project.wheel(
+        "torch", "2.11.0", {"torch.py": "class cuda: is_available = staticmethod(lambda: False)"}, f"{TAG}-torch2.11"
+    )
+    done = project.run("bisect", "--seam", "masks", "--axis", "transformers")
+    assert done.returncode == 0, done
+    assert "transformers 5.10 is bad (run): failed: transformers:g is gone" in done.stdout
+    assert "transformers 5.3 is the first that broke masks; 5.2 is good" in done.stdout
+    unknown = project.run("bisect", "--seam", "nothing")
+    assert unknown.returncode == 2
+    assert "has no shim 'nothing': masks, other" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--test test_it.py::test_other", "5.10 should be bad, and is good"),
+        (
+            "--test test_it.py::test_nowhere --good 5.0 --bad 5.1",
+            "5.0 should be good, and can't be told: it has no such test",
+        ),
+        ("--test nowhere.py --good 5.0 --bad 5.1", "5.0 should be good, and can't be told: it has no such test"),
+        ("--test test_it.py::test_it --good 5.9", "5.9 should be good, and is bad: "),
+        ("--test test_it.py::test_it --good 5.4", "5.4 should be good, and can't be told: "),
+        ("--test x --good 5.3 --bad 5.3", "the good transformers must be older than the bad one"),
+        ("--test x --good 6.0", "transformers 6.0 is none of the selected: 5.0, 5.1"),
+        ("--test x --axis torch", "which transformers? Choose one by --only: 5.0, 5.1, 5.2"),
+        ("--test x --axis device", "invalid choice: 'device'"),
+        ("--test x --seam y", "not allowed with argument"),
+        ("", "one of the arguments --test --seam is required"),
+    ],
+)
+def test_bad_input_is_told(project: Small, arguments: str, says: str) -> None:
+    done = project.run("bisect", *arguments.split())
+    assert done.returncode == 2, done
+    assert says in done.stderr

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+from small import TAG, Small
+
+from compat_matrix.axes import OWN
+
+
+@pytest.fixture
+def project(small: Small) -> Small:
+    small.write("test_it.py", "def test_a(): pass")
+    small.axes(axes='flash_attention = ["none", "fa4"]\ndevice = ["cpu", "cuda"]', more=RULES)
+    return small
+
+
+RULES = """
+[[exclude]]
+when = "device==cpu and fa!=none"
+because = "no kernel on a CPU"
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("list --only transformers=5.4", "this is no condition on cells:\n  transformers=5.4\n              ^"),
+        ("list --only transformers==6.0", "no cell of axes.toml fits 'transformers==6.0'"),
+        ("list --only device==tpu", "device is one of cpu, cuda, not 'tpu'"),
+        ("run --only transformers>5.1", "no cell of axes.toml fits 'transformers>5.1'"),
+        (f"run {TAG}-tf9.9-torch2.11", f"there is no cell '{TAG}-tf9.9-torch2.11' in axes.toml"),
+        (f"run {TAG}-tf5.0-torch2.11-fa4", f"{TAG}-tf5.0-torch2.11-fa4 can't be: no kernel on a CPU"),
+        ("run nonsense", "there is no cell 'nonsense' in axes.toml"),
+        ("list --shard 9/8", "--shard takes a part such as 3/8, from 1/8 to 8/8, not '9/8'"),
+        ("list --shard 8/8 --only torch==2.11", "nothing is left for the part 8/8"),
+        ("list --axes nowhere.toml", "nowhere.toml: No such file or directory"),
+        ("list --axes pyproject.toml", "pyproject.toml:1: version: Field required"),
+        ("list --axes test_it.py", "test_it.py: "),
+        ("list --axes matrix", "matrix: Is a directory"),
+        ("pin --axes nowhere.toml", "nowhere.toml: No such file or directory"),
+        ("pin --only fa==fa5", "flash_attention is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
+        ("run --pins elsewhere", "has no pins: make them with `kernel-compat-matrix pin`, or go without by --latest"),
+        ("run --suite full", "axes.toml has the suites default, not 'full'"),
+        ("run --failed", "--failed goes with --resume: a new run runs all its cells"),
+        ("run --resume", "the store matrix.sqlite"),
+        ("run --resume nonsense", "the store matrix.sqlite"),
+        ("run --resume --only torch==2.11", "--resume goes on with the cells of that run, and takes no others"),
+        ("run --store /proc/none/matrix.sqlite", "the store /proc/none/matrix.sqlite: "),
+        ("run --store matrix", "the store matrix: "),
+        ("run --store test_it.py", "the store test_it.py: "),
+        ("run --store nosuch://host/db", "the store nosuch://host/db: "),
+        ("run --offline nowhere", "nowhere"),
+        ("run --cache test_it.py", "test_it.py"),
+        ("run --pytest 'unbalanced", '--pytest "\'unbalanced": No closing quotation'),
+        ("run -j 0", "a number from 1 on, not '0'"),
+        ("run -j many", "a number from 1 on, not 'many'"),
+        ("walk", "invalid choice: 'walk'"),
+        ("", "the following arguments are required: COMMAND"),
+        ("show", "the store matrix.sqlite"),
+        ("explain nonsense", ""),
+        ("diff one two", "the store matrix.sqlite"),
+    ],
+)
+def test_bad_input_is_told_in_a_line_or_two(project: Small, arguments: str, says: str) -> None:
+    words = arguments.split(" ") if arguments else []
+    done = project.run(*words)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 12
+    assert not (project.folder / "matrix.sqlite").exists()
+
+
+def test_a_project_that_is_none_is_told(project: Small) -> None:
+    (project.folder / "pyproject.toml").unlink()
+    for command in ("run", "pin"):
+        done = project.run(command)
+        assert done.returncode == 2, done
+        assert "no project to test" in done.stderr
+
+
+def test_a_pin_file_that_is_broken_is_pointed_at(project: Small) -> None:
+    path = project.folder / "matrix" / "pins" / f"{TAG}-tf5.0.txt"
+    path.write_text("# by hand\ntransformers>=5\n")
+    done = project.run("run")
+    assert done.returncode == 2
+    assert f"{path}:2: no pin of the form NAME==VERSION --hash=sha256:...: 'transformers>=5'" in done.stderr
+
+
+def test_nothing_is_installed_or_stored_before_the_input_is_right(project: Small) -> None:
+    (project.folder / "matrix" / "pins" / f"{TAG}-tf5.1.txt").unlink()
+    assert project.run("run").returncode == 2
+    assert not (project.folder / "matrix.sqlite").exists()
+    assert not (project.folder / "cache" / "base").exists()
+
+
+def test_cells_are_listed(project: Small) -> None:
+    done = project.run("list", "--only", "transformers==5.0")
+    assert (done.returncode, done.stderr) == (0, "3 cells\n")
+    assert done.stdout.split() == [f"{TAG}-tf5.0-torch2.11{rest}" for rest in ("", "-cuda", "-fa4-cuda")]
+    first = json.loads(project.run("list", "--json").stdout)[0]
+    assert first["name"] == f"{TAG}-tf5.0-torch2.11"
+    assert first["device"] == "cpu"
+    refused = json.loads(project.run("list", "--excluded", "--json").stdout)
+    assert refused == {f"{TAG}-tf{minor}-torch2.11-fa4": "no kernel on a CPU" for minor in ("5.0", "5.1")}
+    assert "no kernel on a CPU" in project.run("list", "--excluded").stdout
+
+
+def test_shards_of_a_list_are_the_list(project: Small) -> None:
+    every = project.run("list").stdout.split()
+    parts = [project.run("list", "--shard", f"{number}/4").stdout.split() for number in range(1, 5)]
+    assert sorted(name for part in parts for name in part) == sorted(every)
+    assert len(every) == 6
+
+
+def test_a_reader_that_goes_away_is_no_error(project: Small) -> None:
+    command = " ".join(project.command("list", "--axes", str(OWN), "--json"))
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{command} | head -n 1"],
+        cwd=project.folder,
+        env=project.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[\n", "")
+
+
+def test_the_axes_file_of_the_folder_is_taken(project: Small) -> None:
+    (project.folder / "matrix" / "axes.toml").rename(project.folder / "axes.toml")
+    assert len(project.run("list").stdout.split()) == 6
+
+
+def test_a_failed_test_makes_the_command_fail(project: Small) -> None:
+    assert project.run("run", "--only", "device==cpu and transformers==5.0").returncode == 0
+    project.write("test_it.py", "def test_a(): assert 0")
+    done = project.run("run", "--only", "device==cpu and transformers==5.0")
+    assert done.returncode == 1
+    assert "failed (test)" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_knows_what_it_was_asked(project: Small) -> None:
+    project.run("run", "--only", "transformers==5.0 and device==cpu", "--label", "mine")
+    with project.store as store:
+        (run,) = store.runs()
+        assert run.label == "mine"
+        assert run.host == os.uname().nodename
+        assert "[[exclude]]" in store.axes(run.id)
+
+
+def test_a_cell_that_can_not_be_is_in_its_run(project: Small) -> None:
+    project.run("run", "--only", "transformers==5.0 and (device==cpu)")
+    with project.store as store:
+        states = {cell.name: found.state for cell, found in store.summary(store.resolve("latest")).items()}
+    assert states == {f"{TAG}-tf5.0-torch2.11": "passed", f"{TAG}-tf5.0-torch2.11-fa4": "excluded"}

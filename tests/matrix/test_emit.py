@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small import PYTHON, TAG, Small
+
+from compat_matrix.axes import OWN, load
+from compat_matrix.emit import LIMIT, jobs
+
+EVERY = load(OWN).cells
+
+
+@given(st.sets(st.sampled_from(EVERY), max_size=600), st.one_of(st.none(), st.integers(1, 400)))
+def test_every_cell_is_in_one_job_and_no_matrix_is_too_long(cells: set, shards: int | None) -> None:
+    found = jobs(sorted(cells), shards)
+    assert len(found) <= min(LIMIT, shards or LIMIT)
+    named = " ".join(str(job["arguments"]) for job in found).split()
+    assert sorted(named) == sorted(cell.name for cell in cells)
+    assert len({job["name"] for job in found}) == len(found)
+
+
+def test_the_whole_matrix_fits(small: Small) -> None:
+    done = small.run("emit", "github", "--axes", str(OWN))
+    assert done.returncode == 0, done
+    assert len(done.stdout) < 500_000  # GitHub takes a megabyte of outputs from a job
+    found = json.loads(done.stdout)
+    cpu = found["cpu"]["include"]
+    assert len(cpu) == len({cell.base for cell in EVERY if cell.device == "cpu"})
+    assert cpu[-1]["name"] == "py313-torch2.15 (28 cells)"
+    assert cpu[-1]["transformers"].split()[:2] == ["4.54", "4.55"]
+    # An environment is made once: no two jobs share one.
+    assert all(len(job["python"].split()) == len(job["torch"].split()) == 1 for job in cpu)
+    assert len(found["cuda"]["include"]) <= LIMIT
+
+
+@pytest.fixture
+def project(small: Small) -> Small:
+    small.write("test_it.py", "def test_a(): pass")
+    small.axes(axes='flash_attention = ["none", "fa4"]\ndevice = ["cpu", "cuda"]')
+    return small
+
+
+def test_a_job_says_what_it_runs(project: Small) -> None:
+    found = json.loads(project.run("emit", "github", "--only", "transformers==5.1 and fa==fa4").stdout)
+    assert found["cpu"] == {
+        "include": [
+            {
+                "name": f"{TAG}-tf5.1-torch2.11-fa4",
+                "python": PYTHON,
+                "transformers": "5.1",
+                "torch": "2.11",
+                "flash_attention": "fa4",
+                "cells": 1,
+                "arguments": f"{TAG}-tf5.1-torch2.11-fa4",
+            }
+        ]
+    }
+    assert [job["name"] for job in found["cuda"]["include"]] == [f"{TAG}-tf5.1-torch2.11-fa4-cuda"]
+
+
+def test_the_jobs_together_run_every_cell(project: Small) -> None:
+    found = json.loads(project.run("emit", "github", "--shards", "2", "--only", "device==cpu").stdout)
+    assert found["cuda"] == {"include": []}
+    assert [job["name"] for job in found["cpu"]["include"]] == ["1/2 (2 cells)", "2/2 (2 cells)"]
+    for number, job in enumerate(found["cpu"]["include"]):
+        done = project.run("run", "--store", f"{number}.sqlite", *shlex.split(job["arguments"]))
+        assert done.returncode == 0, done
+    assert project.run("merge", "0.sqlite", "1.sqlite").returncode == 0
+    with project.store as store:
+        states = {cell.name: past.summary.state for cell, past in store.current().items() if cell.device == "cpu"}
+    assert states == dict.fromkeys(project.run("list", "--only", "device==cpu").stdout.split(), "passed")
+
+
+def test_bad_input_is_told(project: Small) -> None:
+    for arguments, says in {
+        "emit": "the following arguments are required",
+        "emit gitlab": "invalid choice: 'gitlab'",
+        "emit github --shards 0": "a number from 1 on",
+        "emit github --only torch==3": "no cell of axes.toml fits",
+    }.items():
+        done = project.run(*arguments.split())
+        assert (done.returncode, done.stdout) == (2, "")
+        assert says in done.stderr

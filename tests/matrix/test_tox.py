@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from small import TAG, Small
+
+pytest.importorskip("tox", reason="the extra tox")
+
+
+@pytest.fixture
+def project(small: Small) -> Small:
+    small.write("test_it.py", "def test_a(): pass\ndef test_b(): pass")
+    small.axes()
+    return small
+
+
+def tox(small: Small, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tox", *arguments],
+        cwd=small.folder,
+        env=small.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_tox_lists_the_cells(project: Small) -> None:
+    done = tox(project, "-l")
+    assert done.returncode == 0, done
+    assert {word for word in done.stdout.split() if "-tf" in word} == set(project.run("list").stdout.split())
+
+
+def test_tox_runs_a_cell_in_the_environment_of_the_engine(project: Small) -> None:
+    done = tox(project, "-e", f"{TAG}-tf5.1-torch2.11", "--", "-k", "test_b or nothing")
+    assert done.returncode == 0, done
+    (found,) = project.results().values()
+    assert found.cell.name == f"{TAG}-tf5.1-torch2.11"
+    assert [test.nodeid for test in found.tests] == ["test_it.py::test_b"]
+    assert not [*(project.folder / ".tox").glob("*/bin")]
+    made = {path: path.stat().st_mtime_ns for path in (project.folder / "cache").glob("*/*/.complete")}
+    assert project.run("run", f"{TAG}-tf5.1-torch2.11").returncode == 0
+    assert made == {path: path.stat().st_mtime_ns for path in (project.folder / "cache").glob("*/*/.complete")}
+    assert json.loads(project.run("show", "--json").stdout)["cells"][0]["tests"]["passed"] == 2
+
+
+def test_a_cell_that_fails_makes_tox_fail(project: Small) -> None:
+    project.write("test_it.py", "def test_a(): assert 0")
+    done = tox(project, "-e", f"{TAG}-tf5.0-torch2.11")
+    assert done.returncode == 1
+    assert "failed (test)" in done.stdout
+
+
+def test_tox_alone_does_not_run_the_matrix(project: Small) -> None:
+    project.write("tox.toml", "no_package = true\nenv_list = []")
+    tox(project)
+    assert not (project.folder / "matrix.sqlite").exists()
+
+
+def test_a_broken_axes_file_is_told(project: Small) -> None:
+    project.write("matrix/axes.toml", "version = 2")
+    done = tox(project, "-l")
+    assert done.returncode != 0
+    assert "axes.toml:1: version: Input should be 1" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_project_without_a_matrix_is_left_alone(project: Small) -> None:
+    (project.folder / "matrix" / "axes.toml").unlink()
+    done = tox(project, "-l")
+    assert done.returncode == 0, done
+    assert "-tf" not in done.stdout
