@@ -86,13 +86,13 @@ def tox_register_tox_env(register: ToxEnvRegister) -> None:
 
 @impl
 def tox_extend_envs() -> Iterable[str]:
-    axes = _axes()
+    axes = axes_of()
     return [cell.name for cell in axes.cells] if axes else []
 
 
 @impl
 def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
-    axes = _axes()
+    axes = axes_of()
     if axes is None:
         return
     if getattr(state.conf.options, "list_envs", False):
@@ -116,7 +116,7 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
 
 
 @cache
-def _axes() -> Axes | None:
+def axes_of() -> Axes | None:
     """The axes of the project around the current folder; None where there are none."""
     here = Path.cwd()
     for folder in (here, *here.parents):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import TAG, Small
 
-from compat_matrix.bisect import Answer, search
+from compat_matrix.commands.bisect import Answer, search
 from compat_matrix.errors import MatrixError
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small import PYTHON, TAG, Small
 
 from compat_matrix.axes import OWN, load
-from compat_matrix.emit import LIMIT, jobs
+from compat_matrix.commands.emit import LIMIT, jobs
 
 EVERY = load(OWN).cells
 

@@ -19,7 +19,7 @@ from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import Test
 from compat_matrix.store import Store
-from compat_matrix.views import common, compatibility, diff, explain, export, merge, report, show
+from compat_matrix.views import common, compatibility, diff, explain, export, merge, report, runs, show
 
 ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
 OLD, NEW = cells(), cells(torch=("2.10", "2.11", "2.12"))
@@ -110,6 +110,23 @@ def test_versions_are_not_ordered_as_text() -> None:
 
 
 # show
+
+
+def test_runs(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = two_runs(store)
+    assert call(runs) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first.split()[0], second.split()[0]) == (new, old)
+    assert first.endswith(", ".join(f"{count} {state}" for state, count in _counted(store, new)))
+    assert call(runs, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["id"] for one in found] == [new, old]
+    assert found[1]["cells"] == dict(_counted(store, old))
+
+
+def _counted(store: Store, run: str) -> list[tuple[str, int]]:
+    states = [summary.state for summary in store.summary(run).values()]
+    return [(state, states.count(state)) for state in common.ORDER if state in states]
 
 
 def test_show(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:

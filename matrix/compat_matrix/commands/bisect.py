@@ -12,15 +12,16 @@ from typing import Literal
 
 from rich.console import Console
 
-from . import gpus, runner
-from .axes import Axes
-from .cells import AXES, VERSIONED, Cell
-from .errors import MatrixError
-from .expressions import release
-from .progress import Progress
-from .results import CellResult
-from .store import Store
-from .work import Job
+from .. import gpus, runner
+from ..axes import Axes
+from ..cells import AXES, VERSIONED, Cell
+from ..errors import MatrixError
+from ..expressions import release
+from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, revision
+from ..progress import Progress
+from ..results import CellResult
+from ..store import Store
+from ..work import Job
 
 #: What a cell runs of which the library's report on its shims is wanted and nothing else.
 _REPORT = "import torch, transformers, kernel_compat_cell as cell; cell.pytest_sessionfinish()"
@@ -53,8 +54,6 @@ class Found:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from .cli import _selecting, _storing, _working
-
     parser.description = (
         "Looks for the first release on an axis that broke a test or a shim. The selection leaves one value on every other "
         "axis. What the store has of the same pins and the same commit is not run again."
@@ -67,16 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--axis", choices=VERSIONED, default="transformers", help="transformers if nothing is said")
     parser.add_argument("--good", metavar="VERSION", help="where all was well (the oldest)")
     parser.add_argument("--bad", metavar="VERSION", help="where it isn't (the newest)")
-    _selecting(parser)
-    _storing(parser)
-    _working(parser)
+    add_selection(parser)
+    add_store(parser)
+    add_working(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from .cli import _axes, _cells
-
-    axes = _axes(arguments)
-    cells = line(_cells(arguments, axes), arguments.axis, arguments.good, arguments.bad)
+    axes = axes_of(arguments)
+    cells = line(cells_of(arguments, axes), arguments.axis, arguments.good, arguments.bad)
     with Store.open(arguments.store) as store:
         asking = _Asking(arguments, axes, store, cells)
         found = search([*cells], asking, asking.known())
@@ -160,10 +157,9 @@ class _Asking:
     """Asks cells by running them, all of them in one run of the store, made when the first is."""
 
     def __init__(self, options: argparse.Namespace, axes: Axes, store: Store, cells: Mapping[str, Cell]) -> None:
-        from .cli import _revision
 
         self.options, self.axes, self.store, self.cells = options, axes, store, cells
-        self.revision = _revision(axes.folder)
+        self.revision = revision(axes.folder)
         self.ran = self.reused = 0
         self._run: str | None = None
         self._console = Console(highlight=False)
@@ -206,9 +202,7 @@ class _Asking:
         return answer
 
     def _job(self, cell: Cell) -> Job:
-        from .cli import _jobs
-
-        (job,) = _jobs(self.options, self.axes, [cell], {})
+        (job,) = jobs_of(self.options, self.axes, [cell], {})
         if self.options.seam:
             command = ["python", "-c", _REPORT]
         elif job.tests.command[0] == "pytest":

@@ -6,29 +6,26 @@ import argparse
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from .cells import DEVICES, Cell, shard
+from ..cells import DEVICES, Cell, shard
+from ..options import add_selection, axes_of, cells_of, positive
 
 #: Jobs that GitHub makes of one matrix at most.
 LIMIT = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from .cli import _positive, _selecting
-
     parser.description = (
         "Prints JSON: for each device a matrix for `strategy: matrix: ${{ fromJSON(...) }}`. A job is a cell or, where those "
         f"are more than the {LIMIT} jobs of a matrix, the cells that share an environment; its `arguments` are those of "
         "`kernel-compat-matrix run`."
     )
     parser.add_argument("service", choices=["github"])
-    _selecting(parser)
-    parser.add_argument("--shards", type=_positive, metavar="N", help="so many jobs a device, instead")
+    add_selection(parser)
+    parser.add_argument("--shards", type=positive, metavar="N", help="so many jobs a device, instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from .cli import _axes, _cells
-
-    cells = _cells(arguments, _axes(arguments))
+    cells = cells_of(arguments, axes_of(arguments))
     matrices = {
         device: {"include": jobs([cell for cell in cells if cell.device == device], arguments.shards)}
         for device in DEVICES

@@ -1,0 +1,38 @@
+"""A folder from which cells are installed without a network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..options import add_selection, axes_of, cells_of
+from ..wheelhouse import fetch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_selection(parser)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what is there already isn't fetched again")
+    parser.add_argument("--pins", type=Path, metavar="DIR", help="where the pins are (pins, beside the axes file)")
+    parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
+    parser.add_argument("--without-torch", action="store_true", help="for machines with their own: `run --base-python`")
+    parser.add_argument("--with-runner", action="store_true", help="this command itself too")
+
+
+def run(options: argparse.Namespace) -> int:
+    axes = axes_of(options)
+    cells = cells_of(options, axes)
+    wheelhouse = fetch(
+        axes,
+        cells,
+        options.folder,
+        pin_folder=options.pins or axes.path.parent / "pins",
+        latest=options.latest,
+        without_torch=options.without_torch,
+        runner=options.with_runner,
+        note=lambda text: print(text, file=sys.stderr),
+    )
+    files = wheelhouse.manifest.files.values()
+    size = sum(file.size for file in files) / 1e6
+    print(f"{options.folder}: {len(wheelhouse.manifest.cells)} cells, {len(files)} files, {size:.1f} MB")
+    return 0

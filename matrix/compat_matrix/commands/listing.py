@@ -1,0 +1,35 @@
+"""The cells there are, and those that can't be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+
+from ..options import add_selection, axes_of, cells_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_selection(parser)
+    parser.add_argument("--excluded", action="store_true", help="those that can't be, and why")
+    parser.add_argument("--json", action="store_true")
+
+
+def run(options: argparse.Namespace) -> int:
+    axes = axes_of(options)
+    if options.excluded:
+        refused = {cell.name: because for cell, because in axes.all_cells.items() if because}
+        if options.json:
+            print(json.dumps(refused, indent=2))
+        else:
+            for because, count in Counter(refused.values()).most_common():
+                print(f"{count} cells: {because}")
+        return 0
+    cells = cells_of(options, axes)
+    if options.json:
+        print(json.dumps([{"name": cell.name, **vars(cell)} for cell in cells], indent=2))
+    else:
+        print("\n".join(cell.name for cell in cells))
+        print(f"{len(cells)} cells", file=sys.stderr)
+    return 0

@@ -1,0 +1,36 @@
+"""Resolve cells and write their pins."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .. import pins
+from ..options import add_selection, axes_of, cells_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_selection(parser)
+    parser.add_argument("--pins", type=Path, metavar="DIR", help="where they are (pins, beside the axes file)")
+    parser.add_argument("--latest", action="store_true", help="whatever `exclude_newer` says")
+
+
+def run(options: argparse.Namespace) -> int:
+    axes = axes_of(options)
+    cells = cells_of(options, axes)
+    folder = options.pins or axes.path.parent / "pins"
+    failed = 0
+    changed = []
+    parts = pins.resolve_parts(axes, cells, latest=options.latest)
+    for name, part in sorted(parts.items()):
+        if isinstance(part, pins.ResolutionError):
+            failed += 1
+            print(f"{name}: {part}", file=sys.stderr)
+        elif pins.write(part, folder):
+            changed.append(name)
+    print(
+        f"{len(parts) - failed} parts pinned in {folder}, {len(changed)} of them changed"
+        + "".join(f"\n  {n}" for n in changed)
+    )
+    return 1 if failed else 0

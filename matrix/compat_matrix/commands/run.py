@@ -1,0 +1,99 @@
+"""Run cells, and store what they give."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+
+from rich.console import Console
+
+from .. import gpus, runner
+from ..axes import Axes
+from ..cells import Cell
+from ..errors import MatrixError
+from ..expressions import Expression
+from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, positive, revision
+from ..progress import Progress
+from ..store import Store
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_selection(parser)
+    add_store(parser)
+    add_working(parser)
+    parser.add_argument("-j", "--jobs", type=positive, help="cells at a time (as many as there are cores)")
+    parser.add_argument("--label", default="", help="a name for the run")
+    parser.add_argument("--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run (the latest)")
+    parser.add_argument("--failed", action="store_true", help="with --resume: run once more what failed")
+    parser.add_argument(
+        "--executor", choices=["local", "ray"], default="local", help="where: this machine, or $RAY_ADDRESS"
+    )
+    parser.add_argument("--no-fork", action="store_true", help="start every cell afresh, with its own import of torch")
+
+
+def run(options: argparse.Namespace) -> int:
+    axes = axes_of(options)
+    if options.failed and options.resume is None:
+        raise MatrixError("--failed goes with --resume: a new run runs all its cells")
+    if options.resume is not None and (options.cells or options.only or options.pairwise or options.shard):
+        raise MatrixError("--resume goes on with the cells of that run, and takes no others")
+    console = Console()
+    new = options.resume is None
+    if new:  # nothing is stored before the input is right
+        cells = cells_of(options, axes)
+        work = jobs_of(options, axes, cells, {})
+        executor = _executor(options)
+    with Store.open(options.store, create=new) as store:
+        if new:
+            run = store.new_run(
+                cells,
+                excluded=_refused(axes, options),
+                axes=axes.path.read_text(encoding="utf-8"),
+                command=shlex.join(sys.argv[1:]),
+                label=options.label,
+                host=platform.node(),
+                revision=revision(axes.folder),
+            )
+        else:
+            run = store.resolve(options.resume)
+            cells, attempts = _left(store, run, axes, options.failed)
+            if not cells:
+                print(f"nothing is left to do of {run}")
+                return 0
+            work = jobs_of(options, axes, cells, attempts)
+            executor = _executor(options)
+            store.finish(run, "running")
+        console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
+        with Progress(len(cells), executor.jobs, console) as progress:
+            counts = runner.execute(run, work, store, executor, progress)
+    summary_line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    console.print(f"run {run}: {summary_line}", highlight=False)
+    return 0 if set(counts) <= {"passed"} else 1
+
+
+def _executor(options: argparse.Namespace) -> runner.Executor:
+    if options.executor == "ray":
+        from ..ray_executor import RayExecutor
+
+        return RayExecutor(options.jobs, options.cache, fork=not options.no_fork)
+    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible(), not options.no_fork)
+
+
+def _left(store: Store, run: str, axes: Axes, failed: bool) -> tuple[list[Cell], dict[Cell, int]]:
+    """The cells that a run hasn't finished, those that failed too if they are wanted, and how often those have run."""
+    summary = store.summary(run)
+    again = [cell for cell, found in summary.items() if failed and found.verdict in ("failed", "not run")]
+    there = axes.all_cells
+    cells = [cell for cell in [*store.unfinished(run), *again] if cell in there]
+    return cells, {cell: summary[cell].attempt for cell in again}
+
+
+def _refused(axes: Axes, options: argparse.Namespace) -> dict[Cell, str]:
+    """What belongs to the selection, and can't be."""
+    if options.cells:
+        return {}
+    wanted = Expression(options.only) if options.only else None
+    return {cell: because for cell, because in axes.all_cells.items() if because and (wanted is None or wanted(cell))}

@@ -1,0 +1,126 @@
+"""Options that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .axes import OWN, Axes, load
+from .cells import Cell, shard
+from .errors import MatrixError
+from .work import Job
+
+_AXES = Path("matrix") / "axes.toml"
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cells", nargs="*", metavar="CELL", help="by name; all of them if none is given")
+    parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file ({_AXES})")
+    parser.add_argument("--only", metavar="EXPRESSION", help='such as "transformers>=5.4 and torch==2.11"')
+    parser.add_argument("--pairwise", action="store_true", help="so few that every two values still meet")
+    parser.add_argument("--shard", metavar="N/OF", help="this part of them, such as 3/8")
+
+
+def add_working(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", default="default", help="which tests (default)")
+    parser.add_argument("--pins", type=Path, metavar="DIR", help="where the pins are (pins, beside the axes file)")
+    parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
+    parser.add_argument(
+        "--offline", type=Path, metavar="DIR", help="install from what `fetch` wrote, without a network"
+    )
+    parser.add_argument("--base-python", type=Path, metavar="PATH", help="stand on the torch of this Python")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="where environments are kept")
+    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for pytest, in one string")
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--store",
+        default=os.environ.get("KERNEL_COMPAT_MATRIX_STORE", "matrix.sqlite"),
+        metavar="URL",
+        help="a file, or any SQLAlchemy URL (matrix.sqlite, or $KERNEL_COMPAT_MATRIX_STORE)",
+    )
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number from 1 on, not {text!r}")
+    return int(text)
+
+
+def axes_of(options: argparse.Namespace) -> Axes:
+    if options.axes is not None:
+        return load(options.axes)
+    return load(next((path for path in (_AXES, Path("axes.toml"), OWN) if path.exists()), _AXES))
+
+
+def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:
+    cells = axes.select(options.only, options.cells, options.pairwise)
+    if options.shard is not None:
+        cells = shard(cells, options.shard)
+        if not cells:
+            raise MatrixError(f"nothing is left for the part {options.shard}")
+    return cells
+
+
+def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
+    """What there is to run, and where it is installed from."""
+    from . import runner
+    from .base_python import BasePython, torch_alone
+    from .environments import Environments
+    from .wheelhouse import Wheelhouse
+
+    wheelhouse = below = None
+    if options.offline is not None:
+        if options.latest or options.pins:
+            raise MatrixError("--offline takes the pins that were fetched: --latest and --pins go with `fetch`")
+        wheelhouse = Wheelhouse.open(options.offline)
+        wheelhouse.check(cells, axes.folder)
+    if options.base_python is not None:
+        below = BasePython.inspect(options.base_python)
+        below.check(cells)
+    environments = Environments(
+        options.cache or runner.default_root(),
+        axes.folder,
+        wheelhouse.folder if wheelhouse else None,
+        wheelhouse.project if wheelhouse else None,
+        below,
+    )
+    try:
+        arguments = shlex.split(options.pytest)
+    except ValueError as error:
+        raise MatrixError(f"--pytest {options.pytest!r}: {error}") from None
+    jobs = runner.jobs_of(
+        axes,
+        cells,
+        environments,
+        suite=options.suite,
+        pin_folder=wheelhouse.pins if wheelhouse else options.pins or axes.path.parent / "pins",
+        latest=options.latest,
+        arguments=arguments,
+        attempts=attempts,
+    )
+    if below is not None:
+        resolved = {job.cell: job.parts for job in jobs if not isinstance(job.parts, str)}
+        parts = {part.name: part for pair in resolved.values() for part in pair}
+        needless = wheelhouse.torch_alone if wheelhouse else torch_alone(axes, list(resolved), parts)
+        jobs = below.under(jobs, needless)
+    return wheelhouse.take(jobs) if wheelhouse else jobs
+
+
+def revision(folder: Path) -> str:
+    """The commit that is tested, with a plus sign where files differ from it; empty outside of git."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return ""
+    return found.stdout.strip()
