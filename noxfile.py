@@ -86,7 +86,9 @@ def tests(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def matrix(session: nox.Session) -> None:
     """The tests of the matrix itself. Arguments after -- go to pytest."""
-    session.install("--editable", ".", "--editable", "matrix[postgres,tox]", "--group", "pytest", "pytest-reportlog>=1.0")
+    session.install(
+        "--editable", ".", "--editable", "matrix[postgres,tox]", "--group", "pytest", "pytest-reportlog>=1.0"
+    )
     session.run("pytest", "-n", "2", "tests/matrix", *session.posargs, env=ENVIRONMENT)
 
 
