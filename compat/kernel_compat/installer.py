@@ -147,21 +147,21 @@ def install(*, skip: Collection[str] = ()) -> Report:
         _reclaim()
         _state.skip = skip
         _state.failed = {}
-        new = []
-        for shim in needed:
-            if shim.name in _state.applied:
-                continue
-            outcome = _locate(shim, environment)
-            if isinstance(outcome, KernelCompatError):
-                _state.failed[shim.name] = str(outcome)
-                continue
-            try:
-                _apply(shim, outcome)
-            except Exception as error:
-                _state.failed[shim.name] = f"{type(error).__name__}: {error}"
-            else:
-                new.append(shim.name)
-        _rebind(new)
+        before = set(_state.applied)
+        try:
+            for shim in needed:
+                if shim.name in _state.applied:
+                    continue
+                outcome = _locate(shim, environment)
+                if isinstance(outcome, KernelCompatError):
+                    _state.failed[shim.name] = str(outcome)
+                    continue
+                try:
+                    _apply(shim, outcome)
+                except Exception as error:
+                    _state.failed[shim.name] = f"{type(error).__name__}: {error}"
+        finally:  # by Ctrl-C too: the next call takes what is in place for whole
+            _rebind([name for name in _state.applied if name not in before])
         _state.installed = True
         if "transformers" in environment.packages:
             names.publish()
@@ -318,16 +318,18 @@ def _functions(shim: str) -> list[Located]:
 def _undo(shims: list[str]) -> None:
     """Restore the seams of these shims that are still ours, last applied first; note the others as left."""
     undone = [name for name in reversed(list(_state.applied)) if name in shims]
-    theirs = [(name, seam) for name in undone for seam in _state.applied[name].seams if not seam.in_place]
-    ours = {name: [seam for seam in _state.applied[name].seams if seam.in_place] for name in undone}
+    seams = [(name, seam) for name in undone for seam in _state.applied[name].seams]
+    left = [(name, seam) for name, seam in seams if not seam.in_place]
     for name in undone:
         _state.applied[name].undo()
         _state.applied[name].undo = lambda: None  # it isn't undone twice where what follows fails
-    swap((), [(seam.replacement, seam.original) for name in undone for seam in _functions(name)])
+    swap(
+        [(seam.owner, seam.name, seam.original) for _, seam in seams if seam.in_place],
+        [(seam.replacement, seam.original) for name in undone for seam in _functions(name)],
+    )
     for name in undone:
-        swap([(seam.owner, seam.name, seam.original) for seam in ours[name]])
         del _state.applied[name]
-        _state.left += [entry for entry in theirs if entry[0] == name]
+    _state.left += left
 
 
 def _reclaim() -> None:

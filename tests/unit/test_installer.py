@@ -326,6 +326,26 @@ def test_a_completion_that_fails(world: World) -> None:
     assert world.originals_in_place()
 
 
+def test_an_installation_that_is_interrupted(world: World) -> None:
+    """What was in place by then is whole, and the next call goes on from there."""
+    presses = [KeyboardInterrupt()]
+
+    def interrupted(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+        if presses:
+            raise presses.pop()
+        return ours(originals)
+
+    world.points = {"a": shim("one"), "b": shim("two", METHOD, replace=interrupted)}
+    with pytest.raises(KeyboardInterrupt):
+        kernel_compat.install()
+    assert states(kernel_compat.status()) == {"one": "applied", "two": "pending"}
+    assert world.user.f is world.upstream.f is not world.originals["f"]
+    assert world.user.renamed is world.upstream.g is not world.originals["g"]
+    assert states(kernel_compat.install()) == {"one": "applied", "two": "applied"}
+    kernel_compat.uninstall()
+    assert world.originals_in_place()
+
+
 def test_two_seams_of_one_name_in_a_shim(world: World) -> None:
     """`replace` is given the originals by name: one of the two would take the other's place."""
     other = world.module("kc_upstream_2", "def f(x): return ('other', x)\n")
