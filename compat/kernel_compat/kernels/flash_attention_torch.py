@@ -22,6 +22,7 @@ from ..errors import SeamError, UnsupportedFeatureError
 from .base import Features, Functions, Kernel, Provider, warn_once
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _NAME = "flash_attention_torch"
@@ -187,7 +188,7 @@ def _functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
             raise UnsupportedFeatureError(
                 f"a paged cache of head dimension {q.shape[-1]}", _NAME, "It must be a multiple of 8."
             )
-        if active_backend() == "FA4" and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 10:
+        if active_backend() == "FA4" and q.is_cuda and not _fa4_has_pages(q.device):
             raise UnsupportedFeatureError(
                 "a paged cache while FA4 is active, on this device",
                 _NAME,
@@ -246,9 +247,15 @@ def _unpaged(page_size: int, head_dim: int) -> str | None:
     backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     if backend is None and page_size % 256:
         return f"its pages are multiples of 256 tokens, not of {page_size}"
-    if backend == "FA4" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 10:
+    if backend == "FA4" and torch.cuda.is_available() and not _fa4_has_pages(None):
         return "FA4, which is active, has no paged cache on this device"
     return None
+
+
+def _fa4_has_pages(device: torch.device | None) -> bool:
+    import torch
+
+    return bool(torch.cuda.get_device_capability(device)[0] == 10)
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
