@@ -130,7 +130,7 @@ def install(*, skip: Collection[str] = ()) -> Report:
     if isinstance(skip, str):
         raise TypeError(f"skip takes a list of shim names, not the string {skip!r}")
     skip = frozenset(skip)
-    shims, broken = _discover()
+    shims, broken = discover()
     unknown = sorted(map(repr, skip - {shim.name for shim in shims} - set(broken)))
     if unknown:
         known = ", ".join(shim.name for shim in shims)
@@ -173,7 +173,7 @@ def uninstall() -> Report:
 
     An attribute that somebody else has patched since is left as they made it; the report's `left_alone` says so.
     """
-    shims, broken = _discover()
+    shims, broken = discover()
     with _state.lock:
         _state.installed = False  # first: a name registered from now on isn't published any more
         left = names.withdraw()
@@ -187,7 +187,7 @@ def uninstall() -> Report:
 
 def status() -> Report:
     """The report of `install()` as things stand now; changes nothing and imports no framework."""
-    shims, broken = _discover()
+    shims, broken = discover()
     with _state.lock:
         return _report(_environment(shims), shims, broken)
 
@@ -214,7 +214,7 @@ def installed(*, skip: Collection[str] = ()) -> Iterator[Report]:
                 install(skip=outer)
 
 
-def _discover() -> tuple[list[Shim], dict[str, str]]:
+def discover() -> tuple[list[Shim], dict[str, str]]:
     """All shims of all installed distributions in a stable order, and the entry points that failed, with the error."""
     shims: dict[str, Shim] = {}
     broken: dict[str, str] = {}

@@ -14,11 +14,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from .axes import Axes
-from .cells import Cell
+from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .expressions import release
-from .locking import lock
-from .pins import Part, base_requirements, layer_requirements, project_requirements
+from .locking import ANY_DAY, lock
+from .pins import Part, project_requirements, requirements_of
 from .work import Job
 
 _ASK = """
@@ -97,7 +97,7 @@ class BasePython:
             minor = f"{self.torch.major}.{self.torch.minor}"
             raise MatrixError(
                 f"{self.executable} is Python {self.python} with torch {self.torch}, on which "
-                f"{_some([cell.name for cell in others])} can't stand: "
+                f"{one_and_more([cell.name for cell in others])} can't stand: "
                 f'choose by --only "python=={self.python} and torch=={minor}"'
             )
 
@@ -142,14 +142,10 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) ->
             continue
         # What transformers needs beside torch stays, whatever the torch there brings of it. Which release is asked makes no
         # difference to that, and one base is there for all of them.
-        wanted = [*base_requirements(axes, cell, own), *layer_requirements(axes, cell, own)]
+        wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
         without = [text for text in wanted if canonicalize_name(Requirement(text).name) != "torch"]
         limits = [f"{pin.name}=={pin.version}" for name in (cell.base, cell.layer) for pin in parts[name].pins]
-        packages = lock(without, cell.python, axes, constraints=limits, excluded=["torch"])
+        packages = lock(without, cell.python, axes.folder, before=ANY_DAY, constraints=limits, excluded=["torch"])
         needed = {canonicalize_name(package["name"]) for package in packages}
         found[base.name] = frozenset(pin.name for pin in base.pins if pin.name not in needed)
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

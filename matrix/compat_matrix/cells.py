@@ -86,6 +86,10 @@ def parse(name: str) -> Cell:
     )
 
 
+def one_and_more(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
 def shard(cells: Sequence[T], text: str) -> list[T]:
     """The part ``"3/8"`` of the cells: every eighth, from the third on, so that each part has of every kind.
 

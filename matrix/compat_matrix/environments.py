@@ -38,8 +38,6 @@ def interpreter(version: str) -> str:
     """
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return sys.executable  # looking around runs every Python there is, for seconds
-    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
-        return sys.executable  # a look around takes seconds on a machine with many
     found = findpython.find(*map(int, version.split(".")))
     return str(found.executable) if found else version
 
@@ -68,7 +66,7 @@ class Environments:
         Raises:
             InstallationError: it can't be made; nothing of it stays.
         """
-        described = f"{part.key}\n{self.project}\n{(self.project / 'pyproject.toml').read_text(encoding='utf-8')}"
+        described = f"{part.key}\n{self.project}"
         if self.wheel is not None:
             described += hashlib.sha256(self.wheel.read_bytes()).hexdigest()
         if self.below is not None:
@@ -86,11 +84,16 @@ class Environments:
                 packages = next(folder.glob("lib/python*/site-packages"))
                 (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
             self._install(part, python)
+
+        def add_project() -> None:
             project = ["pip", "install", "--quiet", "--no-deps", "--python", str(python)]
             source = ["--editable", str(self.project)] if self.wheel is None else ["--no-config", str(self.wheel)]
             self._uv(part, [*project, *self._source(), *source])
 
-        self._once(folder, make)
+        self._whole(folder, make)
+        # Its code runs from where it is. What its metadata say changes now and then, and is no reason for another torch.
+        metadata = hashlib.sha256((self.project / "pyproject.toml").read_bytes()).hexdigest()
+        self._once(folder, "project", metadata, add_project)
         return python
 
     def layer(self, part: Part, python: Path) -> Path:
@@ -103,24 +106,34 @@ class Environments:
             InstallationError: it can't be made; nothing of it stays.
         """
         folder = self.root / "layer" / f"{part.name}-{part.key}"
-        self._once(folder, lambda: self._install(part, python, "--target", str(folder)))
+        self._whole(folder, lambda: self._install(part, python, "--target", str(folder)))
         return folder
 
-    def _once(self, folder: Path, make: Callable[[], None]) -> None:
-        done = folder / ".complete"
-        if done.exists():
-            return
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if done.exists():
-                return
+    def _whole(self, folder: Path, make: Callable[[], None]) -> None:
+        """Make a folder, unless it is there whole."""
+
+        def afresh() -> None:
             shutil.rmtree(folder, ignore_errors=True)  # of one that was killed while it made it
             try:
                 make()
-                done.touch()
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+
+        self._once(folder, "complete", "", afresh)
+
+    def _once(self, folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
+        """Do a step of making a folder, unless it is done, and was done in this state of things."""
+        stamp = folder / f".{step}"
+        if _read(stamp) == state:
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if _read(stamp) == state:
+                return
+            stamp.unlink(missing_ok=True)
+            do()
+            stamp.write_text(state, encoding="utf-8")
 
     def _install(self, part: Part, python: Path, *options: str) -> None:
         if not part.pins:
@@ -161,3 +174,10 @@ class Environments:
         )
         if done.returncode:
             raise InstallationError(f"{part.name}: {done.stderr.strip() or f'uv ended with {done.returncode}'}")
+
+
+def _read(stamp: Path) -> str | None:
+    try:
+        return stamp.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None

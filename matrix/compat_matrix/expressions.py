@@ -56,7 +56,6 @@ class Expression:
     """
 
     def __init__(self, text: str) -> None:
-        self.text = text
         try:
             self._tree = _parser.parse(text)
             self.axes = frozenset(
@@ -70,9 +69,6 @@ class Expression:
 
     def __call__(self, cell: Cell) -> bool:
         return _Evaluation(cell).visit(self._tree) is True
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class _Evaluation(Interpreter[Token, bool]):

@@ -67,6 +67,10 @@ def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:
     return cells
 
 
+def pin_folder(options: argparse.Namespace, axes: Axes) -> Path:
+    return options.pins or axes.path.parent / "pins"
+
+
 def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
     """What there is to run, and where it is installed from."""
     from . import runner
@@ -99,7 +103,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         cells,
         environments,
         suite=options.suite,
-        pin_folder=wheelhouse.pins if wheelhouse else options.pins or axes.path.parent / "pins",
+        pin_folder=wheelhouse.pins if wheelhouse else pin_folder(options, axes),
         latest=options.latest,
         arguments=arguments,
         attempts=attempts,

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Literal
 
 import tomli
 from packaging.requirements import Requirement
@@ -24,13 +22,7 @@ from packaging.utils import canonicalize_name
 from .axes import Axes
 from .cells import Cell
 from .errors import MatrixError
-
-#: What the wheels of a pin are for.
-PLATFORM = "x86_64-manylinux_2_28"
-
-
-class ResolutionError(MatrixError):
-    """No set of releases satisfies a part of a cell; the message is the resolver's."""
+from .locking import ANY_DAY, ResolutionError, lock
 
 
 @dataclass(frozen=True)
@@ -147,7 +139,7 @@ def resolve_parts(
         plain = {
             Cell(c.python, "", c.torch).base: Cell(c.python, "", c.torch) for c in axes.cells if c.python in pythons
         }
-        bases = each({name: (cell, base_requirements(axes, cell, own), ()) for name, cell in plain.items()})
+        bases = each({name: (cell, requirements_of("base", axes, cell, own), ()) for name, cell in plain.items()})
         with_kernel = {}
         for cell in cells:
             below = bases[Cell(cell.python, "", cell.torch).base]
@@ -157,12 +149,12 @@ def resolve_parts(
                 found[cell.base] = below
             else:
                 constraints = [f"{pin.name}=={pin.version}" for pin in below.pins]
-                with_kernel[cell.base] = (cell, base_requirements(axes, cell, own), constraints)
+                with_kernel[cell.base] = (cell, requirements_of("base", axes, cell, own), constraints)
         layers: dict[str, tuple[Cell, Iterable[str], Iterable[str]]] = {}
         for cell in cells:
             if cell.layer not in layers:
                 shared = _agreed([p for p in bases.values() if isinstance(p, Part) and p.python == cell.python])
-                layers[cell.layer] = (cell, layer_requirements(axes, cell, own), shared)
+                layers[cell.layer] = (cell, requirements_of("layer", axes, cell, own), shared)
         found |= each({**with_kernel, **layers})
         for name in layers:
             part = found[name]
@@ -186,24 +178,13 @@ def _agreed(parts: Sequence[Part]) -> list[str]:
     return sorted(f"{name}=={version}" for name, version in shared)
 
 
-def base_requirements(axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
-    """What the base of a cell must satisfy: torch, the project's requirements, and packages without transformers."""
+def requirements_of(part: Literal["base", "layer"], axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
+    """What a part of a cell must satisfy: torch or transformers, with the project's requirements and the packages that go there."""
     layered = _layered(axes)
-    packages = [
-        text for entry in axes.packages if entry.part == "base" and entry.holds(cell) for text in entry.requires
-    ]
-    mine = [str(requirement) for requirement in own if canonicalize_name(requirement.name) not in layered]
-    return [_exactly("torch", cell.torch), *mine, *packages]
-
-
-def layer_requirements(axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
-    """What the layer of a cell must satisfy: transformers, and what the project and the axes want with it."""
-    layered = _layered(axes)
-    packages = [
-        text for entry in axes.packages if entry.part == "layer" and entry.holds(cell) for text in entry.requires
-    ]
-    mine = [str(requirement) for requirement in own if canonicalize_name(requirement.name) in layered]
-    return [_exactly("transformers", cell.transformers), *mine, *packages]
+    exactly = _exactly("torch", cell.torch) if part == "base" else _exactly("transformers", cell.transformers)
+    packages = [text for entry in axes.packages if entry.part == part and entry.holds(cell) for text in entry.requires]
+    mine = [str(one) for one in own if (canonicalize_name(one.name) in layered) == (part == "layer")]
+    return [exactly, *mine, *packages]
 
 
 def _layered(axes: Axes) -> set[str]:
@@ -252,30 +233,23 @@ def compile_pins(
     Raises:
         ResolutionError: there are none.
     """
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-sources", "-", "--format", "pylock.toml"]
-    command += ["--python-version", python, "--python-platform", PLATFORM, "--no-python-downloads"]
-    if latest:
-        command += ["--exclude-newer", "9999-01-01"]
-    elif axes.exclude_newer:
-        command += ["--exclude-newer", f"{axes.exclude_newer}T00:00:00Z"]
-    # A pre-release is taken where nothing else is there or a requirement names one.
-    command += ["--prerelease", "if-necessary-or-explicit"]
-    with TemporaryDirectory() as folder:
-        limits = Path(folder, "constraints.txt")
-        limits.write_text("\n".join(constraints), encoding="utf-8")
-        done = subprocess.run(
-            [*command, "--constraint", str(limits)],
-            input="\n".join(requirements),
-            capture_output=True,
-            encoding="utf-8",
-            cwd=axes.folder,
-            check=False,
-        )
-    if done.returncode:
-        raise ResolutionError(done.stderr.strip() or f"uv ended with {done.returncode}")
-    packages = tomli.loads(done.stdout)["packages"]
+    before = ANY_DAY if latest else axes.exclude_newer
     pins = []
-    for package in packages:
+    for package in lock(requirements, python, axes.folder, before=before, constraints=constraints):
         files = package.get("wheels") or [package["sdist"]]
         pins.append(Pin(canonicalize_name(package["name"]), package["version"], files[0]["hashes"]["sha256"]))
     return tuple(sorted(pins, key=lambda pin: pin.name))
+
+
+def of_cells(
+    axes: Axes, cells: Iterable[Cell], folder: Path, latest: bool = False
+) -> dict[str, Part | ResolutionError]:
+    """The bases and layers of cells, by name: as they are committed, or resolved now.
+
+    Raises:
+        MatrixError: pins are missing or broken.
+    """
+    if latest:
+        return resolve_parts(axes, list(cells), latest=True)
+    names = {name: cell.python for cell in cells for name in (cell.base, cell.layer)}
+    return {name: read(folder / f"{name}.txt", python) for name, python in names.items()}

@@ -20,6 +20,7 @@ from .axes import Axes
 from .cells import Cell
 from .environments import Environments
 from .errors import MatrixError
+from .locking import ResolutionError
 from .processes import Hosts
 from .progress import Progress
 from .results import CellResult
@@ -113,14 +114,7 @@ def jobs_of(
     """
     if not (environments.project / "pyproject.toml").is_file():
         raise MatrixError(f"{environments.project} has no pyproject.toml: no project to test")
-    found: dict[str, pins.Part | pins.ResolutionError] = {}
-    if latest:
-        found = pins.resolve_parts(axes, cells, latest=True)
-    else:
-        for cell in cells:
-            for name in (cell.base, cell.layer):
-                if name not in found:
-                    found[name] = pins.read(pin_folder / f"{name}.txt", cell.python)
+    found = pins.of_cells(axes, cells, pin_folder, latest)
     jobs = []
     for cell in cells:
         tests = axes.tests_of(cell, suite)
@@ -128,9 +122,9 @@ def jobs_of(
             raise MatrixError(f"{axes.path.name} has no tests for {cell} in the suite {suite!r}")
         base, layer = found[cell.base], found[cell.layer]
         parts: tuple[pins.Part, pins.Part] | str
-        if isinstance(base, pins.ResolutionError):
+        if isinstance(base, ResolutionError):
             parts = str(base)
-        elif isinstance(layer, pins.ResolutionError):
+        elif isinstance(layer, ResolutionError):
             parts = str(layer)
         else:
             parts = (base, layer)

@@ -26,10 +26,10 @@ from .atlas.cache import Cache, default_folder
 from .atlas.index import TIMEOUT, File, Index, reason
 from .axes import Axes
 from .base_python import torch_alone
-from .cells import Cell
+from .cells import Cell, one_and_more
 from .errors import MatrixError
-from .locking import lock
-from .pins import Part, Pin, ResolutionError, read, resolve_parts, write
+from .locking import ANY_DAY, ResolutionError, lock
+from .pins import Part, Pin, compile_pins, of_cells, write
 from .work import Job
 
 #: Files that are fetched at a time.
@@ -116,7 +116,7 @@ class Wheelhouse:
         """
         others = [cell.name for cell in cells if not {cell.base, cell.layer} <= self.manifest.parts.keys()]
         if others:
-            raise MatrixError(f"{self.folder} was fetched for other cells, without {_some(others)}")
+            raise MatrixError(f"{self.folder} was fetched for other cells, without {one_and_more(others)}")
         self._intact(self.manifest.project)
         if (changed := differing(self.project, project)) is not None:
             raise MatrixError(
@@ -152,7 +152,9 @@ class Wheelhouse:
                         what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
                         missing.setdefault(what, []).append(job.cell.name)
         if missing:
-            lines = [f"{what}, for {_some(list(dict.fromkeys(cells)))}" for what, cells in sorted(missing.items())]
+            lines = [
+                f"{what}, for {one_and_more(list(dict.fromkeys(cells)))}" for what, cells in sorted(missing.items())
+            ]
             hint = ""
             if any(what.startswith("torch==") for what in missing):
                 hint = "\nIt was fetched --without-torch, or has lost it: run --base-python PATH, or fetch again"
@@ -201,7 +203,11 @@ def fetch(
         MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
             built, the disk is full. What was fetched stays, for the next time.
     """
-    parts = _parts(axes, cells, pin_folder, latest)
+    parts: dict[str, Part] = {}
+    for name, found in of_cells(axes, cells, pin_folder, latest).items():
+        if isinstance(found, ResolutionError):
+            raise MatrixError(f"{name} has no solution: {found}")
+        parts[name] = found
     needless = torch_alone(axes, cells, parts)
     wanted: dict[str, dict[str, Pin]] = {}
     for part in parts.values():
@@ -281,18 +287,6 @@ def sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _parts(axes: Axes, cells: Sequence[Cell], pin_folder: Path, latest: bool) -> dict[str, Part]:
-    if not latest:
-        names = {name: cell.python for cell in cells for name in (cell.base, cell.layer)}
-        return {name: read(pin_folder / f"{name}.txt", python) for name, python in names.items()}
-    found: dict[str, Part] = {}
-    for name, part in resolve_parts(axes, cells, latest=True).items():
-        if isinstance(part, ResolutionError):
-            raise MatrixError(f"{name} has no solution: {part}")
-        found[name] = part
-    return found
-
-
 def _manifest(folder: Path) -> Manifest | None:
     path = folder / "manifest.json"
     try:
@@ -346,7 +340,8 @@ def _located(axes: Axes, python: str, pins: Iterable[Pin]) -> dict[str, str]:
     left = sorted(pins, key=lambda pin: (pin.name, Version(pin.version)))
     while left:
         asked = {pin.name: pin for pin in left}
-        for package in lock([f"{pin.name}=={pin.version}" for pin in asked.values()], python, axes, "--no-deps"):
+        exactly = [f"{pin.name}=={pin.version}" for pin in asked.values()]
+        for package in lock(exactly, python, axes.folder, "--no-deps", before=ANY_DAY):
             pin = asked[canonicalize_name(package["name"])]
             files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else [])]
             url = next((file["url"] for file in files if file["hashes"].get("sha256") == pin.sha256), None)
@@ -413,8 +408,6 @@ def _runner(axes: Axes, python: str, folder: Path) -> tuple[str, list[Pin], dict
 
     from packaging.requirements import Requirement
 
-    from .pins import compile_pins
-
     ours = ("kernel-compat-matrix", "kernel-compat")
     requirements: list[str] = []
     built: dict[str, Pin] = {}
@@ -473,7 +466,3 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

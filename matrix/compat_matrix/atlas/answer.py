@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from kernel_compat.installer import _discover
+from kernel_compat.installer import discover
 from kernel_compat.seams import Shim
 
 from ..errors import MatrixError
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shims(all_needed: bool, note: Callable[[str], None]) -> list[Shim]:
-    shims, broken = _discover()
+    shims, broken = discover()
     for shim in shims:
         try:
             for specifier in (shim.versions, *(seam.versions for seam in shim.seams)):

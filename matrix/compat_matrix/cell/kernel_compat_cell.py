@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import threading
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ def pytest_sessionfinish() -> None:
 
 def write(path: Path) -> None:
     """Describe this process' environment as JSON."""
+    there = installed()
     found = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": packages(),
-        "conflicts": conflicts(),
+        "packages": {name: distribution.version for name, distribution in there.items()},
+        "conflicts": conflicts(there),
         **device(),
         **shims(),
     }
@@ -54,38 +56,36 @@ def write(path: Path) -> None:
     scratch.replace(path)
 
 
-def packages() -> dict[str, str]:
-    found: dict[str, str] = {}
+def installed() -> dict[str, Distribution]:
+    """What is installed, by normalized name: of several, the first on the path is what runs."""
+    found: dict[str, Distribution] = {}
     for distribution in distributions():
         name = distribution.metadata["Name"]
         if name:
-            found.setdefault(name.lower().replace("_", "-"), distribution.version)  # the first on the path is what runs
+            found.setdefault(normalized(name), distribution)
     return dict(sorted(found.items()))
 
 
-def conflicts() -> list[str]:
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def conflicts(there: dict[str, Distribution]) -> list[str]:
     """Requirements that what is installed doesn't meet: base and layer are resolved one after the other."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
         return []
-    there = packages()
     found = []
-    seen: set[str] = set()
-    for distribution in distributions():
-        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
-        if not name or name in seen:
-            continue
-        seen.add(name)
+    for name, distribution in there.items():
         for text in distribution.requires or ():
             requirement = Requirement(text)
             if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
                 continue
-            version = there.get(requirement.name.lower().replace("_", "-").replace(".", "-"))
-            if version is None or not requirement.specifier.contains(version, prereleases=True):
-                found.append(
-                    f"{name} {distribution.version} requires {requirement}, and {version or 'nothing'} is there"
-                )
+            needed = there.get(normalized(requirement.name))
+            if needed is None or not requirement.specifier.contains(needed.version, prereleases=True):
+                version = "nothing" if needed is None else needed.version
+                found.append(f"{name} {distribution.version} requires {requirement}, and {version} is there")
     return found
 
 
@@ -122,10 +122,3 @@ def shims() -> dict[str, Any]:
                 for shim in report.shims
             }
         }
-
-
-if __name__ == "__main__":
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-
-    write(Path(sys.argv[1]))

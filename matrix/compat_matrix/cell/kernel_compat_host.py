@@ -6,6 +6,7 @@ a line of JSON for each cell to start, and takes one as it starts and one as it 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -17,7 +18,18 @@ from contextlib import suppress
 from typing import Any
 
 #: What most cells import anyway, of what a base has. None of it starts a thread or asks for a device.
-PRELOADED = ("numpy", "pytest", "hypothesis", "torch", "torch._dynamo", "torch.distributed.tensor")
+PRELOADED = (
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "jinja2",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.nn.attention.flex_attention",
+)
 
 
 def main() -> None:
@@ -28,7 +40,8 @@ def main() -> None:
     lifeline, ours = os.pipe()
     children: dict[int, int] = {}
     buffer = b""
-    tell(control, ready=True)
+    gc.collect()
+    gc.freeze()  # what is here already: else each cell would go through it, and so copy its pages, at every collection
     while True:
         if select.select([control], [], [], 0.05 if children else None)[0]:
             received = control.recv(65536)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -189,7 +190,7 @@ class _Asking:
             self._run = self.store.new_run(
                 [],
                 axes=self.axes.path.read_text(encoding="utf-8"),
-                command=" ".join(sys.argv[1:]),
+                command=shlex.join(sys.argv[1:]),
                 label=f"bisect {what}",
                 revision=self.revision,
             )

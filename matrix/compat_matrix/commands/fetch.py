@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..options import add_selection, axes_of, cells_of
+from ..options import add_selection, axes_of, cells_of, pin_folder
 from ..wheelhouse import fetch
 
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
         axes,
         cells,
         options.folder,
-        pin_folder=options.pins or axes.path.parent / "pins",
+        pin_folder=pin_folder(options, axes),
         latest=options.latest,
         without_torch=options.without_torch,
         runner=options.with_runner,

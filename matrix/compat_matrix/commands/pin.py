@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from .. import pins
-from ..options import add_selection, axes_of, cells_of
+from ..locking import ResolutionError
+from ..options import add_selection, axes_of, cells_of, pin_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     axes = axes_of(options)
     cells = cells_of(options, axes)
-    folder = options.pins or axes.path.parent / "pins"
+    folder = pin_folder(options, axes)
     failed = 0
     changed = []
     parts = pins.resolve_parts(axes, cells, latest=options.latest)
     for name, part in sorted(parts.items()):
-        if isinstance(part, pins.ResolutionError):
+        if isinstance(part, ResolutionError):
             failed += 1
             print(f"{name}: {part}", file=sys.stderr)
         elif pins.write(part, folder):

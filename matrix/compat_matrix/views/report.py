@@ -163,15 +163,14 @@ def _reasons(summary: Mapping[Cell, Summary], state: str) -> list[tuple[str, str
 def _last_two(store: Store, runs: Sequence[Run]) -> tuple[Run | None, Run | None]:
     """The newest run and the newest before it that ran some of the same cells."""
 
-    def ran(one: Run) -> set[Cell]:
-        return {cell for cell, summary in store.summary(one.id).items() if summary.verdict}
-
-    with_results = (one for one in runs if ran(one))
-    new = next(with_results, None)
-    if new is None:
-        return None, None
-    cells = ran(new)
-    return next((one for one in with_results if ran(one) & cells), None), new
+    new, cells = None, set[Cell]()
+    for one in runs:
+        ran = {cell for cell, summary in store.summary(one.id).items() if summary.verdict}
+        if new is None and ran:
+            new, cells = one, ran
+        elif ran & cells:
+            return one, new
+    return None, new
 
 
 def _cell(store: Store, cell: Cell, past: Past) -> dict[str, Any]:

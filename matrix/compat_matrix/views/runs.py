@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .common import ORDER, open_store
+from . import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,16 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with open_store(arguments.store) as store:
+    with common.open_store(arguments.store) as store:
         totals = store.totals()
         runs = store.runs()
     if arguments.json:
-        found = [{**one._asdict(), "cells": dict(totals[one.id])} for one in runs]
-        print(json.dumps(found, indent=2, default=str))
+        print(json.dumps([{**common.as_json(one), "cells": dict(totals[one.id])} for one in runs], indent=2))
         return 0
     for one in runs:
-        states = sorted(totals[one.id].items(), key=lambda item: ORDER.index(item[0]))
-        counts = ", ".join(f"{count} {state}" for state, count in states)
-        label = f" ({one.label})" if one.label else ""
-        print(f"{one.id}{label}  {one.state}  {counts}")
+        print(f"{common.named(one)}  {one.state}  {common.counted(totals[one.id])}")
     return 0
