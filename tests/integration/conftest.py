@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny import NAME
+from tiny import NAME, load
 
 import kernel_compat
 
@@ -43,6 +45,12 @@ def installed_for_all() -> Iterator[None]:
     """The same, once for a module whose tests leave it as it is."""
     with _installed():
         yield
+
+
+@pytest.fixture(scope="module")
+def loaded(installed_for_all: None) -> Callable[..., Any]:
+    """`tiny.load`, once in a module for the same arguments: loading takes longer than most tests. It is to stay as it is."""
+    return functools.cache(load)
 
 
 @pytest.fixture(autouse=True)

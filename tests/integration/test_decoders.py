@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ import torch
 from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
 from torch import Tensor
 
-pytestmark = [pytest.mark.usefixtures("installed_for_all"), pytest.mark.matrix]
+pytestmark = pytest.mark.usefixtures("installed_for_all")
+
+#: Variants of a test whose other variants tell a release from the next just as well.
+MORE = pytest.mark.thorough
 
 # Both compute in float32: what differs is the order of sums, a few units in the last place a layer.
 LOGITS, GRADIENTS = 1e-5, 1e-4
@@ -20,12 +25,12 @@ LENGTHS = (5, 6, 3)
 
 
 @pytest.fixture(params=list(CAUSAL_LMS))
-def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Any, Any]:
+def pair(request: pytest.FixtureRequest, models: Path, loaded: Callable[..., Any]) -> tuple[Any, Any]:
     """The same tiny model twice: eager, and under the registered name."""
     path = saved(models, request.param)
-    ours = load(path, NAME)
+    ours = loaded(path, NAME)
     assert ours.config._attn_implementation == NAME
-    return load(path, "eager"), ours
+    return loaded(path, "eager"), ours
 
 
 def tokens(batch: int = BATCH, length: int = LENGTH) -> Tensor:
@@ -88,7 +93,7 @@ def test_packed_position_ids_in_a_batch(pair: tuple[Any, Any]) -> None:
     compare(pair, apart(pair[0], ids), found)
 
 
-@pytest.mark.parametrize("max_length", ["int", "tensor", "missing"])
+@pytest.mark.parametrize("max_length", [pytest.param("int", marks=MORE), "tensor", pytest.param("missing", marks=MORE)])
 def test_given_cu_seq_lens(pair: tuple[Any, Any], max_length: str) -> None:
     ids = tokens(1)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -105,7 +110,7 @@ GREEDY = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_to
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("batch", ["one", "even", "padded"])
+@pytest.mark.parametrize("batch", [pytest.param("one", marks=MORE), pytest.param("even", marks=MORE), "padded"])
 def test_generate(pair: tuple[Any, Any], batch: str, cache: str) -> None:
     if cache == "static" and pair[0].config.model_type == "deepseek_v3":
         pytest.skip("transformers sizes the static cache by one head dimension; deepseek_v3 has two")
@@ -129,11 +134,11 @@ def test_continued_with_a_cache(pair: tuple[Any, Any]) -> None:
 
 def test_activation_checkpointing(pair: tuple[Any, Any]) -> None:
     ids, mask = tokens(), padding("right")
-    expected = pair[0](input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    pair[1].train()
-    pair[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    found = pair[1](input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    compare(pair, expected, found)
+    eager, ours = pair[0], copy.deepcopy(pair[1]).train()
+    expected = eager(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = ours(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    compare((eager, ours), expected, found)
 
 
 def test_two_names_take_turns(models: Path) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny import VOCAB, load, saved
+from tiny import VOCAB, saved
 from torch import Tensor
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 import kernel_compat
-
-pytestmark = pytest.mark.matrix
 
 OWN = "veomni_flash_attention_4_with_sp"
 
@@ -51,8 +49,8 @@ def own_forward(
     return output, None
 
 
-@pytest.fixture
-def registered(installed: kernel_compat.Report) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def registered(installed_for_all: None) -> Iterator[None]:
     kernel_compat.register_attention(OWN, "flash_attention_reference", forward=own_forward)
     # Names bound by `from ... import` before the installation must be the installed ones.
     assert _flash_attention_forward is transformers.modeling_flash_attention_utils._flash_attention_forward
@@ -63,9 +61,9 @@ def registered(installed: kernel_compat.Report) -> Iterator[None]:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "gemma2_softcap"])
 @pytest.mark.parametrize("batch", ["even", "padded", "packed"])
-def test_same_numbers_as_eager(models: Path, name: str, batch: str) -> None:
+def test_same_numbers_as_eager(models: Path, loaded: Callable[..., Any], name: str, batch: str) -> None:
     path = saved(models, name)
-    eager, ours = load(path, "eager"), load(path, OWN)
+    eager, ours = loaded(path, "eager"), loaded(path, OWN)
     ids = torch.randint(3, VOCAB, (1 if batch == "packed" else 2, 12))
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     real = torch.ones(ids.shape, dtype=torch.bool)
@@ -83,10 +81,10 @@ def test_same_numbers_as_eager(models: Path, name: str, batch: str) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_generate(models: Path) -> None:
-    path = saved(models, "llama")
+def test_generate(models: Path, loaded: Callable[..., Any]) -> None:
+    path = saved(models, "llama_gqa")
     ids = torch.randint(3, VOCAB, (2, 6))
     inputs = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected, found = (load(path, name).generate(**inputs, **options) for name in ("eager", OWN))
+    expected, found = (loaded(path, name).generate(**inputs, **options) for name in ("eager", OWN))
     assert torch.equal(found, expected)
