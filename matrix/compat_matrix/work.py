@@ -47,6 +47,10 @@ class Job:
     attempt: int = 1
     arguments: tuple[str, ...] = ()
 
+    @property
+    def command(self) -> tuple[str, ...]:
+        return (*self.tests.command, *(self.arguments if self.tests.command[0] == "pytest" else ()))
+
 
 class Cancelled(Exception):
     """The cell was ended because the run is."""
@@ -91,19 +95,17 @@ def run(
         tests, uncollected = read_report_log(folder / "report.jsonl")
         found = _read_environment(folder / "environment.json")
     verdict, kind, reason = judge(tests, uncollected, found, text, returncode, job.tests.minutes)
-    return result(
-        verdict, kind, reason, tests=tuple(tests), environment=found, command=tuple(job.tests.command), log=text
-    )
+    return result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=text)
 
 
 def _start(job: Job, python: Path, layer: Path, folder: Path, gpus: Sequence[str], hosts: Hosts | None) -> Process:
     environment = _environment(job, layer, folder, gpus)
     place = (environment, job.environments.project, folder / "log")
-    first, *rest = job.tests.command
+    first, *rest = job.command
     if first != "pytest":
-        return Fresh([str(python) if part == "python" else part for part in job.tests.command], *place)
+        return Fresh([str(python) if part == "python" else part for part in job.command], *place)
     arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / 'report.jsonl'}"]
-    arguments += ["-p", "no:cacheprovider", *rest, *job.arguments]
+    arguments += ["-p", "no:cacheprovider", *rest]
     if len(gpus) > 1:
         arguments += ["-n", str(len(gpus))]
     if hosts is not None and not gpus:

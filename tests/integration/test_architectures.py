@@ -150,7 +150,15 @@ class TestParts:
         config = model.config
         return config.text_config._attn_implementation, config.vision_config._attn_implementation
 
-    @pytest.mark.parametrize("parts", [(NAME, "eager"), ("eager", NAME), ("sdpa", NAME), (NAME, NAME)])
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            (NAME, "eager"),
+            ("sdpa", NAME),
+            pytest.param(("eager", NAME), marks=pytest.mark.thorough),
+            pytest.param((NAME, NAME), marks=pytest.mark.thorough),
+        ],
+    )
     def test_from_pretrained_with_a_dict(self, path: Path, parts: tuple[str, str]) -> None:
         llava = transformers.LlavaForConditionalGeneration
         model = load(path, {"text_config": parts[0], "vision_config": parts[1]}, llava)

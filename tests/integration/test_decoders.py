@@ -24,7 +24,7 @@ BATCH, LENGTH = 3, 14
 LENGTHS = (5, 6, 3)
 
 
-@pytest.fixture(params=list(CAUSAL_LMS))
+@pytest.fixture(params=[pytest.param(name, marks=MORE) if name == "llama" else name for name in CAUSAL_LMS])
 def pair(request: pytest.FixtureRequest, models: Path, loaded: Callable[..., Any]) -> tuple[Any, Any]:
     """The same tiny model twice: eager, and under the registered name."""
     path = saved(models, request.param)

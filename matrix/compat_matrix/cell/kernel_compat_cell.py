@@ -48,8 +48,8 @@ def write(path: Path) -> None:
         "system": f"{platform.system()} {platform.machine()}",
         "packages": {name: distribution.version for name, distribution in there.items()},
         "conflicts": conflicts(there),
+        **shims(),  # imports torch, where pytest's workers alone had it
         **device(),
-        **shims(),
     }
     scratch = path.with_suffix(".part")
     scratch.write_text(json.dumps(found, default=str), encoding="utf-8")
