@@ -6,7 +6,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -37,13 +38,16 @@ def leased(count: int, among: Sequence[str], cancelled: threading.Event | None =
     All or nothing: two cells which need two devices each never hold one each.
     """
     LOCKS.mkdir(parents=True, exist_ok=True)
+    with suppress(PermissionError):  # another user's, who did the same
+        LOCKS.chmod(0o777)
     while count:
         with ExitStack() as held:
             found: list[str] = []
             for name in among:
                 if len(found) == count:
                     break
-                lock = FileLock(LOCKS / f"{name.replace('/', '_')}.lock", timeout=0, mode=0o666)
+                device = identity(name, _uuids()).replace("/", "_")
+                lock = FileLock(LOCKS / f"{device}.lock", timeout=0, mode=0o666)
                 try:
                     held.enter_context(lock)
                 except Timeout:
@@ -57,3 +61,26 @@ def leased(count: int, among: Sequence[str], cancelled: threading.Event | None =
         elif cancelled.wait(_POLL):
             break
     yield []
+
+
+def identity(name: str, uuids: Sequence[str]) -> str:
+    """The UUID of a device that is named by its index or the beginning of its UUID; the name where it is none of them."""
+    if name.isdecimal() and int(name) < len(uuids):
+        return uuids[int(name)]
+    return next((uuid for uuid in uuids if uuid.startswith(name)), name)
+
+
+@cache
+def _uuids() -> tuple[str, ...]:
+    """Those of this machine, in the order of their indices."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()

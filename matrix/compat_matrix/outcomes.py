@@ -113,31 +113,46 @@ def judge(
             return "passed", None, ""
         reasons = sorted({test.message for test in tests if test.message})
         return "not run", "hardware", f"all {len(tests)} tests were skipped: {'; '.join(reasons[:3])}"
+    kind, reason = _cause(tests, bad, uncollected, failed, log, returncode, within)
+    conflicts = "; ".join(environment.get("conflicts", ())[:3])
+    if conflicts and kind == "import":  # most of them are said so
+        return "failed", "installation", f"{conflicts}: {reason}"
+    return "failed", kind, f"{reason} (and {conflicts})" if conflicts else reason
+
+
+def _cause(
+    tests: Sequence[Test],
+    bad: Sequence[Test],
+    uncollected: Sequence[str],
+    failed: Mapping[str, Mapping[str, Any]],
+    log: str,
+    returncode: int,
+    within: str,
+) -> tuple[Kind, str]:
+    """What kind of failure it is, and the reason."""
     texts = [*uncollected, *(test.message for test in bad)]
-    if conflicts := environment.get("conflicts"):
-        return "failed", "installation", "; ".join(conflicts[:3])
     for text in uncollected or ([log] if not tests else []):
         if found := _IMPORT.findall(text):
-            return "failed", "import", found[-1].strip()
+            return "import", found[-1].strip()
     if failed:
-        return "failed", "seam", "; ".join(f"{name}: {shim['reason']}" for name, shim in failed.items())
+        return "seam", "; ".join(f"{name}: {shim['reason']}" for name, shim in failed.items())
     for text in [*texts, *([log] if returncode not in (0, 1) else [])]:
         if match := _CRASH.search(text):
-            return "failed", "crash", f"{match[0]}{within}"
+            return "crash", f"{match[0]}{within}"
     if returncode < 0:
-        return "failed", "crash", f"killed by signal {-returncode}{within}"
+        return "crash", f"killed by signal {-returncode}{within}"
     if within:
-        return "failed", "crash", f"ended with {returncode}{within}"
+        return "crash", f"ended with {returncode}{within}"
     if bad and all(_IMPORT.search(test.message) for test in bad):
-        return "failed", "import", _IMPORT.findall(bad[0].message)[-1].strip()
+        return "import", _IMPORT.findall(bad[0].message)[-1].strip()
     if distances := [distance for test in bad if (distance := distance_in(test.message)) is not None]:
         far = max(distances, key=lambda value: (value != value, value))
-        return "failed", "wrong", f"{len(distances)} of {len(tests)} tests are off, by up to {far:.3g}"
+        return "wrong", f"{len(distances)} of {len(tests)} tests are off, by up to {far:.3g}"
     if bad:
-        return "failed", "test", f"{len(bad)} of {len(tests)} tests failed, the first of them {bad[0].nodeid}"
+        return "test", f"{len(bad)} of {len(tests)} tests failed, the first of them {bad[0].nodeid}"
     if uncollected:
-        return "failed", "test", f"{uncollected[0].split(': ')[0]}: {_said(uncollected[0])}"
-    return "failed", "test", "no test ran" if returncode == 5 else f"its command ended with {returncode}: {_tail(log)}"
+        return "test", f"{uncollected[0].split(': ')[0]}: {_said(uncollected[0])}"
+    return "test", "no test ran" if returncode == 5 else f"its command ended with {returncode}: {_tail(log)}"
 
 
 def distance_in(message: str) -> float | None:

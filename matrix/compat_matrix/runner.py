@@ -80,8 +80,8 @@ class Local:
             raise work.Cancelled
         needed = job.tests.gpus if job.cell.device == "cuda" else 0
         if needed > len(self.devices):
-            there = f"{len(self.devices)} are visible" if self.devices else "none is visible"
-            reason = f"it needs {needed} GPU{'s' * (needed != 1)}, and {there}"
+            there = {0: "none is", 1: "one is"}.get(len(self.devices), f"{len(self.devices)} are")
+            reason = f"it needs {needed} GPU{'s' * (needed != 1)}, and {there} visible"
             return CellResult(
                 job.cell, "not run", "hardware", reason, datetime.now(timezone.utc), 0.0, attempt=job.attempt
             )

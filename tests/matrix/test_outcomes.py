@@ -259,6 +259,31 @@ def test_a_shim_that_failed_makes_a_cell_fail(tmp_path: Path) -> None:
     assert found.verdict == ("failed", "seam", "tf6: transformers:g takes (a, b), not (a)")
 
 
+@pytest.mark.parametrize(
+    ("message", "verdict"),
+    [
+        (
+            "E   ImportError: needs tokenizers<=0.23.0",
+            (
+                "failed",
+                "installation",
+                "transformers requires tokenizers<=0.23.0: ImportError: needs tokenizers<=0.23.0",
+            ),
+        ),
+        (
+            "E   AssertionError: off by 0.25",
+            ("failed", "wrong", "1 of 1 tests are off, by up to 0.25 (and transformers requires tokenizers<=0.23.0)"),
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_the_cause_of_what_can_not_be_imported(
+    message: str, verdict: tuple[Verdict, Kind | None, str]
+) -> None:
+    environment = {"conflicts": ["transformers requires tokenizers<=0.23.0"]}
+    assert judge([Test("test_it.py::test_it", "failed", 0.1, message)], [], environment, "", 1, 1) == verdict
+    assert judge([Test("test_it.py::test_it", "passed", 0.1)], [], environment, "", 0, 1) == ("passed", None, "")
+
+
 def test_a_time_out_names_the_test_it_was_in() -> None:
     passed, began = Test("test_a", "passed", 1.0), Test("test_b", "error", 0.0, "it didn't come to its end")
     assert judge([passed], [], {}, "", None, 0.5) == (

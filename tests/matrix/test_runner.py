@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from small import PYTHON, TAG, Small
 
+from compat_matrix import gpus
 from compat_matrix.errors import MatrixError
 
 #: Says in files which cells began and which ended, and takes as long as it is told.
@@ -283,6 +284,17 @@ def test_what_failed_runs_once_more(small: Small) -> None:
     assert [(one.verdict, one.attempt) for one in small.results().values()] == [("passed", 1), ("passed", 2)]
 
 
+def test_a_run_does_not_go_on_with_axes_that_lack_its_cells(small: Small) -> None:
+    small.write("test_it.py", "def test_it(): assert 0")
+    small.axes(("5.0", "5.1"))
+    assert small.run("run").returncode == 1
+    small.axes(("5.1",))
+    done = small.run("run", "--resume", "--failed")
+    assert done.returncode == 2
+    assert f"has no {TAG}-tf5.0-torch2.11 any more, which" in done.stderr
+    assert [one.attempt for one in small.results().values()] == [1, 1]
+
+
 def test_a_cell_without_its_gpu_is_not_run(small: Small) -> None:
     small.write("test_it.py", "def test_a(): pass")
     small.axes(("5.0",), axes='device = ["cpu", "cuda"]', more="gpus = 2")
@@ -293,7 +305,7 @@ def test_a_cell_without_its_gpu_is_not_run(small: Small) -> None:
     assert cuda.reason == "it needs 2 GPUs, and none is visible"
     small.run("run", "--only", "device==cuda", CUDA_VISIBLE_DEVICES="3")
     (found,) = small.results().values()
-    assert found.reason == "it needs 2 GPUs, and 1 are visible"
+    assert found.reason == "it needs 2 GPUs, and one is visible"
 
 
 def test_each_worker_has_a_gpu_of_its_own(small: Small) -> None:
@@ -361,6 +373,30 @@ def test_who_dies_gives_its_gpus_back(tmp_path: Path) -> None:
             first.kill()
             assert second.stdout.readline() == "held\n"
             second.kill()
+
+
+def test_a_gpu_has_one_lock_whatever_it_is_called() -> None:
+    uuids = ("GPU-4273fee1-9d5c", "GPU-3b0e9239-3369")
+    named = {name: gpus.identity(name, uuids) for name in ("1", "GPU-3b0e", "GPU-3b0e9239-3369", "2", "MIG-3b0e")}
+    assert named == {
+        "1": uuids[1],
+        "GPU-3b0e": uuids[1],
+        "GPU-3b0e9239-3369": uuids[1],
+        "2": "2",
+        "MIG-3b0e": "MIG-3b0e",
+    }
+
+
+def test_every_user_of_a_machine_can_take_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "LOCKS", tmp_path / "locks")
+    before = os.umask(0o077)
+    try:
+        with gpus.leased(1, ["0"]) as held:
+            assert held == ["0"]
+            (lock,) = gpus.LOCKS.iterdir()
+            assert [path.stat().st_mode & 0o777 for path in (gpus.LOCKS, lock)] == [0o777, 0o666]
+    finally:
+        os.umask(before)
 
 
 def test_the_visible_gpus_are_those_cuda_would_see(monkeypatch: pytest.MonkeyPatch) -> None:

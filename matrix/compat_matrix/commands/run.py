@@ -12,7 +12,7 @@ from rich.console import Console
 
 from .. import gpus, runner
 from ..axes import Axes
-from ..cells import Cell
+from ..cells import Cell, one_and_more
 from ..errors import MatrixError
 from ..expressions import Expression
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, positive, revision
@@ -86,8 +86,11 @@ def _left(store: Store, run: str, axes: Axes, failed: bool) -> tuple[list[Cell],
     """The cells that a run hasn't finished, those that failed too if they are wanted, and how often those have run."""
     summary = store.summary(run)
     again = [cell for cell, found in summary.items() if failed and found.verdict in ("failed", "not run")]
-    there = axes.all_cells
-    cells = [cell for cell in [*store.unfinished(run), *again] if cell in there]
+    cells = [*store.unfinished(run), *again]
+    if gone := [cell.name for cell in cells if cell not in axes.all_cells]:
+        raise MatrixError(
+            f"{axes.path} has no {one_and_more(gone)} any more, which {run} planned: go on with the axes file that it began with"
+        )
     return cells, {cell: summary[cell].attempt for cell in again}
 
 
