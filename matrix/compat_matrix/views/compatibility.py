@@ -100,7 +100,10 @@ def _answer(store: Store, cell: Cell, past: Past) -> _Answer | None:
         return None
     found = store.environment(past.run.id, cell).get("shims", {})
     applied = tuple(sorted(name for name, shim in found.items() if shim.get("state") == "applied"))
-    return _Answer("works" if past.summary.verdict == "passed" else f"fails: {past.summary.kind or 'test'}", applied)
+    if past.summary.verdict == "passed":
+        return _Answer("works", applied)
+    reason = common.one_line(past.summary.reason, 200).replace("|", "\\|")
+    return _Answer(f"fails: {past.summary.kind or 'test'}: {reason}", applied)
 
 
 def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:
