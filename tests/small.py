@@ -81,6 +81,12 @@ class Small:
                     (folder / ".site" / name).symlink_to(str(one.locate_file(name)))
         return small
 
+    def commit(self) -> None:
+        """Keep the tests in git, as they are."""
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        for words in (("init", "-q"), ("add", "test_it.py"), (*author, "commit", "-qm", "tests")):
+            subprocess.run(["git", *words], cwd=self.folder, check=True)
+
     def write(self, name: str, text: str) -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

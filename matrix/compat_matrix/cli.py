@@ -34,8 +34,9 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit code: 0 all is well, 1 something failed, 2 bad input, 130 interrupted."""
-    parser = _parser(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parser(words).parse_args(words)
+    options.words = words
     try:
         code: int = options.do(options)
         return code
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kernel-compat-matrix: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; `kernel-compat-matrix run --resume` goes on", file=sys.stderr)
+        advice = "; `kernel-compat-matrix run --resume` goes on" if options.name == "run" else ""
+        print(f"interrupted{advice}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -62,7 +64,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if module.startswith("views"):
             add_store(command)
         implementation.add_arguments(command)
-        command.set_defaults(do=implementation.run)
+        command.set_defaults(do=implementation.run, name=name)
     return parser
 
 

@@ -40,7 +40,7 @@ def add_working(parser: argparse.ArgumentParser) -> None:
 def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store",
-        default=os.environ.get("KERNEL_COMPAT_MATRIX_STORE", "matrix.sqlite"),
+        default=os.environ.get("KERNEL_COMPAT_MATRIX_STORE") or "matrix.sqlite",
         metavar="URL",
         help="a file, or any SQLAlchemy URL (matrix.sqlite, or $KERNEL_COMPAT_MATRIX_STORE)",
     )
@@ -94,10 +94,6 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         wheelhouse.project if wheelhouse else None,
         below,
     )
-    try:
-        arguments = shlex.split(options.pytest)
-    except ValueError as error:
-        raise MatrixError(f"--pytest {options.pytest!r}: {error}") from None
     jobs = runner.jobs_of(
         axes,
         cells,
@@ -105,7 +101,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         suite=options.suite,
         pin_folder=wheelhouse.pins if wheelhouse else pin_folder(options, axes),
         latest=options.latest,
-        arguments=arguments,
+        arguments=_pytest_arguments(options),
         attempts=attempts,
     )
     if below is not None:
@@ -114,6 +110,27 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         needless = wheelhouse.torch_alone if wheelhouse else torch_alone(axes, list(resolved), parts)
         jobs = below.under(jobs, needless)
     return wheelhouse.take(jobs) if wheelhouse else jobs
+
+
+def partial(options: argparse.Namespace) -> bool:
+    """Whether cells run something else than all of what they run by default."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in (("-n", "--numprocesses"), ("--dist",), ("--durations",), ("--tb",), ("-r",)):
+        parser.add_argument(*names)
+    for name in ("-v", "-q", "-s"):
+        parser.add_argument(name, action="count")
+    try:
+        changing = parser.parse_known_args(_pytest_arguments(options))[1]
+    except argparse.ArgumentError:  # pytest will say so
+        return True
+    return bool(changing) or options.suite != "default"
+
+
+def _pytest_arguments(options: argparse.Namespace) -> list[str]:
+    try:
+        return shlex.split(options.pytest)
+    except ValueError as error:
+        raise MatrixError(f"--pytest {options.pytest!r}: {error}") from None
 
 
 def revision(folder: Path) -> str:

@@ -23,6 +23,9 @@ _CRASH = re.compile(
     r"Fatal Python error: [^\n]*|worker '\w+' crashed[^\n]*|CUDA error: [^\n]*|Segmentation fault[^\n]*"
 )
 
+#: The reason where pytest found nothing to run.
+NO_TEST = "no test ran"
+
 #: The message of a test that began, and of which nothing more was heard.
 UNENDED = "it didn't come to its end"
 
@@ -152,7 +155,7 @@ def _cause(
         return "test", f"{len(bad)} of {len(tests)} tests failed, the first of them {bad[0].nodeid}"
     if uncollected:
         return "test", f"{uncollected[0].split(': ')[0]}: {_said(uncollected[0])}"
-    return "test", "no test ran" if returncode == 5 else f"its command ended with {returncode}: {_tail(log)}"
+    return "test", NO_TEST if returncode == 5 else f"its command ended with {returncode}: {_tail(log)}"
 
 
 def distance_in(message: str) -> float | None:

@@ -25,6 +25,7 @@ class Progress:
         self.counts: Counter[str] = Counter()
         self.running: dict[Cell, float] = {}
         self.spent: list[float] = []
+        self._ended: set[Cell] = set()
         self._began = time.monotonic()
         self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4, transient=True)
 
@@ -40,9 +41,11 @@ class Progress:
             self._live.stop()
 
     def started(self, cell: Cell) -> None:
-        self.running[cell] = time.monotonic()
+        if cell not in self._ended:  # another machine's word of it may come late
+            self.running[cell] = time.monotonic()
 
     def ended(self, result: CellResult) -> None:
+        self._ended.add(result.cell)
         self.running.pop(result.cell, None)
         self.counts[result.verdict] += 1
         self.spent.append(result.seconds)

@@ -155,7 +155,8 @@ def execute(run: str, jobs: Sequence[Job], store: Store, executor: Executor, pro
             done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in done:
                 result = future.result()
-                store.add(run, result)
+                if result.verdict != "not run" or result.attempt == 1:  # it would hide what the cell gave before
+                    store.add(run, result)
                 pending.remove(future)
                 progress.ended(result)
                 counts[result.verdict] += 1

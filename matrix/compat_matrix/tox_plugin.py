@@ -5,9 +5,11 @@ What follows ``--`` goes to pytest. tox makes no environment of its own for a ce
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,13 +99,13 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
         return
     if getattr(state.conf.options, "list_envs", False):
         # `tox -l` shows what `tox` alone runs, which isn't the whole matrix.
-        cells = EnvList([cell.name for cell in axes.cells])
+        cells = EnvList([*_configured(core_conf, state), *(cell.name for cell in axes.cells)])
         core_conf.loaders.insert(0, MemoryLoader(env_list=cells))
     more = state.conf.pos_args(None)
     for cell in axes.cells:
         command = [sys.executable, "-m", "compat_matrix", "run", "--axes", str(axes.path), cell.name]
         if more:
-            command += ["--pytest", shlex.join(more)]
+            command.append(f"--pytest={shlex.join(more)}")
         loader = MemoryLoader(
             runner=_RUNNER,
             description="a cell of the matrix",
@@ -113,6 +115,15 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
             allowlist_externals=[sys.executable],
         )
         state.conf.memory_seed_loaders[cell.name].append(loader)
+
+
+def _configured(core_conf: ConfigSet, state: State) -> list[str]:
+    """The environments that the project's own configuration has `tox` run."""
+    for loader in core_conf.loaders:
+        with suppress(KeyError):
+            found = loader.load_raw("env_list", state.conf, None)
+            return found if isinstance(found, list) else re.split(r"[\s,]+", str(found).strip())
+    return []
 
 
 @cache

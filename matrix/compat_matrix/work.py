@@ -18,6 +18,7 @@ from typing import Any
 from .axes import Tests
 from .cells import Cell
 from .environments import Environments, InstallationError
+from .errors import MatrixError
 from .outcomes import judge, read_report_log
 from .pins import Part
 from .processes import INSIDE, Fresh, Hosts, Process, end
@@ -83,6 +84,10 @@ def run(
         layer = job.environments.layer(job.parts[1], python)
     except InstallationError as error:
         return result("failed", "installation", _first(str(error)), log=str(error))
+    except OSError as error:  # of the machine, and so of every cell
+        raise MatrixError(
+            f"environments can't be kept in {job.environments.root}: {error.strerror or error}"
+        ) from error
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as scratch:
         folder = Path(scratch)
         (folder / "log").touch()

@@ -106,7 +106,7 @@ def test_given_cu_seq_lens(pair: tuple[Any, Any], max_length: str) -> None:
     compare(pair, apart(pair[0], ids), found)
 
 
-GREEDY = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -92,6 +92,7 @@ def ran(small: Small) -> list[str]:
 
 
 def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
+    project.commit()
     done = project.run("bisect", "--test", "test_it.py::test_it")
     assert done.returncode == 0, done
     assert ran(project) == ["5.0", "5.10", "5.5", "5.2", "5.3"]
@@ -113,6 +114,10 @@ def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
 
 
 def test_what_runs_had_of_a_test_is_not_run_again(project: Small) -> None:
+    project.run("run", "--only", "transformers in (5.0, 5.10)")
+    done = project.run("bisect", "--test", "test_it.py::test_it[2]")
+    assert "0 were known" in done.stdout  # nobody knows of which code that was
+    project.commit()
     project.run("run", "--only", "transformers in (5.0, 5.2, 5.3, 5.5, 5.10)")
     ran(project)
     done = project.run("bisect", "--test", "test_it.py::test_it[2]")
@@ -137,6 +142,7 @@ def test_a_skipped_and_a_missing_test_are_walked_around(project: Small) -> None:
 def test_what_was_mended_in_between_is_told(project: Small) -> None:
     text = TESTS.replace("minor < 5 or n == 1", "minor not in (2, 3, 9, 10)")
     project.write("test_it.py", text)
+    project.commit()
     project.run("run", "--only", "transformers in (5.0, 5.2, 5.5)")
     done = project.run("bisect", "--test", "test_it.py::test_it")
     assert done.returncode == 0, done
@@ -150,6 +156,29 @@ def test_a_test_that_can_not_be_collected_is_bad(project: Small) -> None:
     assert done.returncode == 0, done
     assert "5.10 is bad (run): ModuleNotFoundError: No module named 'gone'" in done.stdout
     assert "transformers 5.9 is the first that broke test_it.py::test_other; 5.8 is good" in done.stdout
+
+
+@pytest.mark.parametrize("nodeid", ["test_it.py::test_it", "test_it.py"])
+def test_a_module_that_skips_itself_tells_nothing(project: Small, nodeid: str) -> None:
+    project.write("test_it.py", "import pytest\npytest.importorskip('gone')\ndef test_it(): pass")
+    done = project.run("bisect", "--test", nodeid, "--good", "5.8")
+    assert done.returncode == 2
+    assert "5.8 should be good, and can't be told: " in done.stderr
+
+
+def test_what_a_bisection_ran_says_nothing_of_the_cell(project: Small) -> None:
+    """It runs one test, and the cell has others."""
+    project.run("run", "--only", "transformers in (5.0, 5.10)")
+    whole = project.run("show").stdout
+    assert project.run("bisect", "--test", "test_it.py::test_other").returncode == 2  # good everywhere
+    assert project.run("bisect", "--test", "test_it.py::test_it").returncode == 0
+    assert project.run("show").stdout == whole
+    assert project.run("compatibility", "found.md").returncode == 0
+    text = (project.folder / "found.md").read_text()
+    assert "| 5.10 | 2.11 | " in text
+    assert "5.5" not in text
+    listed = project.run("runs").stdout
+    assert "(bisect test_it.py::test_it)  finished, partial" in listed
 
 
 LIBRARY = """

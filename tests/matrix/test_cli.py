@@ -50,6 +50,7 @@ because = "no kernel on a CPU"
         ("run --resume --only torch==2.11", "--resume goes on with the cells of that run, and takes no others"),
         ("run --store /proc/none/matrix.sqlite", "the store /proc/none/matrix.sqlite: "),
         ("run --store matrix", "the store matrix: "),
+        ("run --store ", "an empty name is no store's"),
         ("run --store test_it.py", "the store test_it.py: "),
         ("run --store nosuch://host/db", "the store nosuch://host/db: "),
         ("run --offline nowhere", "nowhere"),
@@ -157,3 +158,18 @@ def test_a_cell_that_can_not_be_is_in_its_run(project: Small) -> None:
     with project.store as store:
         states = {cell.name: found.state for cell, found in store.summary(store.resolve("latest")).items()}
     assert states == {f"{TAG}-tf5.0-torch2.11": "passed", f"{TAG}-tf5.0-torch2.11-fa4": "excluded"}
+
+
+def test_an_empty_variable_names_no_store(project: Small) -> None:
+    """As a CI service passes one that isn't set."""
+    assert project.run("run", f"{TAG}-tf5.0-torch2.11", KERNEL_COMPAT_MATRIX_STORE="").returncode == 0
+    assert (project.folder / "matrix.sqlite").exists()
+    assert project.run("show", KERNEL_COMPAT_MATRIX_STORE="").returncode == 0
+
+
+@pytest.mark.parametrize("path", [".", "", "test_it.py/found.md", "nowhere/found.md"])
+def test_a_document_that_can_not_be_written(project: Small, path: str) -> None:
+    project.run("run", f"{TAG}-tf5.0-torch2.11")
+    done = project.run("compatibility", path)
+    assert done.returncode == 2
+    assert "can't be written" in done.stderr or "is a folder: name the file to write" in done.stderr

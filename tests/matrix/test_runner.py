@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -277,7 +278,9 @@ def test_what_failed_runs_once_more(small: Small) -> None:
     small.axes()
     assert small.run("run").returncode == 1
     (small.folder / "mended").touch()
-    assert small.run("run", "--resume").stdout.startswith("nothing is left to do of")
+    done = small.run("run", "--resume")
+    assert done.stdout.startswith("nothing is left to do of")
+    assert done.returncode == 1  # it has failed
     done = small.run("run", "--resume", "--failed")
     assert done.returncode == 0, done
     assert "1 cells" in done.stdout
@@ -293,6 +296,44 @@ def test_a_run_does_not_go_on_with_axes_that_lack_its_cells(small: Small) -> Non
     assert done.returncode == 2
     assert f"has no {TAG}-tf5.0-torch2.11 any more, which" in done.stderr
     assert [one.attempt for one in small.results().values()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "partial"),
+    [((), False), (("--pytest", "-n 0 -v"), False), (("--pytest", "-k a"), True), (("--suite", "other"), True)],
+)
+def test_a_run_of_less_than_the_cells_default_is_partial(small: Small, options: tuple[str, ...], partial: bool) -> None:
+    small.write("test_it.py", "def test_a(): pass\ndef test_b(): assert 0")
+    small.axes(("5.0",), more='[[tests]]\nsuite = "other"\ncommand = ["pytest", "-k", "a"]')
+    assert small.run("run").returncode == 1
+    assert small.run("run", *options).returncode == (0 if partial else 1)
+    with small.store as store:
+        newest, first = store.runs()
+        assert newest.partial == partial
+        assert store.resolve("latest") == (first if partial else newest).id
+        (past,) = store.current().values()
+        assert past.summary.verdict == "failed"
+    again = small.run("explain", f"{TAG}-tf5.0-torch2.11", "--run", newest.id).stdout
+    said = f" {options[0]}={shlex.quote(options[1])}" if options else ""
+    assert f"run again  kernel-compat-matrix run {TAG}-tf5.0-torch2.11{said}\n" in again
+
+
+def test_a_machine_without_the_gpu_hides_no_failure(small: Small) -> None:
+    small.write("test_it.py", "def test_a(): assert 0")
+    small.axes(("5.0",), axes='device = ["cuda"]', more="gpus = 1")
+    assert small.run("run", CUDA_VISIBLE_DEVICES="0").returncode == 1
+    assert "not run (hardware)" in small.run("run", "--resume", "--failed").stdout
+    (found,) = small.results().values()
+    assert (found.verdict, found.attempt) == ("failed", 1)
+
+
+def test_environments_that_can_not_be_kept_end_a_run(small: Small) -> None:
+    small.write("test_it.py", "def test_a(): pass")
+    small.write("cache/base", "a file")
+    small.axes(("5.0",))
+    done = small.run("run")
+    assert done.returncode == 2
+    assert "environments can't be kept in" in done.stderr
 
 
 def test_a_cell_without_its_gpu_is_not_run(small: Small) -> None:

@@ -35,6 +35,13 @@ def test_tox_lists_the_cells(project: Small) -> None:
     assert {word for word in done.stdout.split() if "-tf" in word} == set(project.run("list").stdout.split())
 
 
+def test_tox_lists_the_projects_own_environments_too(project: Small) -> None:
+    project.write("tox.toml", 'no_package = true\nenv_list = ["lint"]\n[env.lint]\ncommands = []')
+    listed = tox(project, "-l").stdout.split()
+    assert "lint" in listed
+    assert f"{TAG}-tf5.0-torch2.11" in listed
+
+
 def test_tox_runs_a_cell_in_the_environment_of_the_engine(project: Small) -> None:
     done = tox(project, "-e", f"{TAG}-tf5.1-torch2.11", "--", "-k", "test_b or nothing")
     assert done.returncode == 0, done
@@ -46,6 +53,13 @@ def test_tox_runs_a_cell_in_the_environment_of_the_engine(project: Small) -> Non
     assert project.run("run", f"{TAG}-tf5.1-torch2.11").returncode == 0
     assert made == {path: path.stat().st_mtime_ns for path in (project.folder / "cache").glob("*/*/.complete")}
     assert json.loads(project.run("show", "--json").stdout)["cells"][0]["tests"]["passed"] == 2
+
+
+def test_an_option_goes_to_pytest(project: Small) -> None:
+    done = tox(project, "-e", f"{TAG}-tf5.1-torch2.11", "--", "--deselect=test_it.py::test_a")
+    assert done.returncode == 0, done
+    (found,) = project.results().values()
+    assert [test.nodeid for test in found.tests] == ["test_it.py::test_b"]
 
 
 def test_a_cell_that_fails_makes_tox_fail(project: Small) -> None:

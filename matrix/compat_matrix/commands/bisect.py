@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,6 +18,7 @@ from ..cells import AXES, VERSIONED, Cell
 from ..errors import MatrixError
 from ..expressions import release
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, revision
+from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult
 from ..store import Store
@@ -27,8 +27,11 @@ from ..work import Job
 #: What a cell runs of which the library's report on its shims is wanted and nothing else.
 _REPORT = "import torch, transformers, kernel_compat_cell as cell; cell.pytest_sessionfinish()"
 
-#: What pytest says of a test that isn't there, or isn't chosen.
-_MISSING = re.compile(r"^ERROR: (?:file or directory )?not found: |\bno tests ran\b.*\Z|\d deselected", re.MULTILINE)
+#: What pytest says of a test that isn't there, or isn't chosen; of one whose file has an error it says so as well.
+_MISSING = re.compile(
+    r"^ERROR: (?:(?:file or directory )?not found|found no collectors for)\b|^=* ?\d+ skipped in |\d deselected",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,6 @@ class _Asking:
     """Asks cells by running them, all of them in one run of the store, made when the first is."""
 
     def __init__(self, options: argparse.Namespace, axes: Axes, store: Store, cells: Mapping[str, Cell]) -> None:
-
         self.options, self.axes, self.store, self.cells = options, axes, store, cells
         self.revision = revision(axes.folder)
         self.ran = self.reused = 0
@@ -190,8 +192,9 @@ class _Asking:
             self._run = self.store.new_run(
                 [],
                 axes=self.axes.path.read_text(encoding="utf-8"),
-                command=shlex.join(sys.argv[1:]),
+                command=shlex.join(self.options.words),
                 label=f"bisect {what}",
+                partial=True,
                 revision=self.revision,
             )
         executor = runner.Local(1, gpus.visible(), fork=False)
@@ -214,7 +217,7 @@ class _Asking:
 
     def _stored(self, cell: Cell) -> Iterator[CellResult]:
         """What this cell gave before, on this commit and with these pins, the newest first."""
-        if self.revision.endswith("+"):
+        if not self.revision or self.revision.endswith("+"):  # code that is nowhere kept
             return
         pins: str | None = None
         for run, summary in self.store.history(cell):
@@ -232,6 +235,10 @@ class _Asking:
         self._console.print(f"{self.options.axis} {value} is {answer.state} ({how}){because}", soft_wrap=True)
 
 
+def _missing(log: str) -> bool:
+    return bool(_MISSING.search(log)) and not re.search(r"\b\d+ errors? in \d", log)
+
+
 def _of_test(nodeid: str) -> Callable[[CellResult], Answer]:
     def judge(result: CellResult) -> Answer:
         found = [
@@ -243,9 +250,11 @@ def _of_test(nodeid: str) -> Callable[[CellResult], Answer]:
             return Answer("good")
         if found:
             return Answer("unknown", f"skipped: {found[0].message}")
-        if result.command[:2] != ("pytest", nodeid) or _MISSING.search(result.log):
+        if result.kind in ("installation", "hardware"):
+            return Answer("unknown", result.reason)
+        if result.command[:2] != ("pytest", nodeid) or result.reason == NO_TEST or _missing(result.log):
             return Answer("unknown", "it has no such test")
-        if result.kind in (None, "installation", "hardware"):
+        if result.kind is None:
             return Answer("unknown", result.reason)
         return Answer("bad", result.reason)  # before the test could begin
 

@@ -51,6 +51,8 @@ def parse(store: str) -> URL:
     Raises:
         MatrixError: it is no URL.
     """
+    if not store:
+        raise MatrixError("an empty name is no store's")
     if "://" not in store:
         return URL.create("sqlite", database=store)
     try:

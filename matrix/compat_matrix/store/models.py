@@ -14,6 +14,7 @@ import zlib
 from datetime import datetime, timezone
 
 from sqlalchemy import (
+    Boolean,
     Column,
     DateTime,
     Dialect,
@@ -29,6 +30,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
     text,
 )
 
@@ -116,6 +118,7 @@ RUN = Table(
     Column("host", Text, nullable=False),
     Column("revision", Text, nullable=False),
     Column("axes_id", ForeignKey("shared_text.id")),
+    Column("partial", Boolean, nullable=False, server_default=false()),
 )
 
 #: The cells of a run, those that can't exist with the reason.

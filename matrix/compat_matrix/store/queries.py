@@ -22,6 +22,7 @@ RUN_FIELDS = (
     RUN.c.command,
     RUN.c.host,
     RUN.c.revision,
+    RUN.c.partial,
 )
 COUNTS = (RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RESULT.c.xfailed, RESULT.c.xpassed)
 
@@ -59,13 +60,12 @@ def history(wanted: Cell) -> Select[Any]:
 
 
 def newest(run_names: Collection[str] | None) -> Select[Any]:
-    """As `summary`, of each cell the newest in all runs or in these, with the run's fields behind."""
+    """As `summary`, of each cell the newest in all whole runs or in these, with the run's fields behind."""
     verdict = RESULT.c.verdict
     rank = case((verdict.in_(["passed", "failed"]), 0), (verdict.is_not(None), 1), else_=2)
     number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(rank, *NEWEST_FIRST)).label("number")
     query = summary(*RUN_FIELDS, number)
-    if run_names is not None:
-        query = query.where(RUN.c.name.in_(run_names))
+    query = query.where(RUN.c.partial.is_(False) if run_names is None else RUN.c.name.in_(run_names))
     every = query.subquery()
     return select(*(column for column in every.c if column.name != "number")).where(every.c.number == 1)
 
@@ -151,7 +151,7 @@ def tests(result_id: int) -> Select[Any]:
 
 
 def environment(run_name: str, wanted: Cell) -> Select[Any]:
-    query = select(TEXT.c.content).select_from(RESULT).join(TEXT, RESULT.c.environment_id == TEXT.c.id)
+    query = select(TEXT.c.content).select_from(RESULT).outerjoin(TEXT, RESULT.c.environment_id == TEXT.c.id)
     query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
     query = query.where(RUN.c.name == run_name, CELL.c.name == wanted.name)
     return query.order_by(RESULT.c.attempt.desc()).limit(1)

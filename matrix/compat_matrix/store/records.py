@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from typing import Literal, NamedTuple
 
 from ..results import Kind, Outcome, Verdict
@@ -18,7 +18,7 @@ class Run(NamedTuple):
     Attributes:
         id: such as ``20261121-114502-7f3a``, in UTC; sorts by time.
         state: ``running`` until `Store.finish`; a runner that was killed leaves it so.
-        label, command, host, revision: as `Store.new_run` got them.
+        label, command, host, revision, partial: as `Store.new_run` got them.
     """
 
     id: str
@@ -29,6 +29,7 @@ class Run(NamedTuple):
     command: str
     host: str
     revision: str
+    partial: bool = False
 
 
 class Summary(NamedTuple):
@@ -68,11 +69,6 @@ class Summary(NamedTuple):
             "xfailed": self.xfailed,
             "xpassed": self.xpassed,
         }
-
-    @property
-    def age(self) -> timedelta | None:
-        """How long ago it started."""
-        return None if self.started is None else datetime.now(timezone.utc) - self.started
 
 
 class Past(NamedTuple):

@@ -79,6 +79,7 @@ class Store:
         label: str = "",
         host: str = "",
         revision: str = "",
+        partial: bool = False,
     ) -> str:
         """Begin a run of these cells; returns its id.
 
@@ -86,14 +87,15 @@ class Store:
             excluded: cells that can't exist, with the reason.
             axes: the text of the axes file.
             label: a name to find it by; need not be unique.
+            partial: it says less of its cells than what they run by default: `current` leaves it out, and ``latest`` isn't it.
         """
         started = datetime.now(timezone.utc)
         with self._write() as connection:
             name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
             while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
                 name = f"{name[:15]}-{secrets.token_hex(2)}"
-            said = (inserts.plain(one) for one in (label, command, host, revision))
-            values = Run(name, started, None, "running", *said)
+            label, command, host, revision = map(inserts.plain, (label, command, host, revision))
+            values = Run(name, started, None, "running", label, command, host, revision, partial)
             key = inserts.new_run(connection, values, axes)
             inserts.plan(connection, key, [*dict.fromkeys(cells)], excluded)
         return name
@@ -127,7 +129,7 @@ class Store:
 
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label (the newest of that label), the beginning of its id, ``latest``, or
-        ``latest~1`` for the one before.
+        ``latest~1`` for the one before. Partial runs are the latest only where there is no other.
 
         Raises:
             MatrixError: there is none, or several begin so.
@@ -136,10 +138,10 @@ class Store:
         if not known:
             raise MatrixError(f"the store {self.name} has no runs")
         if match := re.fullmatch(r"latest(?:~(\d{1,9}))?", text):
-            back = int(match[1] or 0)
-            if back < len(known):
-                return known[back].id
-            raise MatrixError(f"there is no {text}: the store {self.name} has {len(known)} runs")
+            back, whole = int(match[1] or 0), [one for one in known if not one.partial] or known
+            if back < len(whole):
+                return whole[back].id
+            raise MatrixError(f"there is no {text}: the store {self.name} has {len(whole)} runs")
         for same in ([r for r in known if r.id == text], [r for r in known if text and r.label == text]):
             if same:
                 return same[0].id
@@ -196,7 +198,7 @@ class Store:
         return found
 
     def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
-        """Every cell, sorted, with its newest result: in all runs or in these.
+        """Every cell, sorted, with its newest result: in all runs but partial ones, or in these.
 
         A run on a machine that lacked what the cell needs, or that didn't get to it, counts where no other had it.
         """
@@ -209,7 +211,7 @@ class Store:
         totals: dict[str, Counter[State]] = {one.id: Counter() for one in self.runs()}
         with self._read() as connection:
             for name, found, count in connection.execute(queries.totals()):
-                totals[name][found] = count
+                totals.setdefault(name, Counter())[found] = count
         return totals
 
     def unfinished(self, run: str) -> list[Cell]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -194,9 +196,18 @@ def counted(states: Iterable[str] | Mapping[str, int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def reproduce(cell: Cell) -> str:
-    """The command that runs a cell once more."""
-    return f"kernel-compat-matrix run {cell}"
+def reproduce(cell: Cell, run: Run) -> str:
+    """The command that runs a cell once more, as it ran in a run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in ("--axes", "--suite", "--pytest"):
+        parser.add_argument(option)
+    command = f"kernel-compat-matrix run {cell}"
+    try:
+        verb, *words = shlex.split(run.command)
+        options = vars(parser.parse_known_args(words)[0]) if verb == "run" else {}
+    except (ValueError, argparse.ArgumentError):  # not one of ours
+        return command
+    return " ".join([command, *(f"--{name}={shlex.quote(value)}" for name, value in options.items() if value)])
 
 
 def as_json(run: Run) -> dict[str, Any]:

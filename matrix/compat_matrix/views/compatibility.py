@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
@@ -53,12 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
         runs = arguments.runs and [store.resolve(name) for name in arguments.runs]
         text = document(store, store.current(runs))
     path: Path = arguments.path
+    if not path.name or path.is_dir():
+        raise MatrixError(f"{path} is a folder: name the file to write")
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise MatrixError(f"{path} can't be written: {error.strerror or error}") from error
     return 0
 
@@ -102,8 +106,7 @@ def _answer(store: Store, cell: Cell, past: Past) -> _Answer | None:
     applied = tuple(sorted(name for name, shim in found.items() if shim.get("state") == "applied"))
     if past.summary.verdict == "passed":
         return _Answer("works", applied)
-    reason = common.one_line(past.summary.reason, 200).replace("|", "\\|")
-    return _Answer(f"fails: {past.summary.kind or 'test'}: {reason}", applied)
+    return _Answer(f"fails: {past.summary.kind or 'test'}: {common.one_line(past.summary.reason)}", applied)
 
 
 def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:
@@ -146,7 +149,7 @@ def _table_line(*fields: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return common.one_line(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    return common.one_line(text, 10_000).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
 class _Releases:

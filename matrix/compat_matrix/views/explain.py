@@ -41,9 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def newest(history: Sequence[Past]) -> str | None:
-    """The run with the newest verdict of a cell; one on a machine that couldn't run it only where there is no other."""
+    """The run with the newest verdict of a cell; a partial one, or one on a machine that couldn't run it, where there is no other."""
     ran = [past for past in history if past.summary.state != "not run"]
-    return next((past.run.id for past in [*ran, *history]), None)
+    whole = [past for past in ran if not past.run.partial]
+    return next((past.run.id for past in [*whole, *ran, *history]), None)
 
 
 def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
@@ -56,7 +57,7 @@ def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
         yield common.Line(common.clean(planned.summary.reason))
     yield common.Line(f"run        {common.named(planned.run)}")
     if planned.summary.state != "excluded":
-        yield common.Line(f"run it     {common.reproduce(cell)}")
+        yield common.Line(f"run it     {common.reproduce(cell, planned.run)}")
 
 
 def _explained(
@@ -71,7 +72,7 @@ def _explained(
     took = common.duration(found.seconds)
     yield common.Line(f"run        {common.named(past.run)}, {common.moment(found.started)}, {took}{attempt}")
     yield common.Line(f"tests      {common.counted(test.outcome for test in found.tests)}")
-    yield common.Line(f"run again  {common.reproduce(cell)}")
+    yield common.Line(f"run again  {common.reproduce(cell, past.run)}")
     if found.command:
         yield common.Line(f"which ran  {common.one_line(shlex.join(found.command), 10_000 if arguments.full else 160)}")
     yield from _tests(found, arguments.full)

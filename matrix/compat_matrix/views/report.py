@@ -110,7 +110,7 @@ def _pages(store: Store, runs: Sequence[str] | None) -> Iterator[tuple[str, str]
         return environment.get_template(name).render(root=root, **values)
 
     current = store.current(runs)
-    known = [one for one in store.runs() if runs is None or one.id in runs]
+    known = [one for one in store.runs() if (not one.partial if runs is None else one.id in runs)]
     summary = {cell: past.summary for cell, past in current.items()}
     yield "style.css", render("style.css")
     yield (
@@ -130,7 +130,7 @@ def _pages(store: Store, runs: Sequence[str] | None) -> Iterator[tuple[str, str]
     yield "diff.html", render("diff.html", old=old, new=new, diff=changes, titles=diff.TITLES, current=summary)
     for cell, past in current.items():
         if past.summary.verdict:
-            yield f"cells/{page(cell)}", render("cell.html", "../", **_cell(store, cell, past))
+            yield f"cells/{page(cell)}", render("cell.html", "../", **_cell(store, cell, past, known))
 
 
 def page(cell: Cell) -> str:
@@ -173,7 +173,7 @@ def _last_two(store: Store, runs: Sequence[Run]) -> tuple[Run | None, Run | None
     return None, new
 
 
-def _cell(store: Store, cell: Cell, past: Past) -> dict[str, Any]:
+def _cell(store: Store, cell: Cell, past: Past, known: Sequence[Run]) -> dict[str, Any]:
     found = store.result(past.run.id, cell)
     by_outcome: dict[str, list[Test]] = {outcome: [] for outcome in ("failed", *_NOT_FAILED)}
     for test in found.tests:
@@ -187,10 +187,10 @@ def _cell(store: Store, cell: Cell, past: Past) -> dict[str, Any]:
         "facts": explain.facts(found.environment),
         "packages": found.environment.get("packages", {}),
         "shims": explain.shims(found.environment.get("shims", {})),
-        "reproduce": common.reproduce(cell),
+        "reproduce": common.reproduce(cell, past.run),
         "command": shlex.join(found.command),
         "log": found.log[-_LOG:],
         "log_cut": max(0, len(found.log) - _LOG),
         "most": _MESSAGE,
-        "history": store.history(cell),
+        "history": [one for one in store.history(cell) if one.run in known],
     }

@@ -14,11 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with common.open_store(arguments.store) as store:
-        totals = store.totals()
         runs = store.runs()
+        totals = store.totals()
     if arguments.json:
         print(json.dumps([{**common.as_json(one), "cells": dict(totals[one.id])} for one in runs], indent=2))
         return 0
     for one in runs:
-        print(f"{common.named(one)}  {one.state}  {common.counted(totals[one.id])}")
+        print(f"{common.named(one)}  {one.state}{', partial' * one.partial}  {common.counted(totals[one.id])}")
     return 0
