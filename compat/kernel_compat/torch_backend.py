@@ -32,7 +32,7 @@ def use_torch_flash_backend(backend: Backend | None) -> Handle:
     """Run torch's own flash attention on FlashAttention-3 or -4, for the whole process, until the handle is undone.
 
     That is ``flash_attention_torch``, every other caller of ``varlen_attn``, and what ``scaled_dot_product_attention`` runs on
-    its flash backend. Wraps torch's ``activate_flash_attention_impl``, there from torch 2.11.
+    its flash backend. Wraps torch's ``activate_flash_attention_impl``; that of torch 2.10, which has FA4 alone, is not supported.
 
     Args:
         backend: ``"FA3"`` (flash-attn-3, compute capability 9.x), ``"FA4"`` (flash-attn-4, 9.x and 10.x; after `install()`)
@@ -71,7 +71,7 @@ def unavailable_because(backend: Backend, environment: Environment | None = None
     reasons = provider.unavailable_because(environment)
     torch = environment.version("torch")
     if torch is not None and torch.release < (2, 11):
-        reasons.append(f"torch {torch} is older than 2.11, the first that can activate one")
+        reasons.append(f"torch {torch} is older than 2.11, the first whose backends are supported")
     if backend == "FA3" and "fa3-fwd" in environment.packages and "flash-attn-3" not in environment.packages:
         reasons.append("fa3-fwd is FA3's forward alone, and torch needs the full package, flash-attn-3")
     majors = _CAPABILITIES[backend]
