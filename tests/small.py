@@ -172,8 +172,9 @@ minutes = {minutes}
         return [sys.executable, "-m", "compat_matrix", *arguments]
 
     def start(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
+        # Tests that run in a shell's background ignore Ctrl-C, and so would what they start.
         return subprocess.Popen(
-            self.command(*arguments),
+            ["env", "--default-signal=INT", *self.command(*arguments)],
             cwd=self.folder,
             env=self.environment(**more),
             stdout=subprocess.PIPE,
