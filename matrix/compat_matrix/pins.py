@@ -242,7 +242,7 @@ def compile_pins(
 
 
 def of_cells(
-    axes: Axes, cells: Iterable[Cell], folder: Path, latest: bool = False
+    axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = False
 ) -> dict[str, Part | ResolutionError]:
     """The bases and layers of cells, by name: as they are committed, or resolved now.
 
@@ -250,6 +250,6 @@ def of_cells(
         MatrixError: pins are missing or broken.
     """
     if latest:
-        return resolve_parts(axes, list(cells), latest=True)
+        return resolve_parts(axes, cells, latest=True)
     names = {name: cell.python for cell in cells for name in (cell.base, cell.layer)}
     return {name: read(folder / f"{name}.txt", python) for name, python in names.items()}

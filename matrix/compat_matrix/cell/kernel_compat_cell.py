@@ -1,6 +1,6 @@
 """A pytest plugin for the inside of a cell: what is installed there, which shims apply, and a GPU for each worker.
 
-It is put on the path of a cell's Python, which has nothing else of the matrix; so it imports what is there anyway.
+It is put on the path of a cell's Python, which has nothing else of the matrix; so it imports what pytest does anyway.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import signal
 import sys
 import threading
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 
 def pytest_configure() -> None:
@@ -62,27 +64,19 @@ def installed() -> dict[str, Distribution]:
     for distribution in distributions():
         name = distribution.metadata["Name"]
         if name:
-            found.setdefault(normalized(name), distribution)
+            found.setdefault(canonicalize_name(name), distribution)
     return dict(sorted(found.items()))
-
-
-def normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def conflicts(there: dict[str, Distribution]) -> list[str]:
     """Requirements that what is installed doesn't meet: base and layer are resolved one after the other."""
-    try:
-        from packaging.requirements import Requirement
-    except ImportError:
-        return []
     found = []
     for name, distribution in there.items():
         for text in distribution.requires or ():
             requirement = Requirement(text)
             if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
                 continue
-            needed = there.get(normalized(requirement.name))
+            needed = there.get(canonicalize_name(requirement.name))
             if needed is None or not requirement.specifier.contains(needed.version, prereleases=True):
                 version = "nothing" if needed is None else needed.version
                 found.append(f"{name} {distribution.version} requires {requirement}, and {version} is there")
