@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import ast
 import base64
+import gc
 import hashlib
 import importlib
 import io
@@ -13,6 +14,7 @@ import sys
 import tarfile
 import textwrap
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -597,6 +599,27 @@ def test_a_seam_that_is_none_is_refused(index: Server, atlas: Callable[..., Any]
 def test_a_seam_that_is_nowhere_is_said_to_be(index: Server, atlas: Callable[..., Any]) -> None:
     transformers(index.folder, "5.0.0", "")
     assert lines(atlas("--transformers", "5.0.0", "--seam", "transformers.no:such"), "transformers.no:such") == []
+
+
+def test_threads_that_interrupt_each_other_within_a_parse_read_the_same(
+    index: Server, atlas: Callable[..., Any], settings: pytest.MonkeyPatch
+) -> None:
+    code = "\n".join(f"def f{i}(a=(1, [2, 3]), *, b=lambda x: x + {i}): ..." for i in range(200))
+    for minor in range(8):
+        transformers(index.folder, f"5.{minor}.0", code)
+
+    def interrupt(phase: str, info: Mapping[str, int]) -> None:
+        time.sleep(1e-4)  # lets another thread run, as a finalizer may
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100)
+    gc.callbacks.append(interrupt)
+    try:
+        answer = atlas("--transformers", "5.0-5.7", "--seam", f"{UTILS}:f7")
+    finally:
+        gc.callbacks.remove(interrupt)
+        gc.set_threshold(*thresholds)
+    assert lines(answer, f"{UTILS}:f7") == ["there 5.0.0 (a=(1, [2, 3]), *, b=lambda x: x + 7)"]
 
 
 def test_bad_input_ends_the_command_with_2(index: Server, capsys: pytest.CaptureFixture[str]) -> None:

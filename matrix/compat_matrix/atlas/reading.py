@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +26,10 @@ _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
 _QUOTED = 60
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+#: One thread parses at a time: on Python 3.11, a thread that takes over from one within a parse (the garbage collector lets
+#: it, where a finalizer runs) breaks both with "AST constructor recursion depth mismatch".
+_PARSING = threading.Lock()
 
 #: Of this module and what it depends on: what it found before counts as long as it would find the same.
 FINGERPRINT = hashlib.sha256(
@@ -274,13 +279,11 @@ class Sources:
             parent = None  # what relative imports are relative to
             for package in packages:
                 parent = griffe.Module(package, filepath=Path(package, "__init__.py"), parent=parent)
-            visited = griffe.visit(
-                last,
-                Path(file or candidates[0]),
-                decode_source(self._published.read(file)) if file else "",
-                extensions=griffe.load_extensions(recorder),
-                parent=parent,
-            )
+            code = decode_source(self._published.read(file)) if file else ""
+            with _PARSING:
+                visited = griffe.visit(
+                    last, Path(file or candidates[0]), code, extensions=griffe.load_extensions(recorder), parent=parent
+                )
             self._modules[name] = _Module(name, recorder, visited.exports)
         return self._modules[name]
 
@@ -345,13 +348,14 @@ def _parameters(function: griffe.Function) -> tuple[Parameter, ...]:
 def _type(source: str) -> str | None:
     """The type of a value, as far as its source tells."""
     try:
-        return type(ast.literal_eval(source)).__name__
-    except (ValueError, SyntaxError, TypeError):
-        pass
-    try:
-        node = ast.parse(source, mode="eval").body
+        with _PARSING:
+            node = ast.parse(source, mode="eval").body
     except SyntaxError:
         return None
+    try:
+        return type(ast.literal_eval(node)).__name__
+    except (ValueError, TypeError):
+        pass
     displays: dict[type[ast.expr], str] = {
         **dict.fromkeys((ast.Dict, ast.DictComp), "dict"),
         **dict.fromkeys((ast.List, ast.ListComp), "list"),
