@@ -12,6 +12,7 @@ from .attention import attention_forward
 from .errors import UnsupportedFeatureError
 from .masks import attention_mask_function
 from .names import AttentionName
+from .sequence_parallel import process_group, ulysses
 
 #: What each of our entries replaced: (table, key) -> (our value, the previous value or None).
 _entries: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
@@ -23,13 +24,20 @@ def add(entry: AttentionName) -> str | None:
     if entry.name in functions and not entry.override:
         theirs = functions[entry.name]
         return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
-    _set(functions, entry.name, entry.forward or attention_forward(entry.kernel, entry.name))
-    # A forward of the user's own isn't bypassed by upstream's: it has no paged alias.
-    paged = None if entry.forward is not None else _paged_forward(functions, entry.name)
+    forward = entry.forward or attention_forward(entry.kernel, entry.name)
+    mask = entry.mask or attention_mask_function
+    spread = entry.sequence_parallel is not False
+    if spread:
+        from .exchange import gathering_mask_function
+
+        forward = ulysses(forward, entry.sequence_parallel)
+        mask = entry.mask or gathering_mask_function(process_group(entry.sequence_parallel))
+    _set(functions, entry.name, forward)
+    # A forward of the user's own isn't bypassed by upstream's, nor is the exchange: they have no paged alias.
+    paged = None if entry.forward is not None or spread else _paged_forward(functions, entry.name)
     if paged is not None:
         _set(functions, f"paged|{entry.name}", paged)
     if masks is not None:
-        mask = entry.mask or attention_mask_function
         _set(masks, entry.name, mask)
         if paged is not None:
             _set(masks, f"paged|{entry.name}", mask)

@@ -23,6 +23,7 @@ __all__ = [
     "as_int",
     "attention_mask_function",
     "fixed_shapes",
+    "is_told",
     "longest",
     "packing",
     "padding",
@@ -348,11 +349,7 @@ def attention_mask_function(
     """
     tracing = torch.compiler.is_compiling()
     patterns = frozenset() if mask_function is None or tracing else _patterns(mask_function)
-    if tracing and mask_function is not None:
-        told = _told_in_a_graph(mask_function, kwargs, attention_mask is not None)
-    else:
-        told = patterns <= _TOLD
-    if not told:
+    if not is_told(mask_function, kwargs, attention_mask is not None):
         given: dict[str, Any] = {"cache_position": cache_position}
         if cache_position is None:  # from 5.6 on
             given = {"q_length": q_length, "q_offset": q_offset}
@@ -408,6 +405,20 @@ _TOLD = frozenset(
     }
 )
 _COMBINING = frozenset({"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"})
+
+
+def is_told(function: Callable[..., Any] | None, arguments: dict[str, Any], masked: bool) -> bool:
+    """Whether the forward is told by other ways of all that a mask function means.
+
+    Args:
+        arguments: what else the mask function is called with.
+        masked: whether there is a mask besides.
+    """
+    if function is None:
+        return True
+    if torch.compiler.is_compiling():
+        return _told_in_a_graph(function, arguments, masked)
+    return _patterns(function) <= _TOLD
 
 
 def _patterns(function: Callable[..., Any]) -> frozenset[str]:

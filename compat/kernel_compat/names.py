@@ -8,10 +8,15 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .environment import Environment
 from .kernels import Kernel, as_kernel, known_kernels
+from .sequence_parallel import process_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["AttentionName", "register_attention", "registered_attention", "resolve", "unregister_attention"]
 
@@ -42,6 +47,7 @@ class AttentionName:
         override: whether it may take the place of a name that transformers has itself.
         builtin: whether the library registered it itself.
         handles_context_parallel: whether it is right under context parallelism.
+        sequence_parallel: the group that `ulysses` spreads the forward over, None for the default one; False for none.
     """
 
     name: str
@@ -51,6 +57,7 @@ class AttentionName:
     override: bool = False
     builtin: bool = False
     handles_context_parallel: bool = False
+    sequence_parallel: Any = False
 
     def same_as(self, other: AttentionName) -> bool:
         """Whether both were registered with the same arguments."""
@@ -72,6 +79,7 @@ def register_attention(
     *,
     override: bool = False,
     handles_context_parallel: bool = False,
+    sequence_parallel: ProcessGroup | DeviceMesh | bool | None = False,
 ) -> None:
     """Make `name` usable as ``attn_implementation=name`` once `install()` is called, or at once where it is.
 
@@ -93,17 +101,31 @@ def register_attention(
         handles_context_parallel: your word that the ranks of context parallelism exchange what attention under this name
             needs, in `forward` or around it; `kernel_compat.policy.resolve_preload` keeps such a name where it would
             choose sdpa.
+        sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, True or None for the
+            default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
+            gathers the slices of a padding mask. One of your own must make masks of the full sequence.
 
     Raises:
-        TypeError: `name` is not a string, `forward` or `mask` is not callable, or `kernel` is no kernel.
+        TypeError: `name` is not a string, `forward` or `mask` is not callable, `kernel` is no kernel, or
+            `sequence_parallel` no group that this rank is in.
         ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name.
     """
     _check_name(name)
     for argument, value in (("forward", forward), ("mask", mask)):
         if value is not None and not callable(value):
             raise TypeError(f"{argument} must be callable or None, not {value!r}")
+    if sequence_parallel is True:
+        sequence_parallel = None
+    if sequence_parallel is not False:
+        process_group(sequence_parallel)
     entry = AttentionName(
-        name, as_kernel(kernel), forward, mask, override, handles_context_parallel=handles_context_parallel
+        name,
+        as_kernel(kernel),
+        forward,
+        mask,
+        override,
+        handles_context_parallel=handles_context_parallel,
+        sequence_parallel=sequence_parallel,
     )
     with _lock:
         if not override:

@@ -7,6 +7,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.flags import require_flash_support
 from kernel_compat.names import AttentionName, resolve
 
@@ -53,6 +54,13 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
         entry = resolve(name)
         if entry is None or kwargs.get("block_table") is not None:
             return others(*args, **kwargs)
+        if entry.sequence_parallel is not False and entry.forward is None:
+            # The library's own forward computes by itself: this is a model that goes past it, as GPT-J's does.
+            raise UnsupportedFeatureError(
+                f"sequence parallelism (attn_implementation={entry.name!r})",
+                "a model that calls _flash_attention_forward itself",
+                "Use a release of transformers whose model calls the attention function of the name.",
+            )
         from kernel_compat.attention import flash_attention
 
         given = {**dict(zip(FORWARD_PARAMETERS, args, strict=False)), **kwargs}
