@@ -1,0 +1,1 @@
+"""The kernels themselves, each imported when it is bound."""

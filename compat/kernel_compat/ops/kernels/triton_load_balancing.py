@@ -1,0 +1,277 @@
+"""The load-balancing loss of mixture-of-experts models in Triton: transformers' `load_balancing_loss_func`.
+
+What upstream computes is the same from 4.54 to 5.23; what it rounds is not. The softmax is rounded to the logits' dtype
+(under autocast it is float32), and experts are chosen among the rounded probabilities: so it is here. Which one of
+equal ones torch.topk takes is not defined; here it is the first. The sums over tokens are float32, unrounded, as
+upstream's since 5.16; before, it rounds each expert's mean probability to the logits' dtype. The gradient is computed
+in float32 and rounded once, where upstream rounds it before the softmax's backward as well.
+
+Every program sums a fixed share of the tokens, and the shares are summed in a fixed order: results are deterministic.
+Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...errors import UnsupportedFeatureError
+
+__all__ = ["load_balancing_loss"]
+
+_NAME = "load_balancing_loss_implementation='triton'"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: How many logits a program holds at a time, and how many programs at most share a layer's tokens.
+_TILE, _PROGRAMS = 2048, 256
+
+
+def load_balancing_loss(
+    gate_logits: tuple[Tensor, ...] | Tensor | None,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor | int:
+    """``experts * sum over experts of (share of the tokens routed to it) * (its mean probability)``.
+
+    Args:
+        gate_logits: one tensor a layer of (batch * length, num_experts); float16, bfloat16 or float32, on any device.
+        num_experts: the size of their last dimension.
+        top_k: to how many experts a token goes.
+        attention_mask: (batch, length): what each token counts; 0 for padding.
+
+    Returns:
+        A float32 scalar on the first layer's device. The number 0 if `gate_logits` is no tuple, as upstream.
+
+    Raises:
+        UnsupportedFeatureError: another dtype, or a gradient for the mask.
+        ValueError: the shapes don't fit, or there is no layer.
+    """
+    if not isinstance(gate_logits, tuple):
+        return 0
+    if not gate_logits:
+        raise ValueError("gate_logits is empty: there is no layer to balance")
+    for layer in gate_logits:
+        if layer.dtype not in _DTYPES:
+            raise UnsupportedFeatureError(str(layer.dtype), _NAME, "Use float16, bfloat16 or float32, or eager.")
+        if layer.dim() != 2 or layer.shape[1] != num_experts:
+            raise ValueError(f"gate_logits of shape {tuple(layer.shape)}, not (batch * length, {num_experts})")
+    if not 1 <= top_k <= gate_logits[0].shape[1]:
+        raise ValueError(f"top_k is {top_k} of {num_experts} experts")
+    device = gate_logits[0].device
+    if attention_mask is not None:
+        if torch.is_grad_enabled() and attention_mask.requires_grad:
+            raise UnsupportedFeatureError("a gradient for attention_mask", _NAME, "Detach it, or use eager.")
+        for layer in gate_logits:
+            if layer.shape[0] != attention_mask.numel():
+                raise ValueError(f"attention_mask of shape {tuple(attention_mask.shape)} for {layer.shape[0]} tokens")
+        attention_mask = attention_mask.reshape(-1).to(device, torch.float32)
+    # Autocast makes a softmax float32 on some devices, whatever the logits are.
+    sample = gate_logits[0][:0].detach()
+    rounded = sample.softmax(-1).dtype == sample.dtype
+    logits = [layer.to(device) for layer in gate_logits]
+    if torch.compiler.is_compiling() or logits[0].is_meta:
+        loss, _ = _forward_op(logits, attention_mask, top_k, rounded)
+        return loss
+    return _Loss.apply(attention_mask, top_k, rounded, *logits)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _probabilities(
+    logits: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The softmax of some rows in float32: 0 behind the last expert, something finite in rows that are not there."""
+    expert = tl.arange(0, BLOCK)[None, :]
+    there = (row < rows)[:, None] & (expert < EXPERTS)
+    logit = tl.load(logits + row[:, None] * row_stride + expert * column_stride, mask=there, other=0.0).to(tl.float32)
+    logit = tl.where(expert < EXPERTS, logit, float("-inf"))
+    power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+    return power / tl.sum(power, axis=1)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums_kernel(
+    logits: tl.tensor,
+    mask: tl.tensor,
+    partial: tl.tensor,
+    rows: tl.tensor,
+    share: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """For a share of a layer's tokens, how many go to each expert and the sum of each expert's probability."""
+    program = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(program * share, tl.minimum((program + 1) * share, rows), ROWS):
+        row = first + tl.arange(0, ROWS)
+        probability = _probabilities(logits, row, rows, row_stride, column_stride, EXPERTS, BLOCK)
+        if ROUNDED:
+            probability = probability.to(logits.dtype.element_ty).to(tl.float32)
+        if MASKED:
+            weight = tl.load(mask + row, mask=row < rows, other=0.0)[:, None]
+        else:
+            weight = (row < rows).to(tl.float32)[:, None]
+        total += tl.sum(probability * weight, axis=0)
+        left = tl.where(expert[None, :] < EXPERTS, probability, -1.0)
+        for _ in range(TOP_K):
+            best = tl.max(left, axis=1)[:, None]
+            first_best = tl.min(tl.where(left == best, expert[None, :], BLOCK), axis=1)[:, None]
+            left = tl.where(expert[None, :] == first_best, -2.0, left)
+        count += tl.sum(tl.where(left == -2.0, weight, 0.0), axis=0)
+    partial += program * 2 * EXPERTS + expert
+    tl.store(partial, count, mask=expert < EXPERTS)
+    tl.store(partial + EXPERTS, total, mask=expert < EXPERTS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient_kernel(
+    grad: tl.tensor,
+    logits: tl.tensor,
+    mask: tl.tensor,
+    slope: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    EXPERTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The softmax's backward; `slope` is the loss' derivative by the sum of each expert's probability."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, BLOCK)[None, :]
+    probability = _probabilities(logits, row, rows, row_stride, column_stride, EXPERTS, BLOCK)
+    given = tl.load(slope + expert, mask=expert < EXPERTS, other=0.0) * tl.load(grad)
+    if MASKED:
+        given = given * tl.load(mask + row, mask=row < rows, other=0.0)[:, None]
+    result = probability * (given - tl.sum(given * probability, axis=1)[:, None])
+    there = (row < rows)[:, None] & (expert < EXPERTS)
+    tl.store(out + row[:, None] * EXPERTS + expert, result.to(out.dtype.element_ty), mask=there)
+
+
+def _blocks(experts: int) -> dict[str, Any]:
+    block = triton.next_power_of_2(experts)
+    return {"EXPERTS": experts, "BLOCK": block, "ROWS": max(_TILE // block, 1), "enable_fp_fusion": False}
+
+
+# torch.compile gets a custom operator, what is not compiled an autograd.Function: see triton_rms_norm.py.
+
+
+def _forward(logits: list[Tensor], mask: Tensor | None, top_k: int, rounded: bool) -> tuple[Tensor, Tensor]:
+    """The loss, and its derivative by the sum of each expert's probability."""
+    experts, device = logits[0].shape[1], logits[0].device
+    blocks = _blocks(experts)
+    shares = [triton.cdiv(triton.cdiv(len(layer), blocks["ROWS"]), _PROGRAMS) * blocks["ROWS"] for layer in logits]
+    programs = [triton.cdiv(len(layer), max(share, 1)) for layer, share in zip(logits, shares, strict=True)]
+    partial = torch.empty((sum(programs), 2, experts), dtype=torch.float32, device=device)
+    with torch.cuda.device_of(partial):
+        for layer, share, count, own in zip(logits, shares, programs, partial.split(programs), strict=True):
+            if count:
+                _sums_kernel[(count,)](
+                    layer,
+                    mask,
+                    own,
+                    len(layer),
+                    share,
+                    *layer.stride(),
+                    TOP_K=top_k,
+                    MASKED=mask is not None,
+                    ROUNDED=rounded,
+                    **blocks,
+                )
+    tokens = sum(len(layer) for layer in logits) if mask is None else mask.sum() * len(logits)
+    routed, probability = partial.sum(0) / tokens
+    return (routed * probability).sum() * experts, routed * experts / tokens
+
+
+def _forward_outputs(logits: list[Tensor], mask: Tensor | None, top_k: int, rounded: bool) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": logits[0].device}
+    return torch.empty((), **options), torch.empty(logits[0].shape[1], **options)
+
+
+def _backward(grad: Tensor, logits: list[Tensor], mask: Tensor | None, slope: Tensor) -> list[Tensor]:
+    grads = _backward_outputs(grad, logits, mask, slope)
+    blocks = _blocks(slope.shape[0])
+    with torch.cuda.device_of(slope):
+        for layer, out in zip(logits, grads, strict=True):
+            if len(layer):
+                _gradient_kernel[(triton.cdiv(len(layer), blocks["ROWS"]),)](
+                    grad,
+                    layer,
+                    mask,
+                    slope,
+                    out,
+                    len(layer),
+                    *layer.stride(),
+                    MASKED=mask is not None,
+                    **blocks,
+                )
+    return grads
+
+
+def _backward_outputs(grad: Tensor, logits: list[Tensor], mask: Tensor | None, slope: Tensor) -> list[Tensor]:
+    return [torch.empty(layer.shape, dtype=layer.dtype, device=layer.device) for layer in logits]
+
+
+_forward_op = torch.library.custom_op(
+    "kernel_compat::triton_load_balancing_loss",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor[] logits, Tensor? mask, int top_k, bool rounded) -> (Tensor, Tensor)",
+)
+_forward_op.register_fake(_forward_outputs)
+_backward_op = torch.library.custom_op(
+    "kernel_compat::triton_load_balancing_loss_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor[] logits, Tensor? mask, Tensor slope) -> Tensor[]",
+)
+_backward_op.register_fake(_backward_outputs)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, mask, _, _ = inputs
+    ctx.save_for_backward(mask, output[1], *logits)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[list[Tensor] | None, ...]:
+    mask, slope, *logits = ctx.saved_tensors
+    return _backward_op(grad, logits, mask, slope), None, None, None
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _Loss(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor | None, top_k: int, rounded: bool, *logits: Tensor) -> Tensor:
+        inputs = list(logits), mask, top_k, rounded
+        output = _forward(*inputs)
+        _keep(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, slope, *logits = ctx.saved_tensors
+        return None, None, None, *_backward(grad, logits, mask, slope)

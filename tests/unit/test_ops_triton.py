@@ -1,0 +1,119 @@
+"""The Triton kernels where there is no GPU: run by Triton's interpreter, and compiled for the GPUs they are for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, triton_rotary  # noqa: E402
+
+
+def test_interpreted() -> None:
+    """In a process of its own: when triton is imported, the environment says whether its kernels are interpreted."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/interpreted_triton.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+class Compiling:
+    """Compiles a kernel for what it is launched with."""
+
+    def __init__(self, kernel: Any, capability: int, ptx: list[str]) -> None:
+        self.kernel, self.capability, self.ptx = kernel, capability, ptx
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        names = self.kernel.arg_names
+        given = dict(zip(names, args, strict=False))
+        given |= {name: options.pop(name) for name in names[len(args) :]}
+        signature, constants, attributes = {}, {}, {}
+        for i, (name, value) in enumerate(given.items()):
+            number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            specialized = not self.kernel.params[i].do_not_specialize
+            if isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            elif name.isupper() or value is None or (value == 1 and specialized):
+                signature[name], constants[(i,)] = "constexpr", value
+            else:
+                signature[name] = "i32"
+            if signature[name][0] in "*i" and number % 16 == 0 and specialized:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
+        target = triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
+        compiled = triton.compile(source, target=target, options=options)
+        assert compiled.asm["cubin"]
+        self.ptx.append(compiled.asm["ptx"])
+
+
+@pytest.fixture(params=[80, 90])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Kernels are compiled for a compute capability where they would be launched. Returns where their PTX goes."""
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ptx: list[str] = []
+    for module in (triton_rms_norm, triton_rotary, triton_load_balancing):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Compiling(getattr(module, name), request.param, ptx))
+    return ptx
+
+
+@pytest.mark.parametrize(("offset", "gemma"), [(False, False), (True, True)])
+def test_rms_norm_compiles(compiled: list[str], offset: bool, gemma: bool) -> None:
+    x, weight = torch.empty(3, 5120, dtype=torch.bfloat16), torch.empty(5120, dtype=torch.bfloat16)
+    out, rstd = triton_rms_norm._forward(x, weight, 1e-6, offset, gemma)
+    triton_rms_norm._backward(out, x, weight, rstd, offset, gemma)
+    assert len(compiled) == 2
+
+
+def test_rms_norm_compiles_to_the_same_for_any_batch(compiled: list[str]) -> None:
+    """That is what makes a row's result independent of the other rows."""
+    weight = torch.empty(512)
+    for rows in (1, 7, 16, 5000):
+        storage = torch.empty(rows * 515 + 1, dtype=torch.bfloat16)
+        x = storage[rows % 2 :][: rows * 515].view(rows, 515)[:, :512]  # with and without an address to vectorize at
+        out, rstd = triton_rms_norm._forward(x, weight, 1e-6, False, False)
+        triton_rms_norm._backward(out, x, weight, rstd, False, False)
+    assert len(compiled) == 8
+    assert len(set(compiled)) == 2
+
+
+@pytest.mark.parametrize(("dtype", "rotary"), [(torch.bfloat16, 128), (torch.float32, 50)])
+def test_rotary_compiles(compiled: list[str], dtype: torch.dtype, rotary: int) -> None:
+    for shape, transposed in (((2, 32, 5, 128), False), ((1, 1, 1, 128), True)):
+        cos = torch.empty(1, shape[2], rotary, dtype=dtype)
+        triton_rotary._rotate(torch.empty(shape, dtype=dtype), cos, cos, dtype, transposed)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "mask"), [(128, 8, torch.ones(40)), (5000, 60, None)], ids=["mask", "no mask"]
+)
+def test_load_balancing_compiles(compiled: list[str], experts: int, top_k: int, mask: torch.Tensor | None) -> None:
+    logits = [torch.empty(1 if mask is None else 40, experts, dtype=torch.bfloat16)]
+    loss, slope = triton_load_balancing._forward(logits, mask, top_k, True)
+    triton_load_balancing._backward(loss, logits, mask, slope)
+    assert len(compiled) == 2
