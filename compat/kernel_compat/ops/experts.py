@@ -1,0 +1,347 @@
+"""Mixtures whose experts are held in two parameters: which formula the experts compute, and how a kernel is bound to it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, relu, silu
+
+from .probing import SAME, Unproven, difference, quiet, run
+
+#: The sizes that a probe is made with, in the place of the model's. The number of experts stays the model's.
+HIDDEN, INTERMEDIATE = 6, 10
+
+#: How large the inputs of a probe are: what clamps, clamps somewhere.
+SCALES = (1.0, 32.0, 1024.0)
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+    "relu2": lambda x: relu(x).square(),
+}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What experts compute: ``down(act(gate) * up)``, or ``down(act(up))``, weighted and added up for each token.
+
+    Attributes:
+        up: the name of the parameter with the first projections: gate and up in one, or up alone.
+        down: of that with the second ones.
+        arguments: the names under which the forward takes the hidden states, the experts of each token, and their weights.
+        transposed: the parameters are (experts, in, out), and not (experts, out, in).
+        gated: there is a gate.
+        interleaved: gate and up take turns, and are not one behind the other.
+        bias: there are biases, under the names of the parameters with ``_bias``.
+        activation: one of `ACTIVATIONS`.
+        limit: gates are clamped to this from above, ups from both sides.
+        alpha: the formula of GPT-OSS: ``(up + 1) * gate * sigmoid(alpha * gate)``.
+    """
+
+    up: str
+    down: str
+    arguments: tuple[str, ...]
+    transposed: bool = False
+    gated: bool = True
+    interleaved: bool = False
+    bias: bool = False
+    activation: str = "silu"
+    limit: float | None = None
+    alpha: float | None = None
+
+    @property
+    def variant(self) -> str:
+        if not self.gated:
+            return "up"
+        if self.alpha is not None:
+            return "gpt_oss"
+        if self.limit is not None:
+            return "swiglu_limited"
+        if self.activation != "silu":
+            return "geglu"
+        return "swiglu_transposed" if self.transposed else "swiglu"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a kernel for the variant is told by keyword, besides the biases."""
+        if self.variant == "gpt_oss":
+            return {"limit": self.limit, "alpha": self.alpha, "interleaved": self.interleaved}
+        if self.variant == "swiglu_limited":
+            return {"limit": self.limit}
+        return {"activation": self.activation} if self.variant in ("geglu", "up") else {}
+
+    def __str__(self) -> str:
+        gate, up = "gate", "up"
+        if self.limit is not None:
+            gate, up = f"min(gate, {self.limit:g})", f"clamp(up, {self.limit:g})"
+        inside = f"{self.activation}({gate}) * {up}" if self.gated else f"{self.activation}(up)"
+        if self.alpha is not None:
+            inside = f"{gate} * sigmoid({self.alpha:g} * {gate}) * ({up} + 1)"
+        marks = [name for name in ("transposed", "interleaved") if getattr(self, name)] + ["with biases"] * self.bias
+        return ", ".join([f"down({inside})", *marks])
+
+
+def reference(
+    experts: Experts,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """The formula, of parameters as (experts, out, in); what `top_k_index` has besides the experts counts nothing."""
+    total = torch.zeros_like(hidden_states)
+    for expert in top_k_index.unique().tolist():
+        if not 0 <= expert < len(down):
+            continue
+        token, place = torch.where(top_k_index == expert)
+        inside = linear(hidden_states[token], up[expert], None if up_bias is None else up_bias[expert])
+        one = linear(_activated(experts, inside), down[expert], None if down_bias is None else down_bias[expert])
+        total = total.index_add(0, token, (one * top_k_weights[token, place, None]).to(total.dtype))
+    return total
+
+
+def _activated(experts: Experts, inside: Tensor) -> Tensor:
+    activation = ACTIVATIONS[experts.activation]
+    if not experts.gated:
+        return activation(inside)
+    gate, up = (inside[..., ::2], inside[..., 1::2]) if experts.interleaved else inside.chunk(2, dim=-1)
+    if experts.limit is not None:
+        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+    if experts.alpha is not None:
+        return (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+    return activation(gate) * up
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether a module looks like experts in two parameters: these, and a forward of three arguments."""
+    return len(_wide(module)) == 2 and len(_arguments(module)) == 3
+
+
+def calls_itself_one(path: str, module: nn.Module) -> bool:
+    """Whether a module is, by its name, a mixture's experts: all of them, and not those that every token goes through."""
+    if path.rpartition(".")[2] == "experts":
+        return True
+    name = type(module).__name__
+    return name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
+
+
+def unlike_because(module: nn.Module) -> str:
+    """Why a module with experts isn't a candidate; empty where it is, or holds one."""
+    if any(is_candidate(inner) for inner in module.modules()):
+        return ""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if len(module) < 2:
+            return ""
+        return "its experts are modules of their own, and kernels take them in two parameters, as most of transformers 5 has them"
+    if not _wide(module) and not any(_wide(inner) for inner in module.modules()):
+        return "its experts are not held in two parameters of three dimensions"
+    return f"its forward takes ({', '.join(_arguments(module))}), and not hidden states, experts and weights"
+
+
+def _wide(module: nn.Module) -> list[str]:
+    return [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(type(module).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return ()
+
+
+def prove(module: nn.Module) -> Experts:
+    """What experts compute, whichever implementation transformers has chosen for them: the formula is its eager one's.
+
+    Raises:
+        Unproven: none of the formulas.
+    """
+    layouts = list(_layouts(module))
+    _require_plain(module, layouts)
+    nearest = float("inf")
+    with quiet() as generator:
+        for layout in layouts:
+            probe = _Probe(module, layout, generator)
+            try:
+                given = [probe.run(scale) for scale in SCALES]
+            except Unproven:
+                if layout is layouts[-1] and nearest == float("inf"):
+                    raise
+                continue
+            for found in _formulas(module, layout):
+                worst = max(
+                    difference(one, probe.expected(found, scale)) for scale, one in zip(SCALES, given, strict=True)
+                )
+                if worst < SAME:
+                    if found.bias and found.variant != "gpt_oss":
+                        raise Unproven(f"it is {found}, and there is no variant of that with biases")
+                    if found.interleaved and found.variant != "gpt_oss":
+                        raise Unproven(f"it is {found}, and there is no such variant")
+                    probe.leave_out(found)
+                    return found
+                nearest = min(nearest, worst)
+    raise Unproven(f"it differs from every formula by {nearest:.1e} or more (float32, relative)")
+
+
+def _layouts(module: nn.Module) -> Iterator[Experts]:
+    """What the two parameters may be, by their shapes."""
+    first, second = _wide(module)
+    names = _arguments(module)
+    biases = {name for name, p in module._parameters.items() if p is not None and p.dim() != 3}
+    for up, down in ((first, second), (second, first)):
+        wide, narrow = (tuple(module._parameters[name].shape) for name in (up, down))
+        if wide[0] != narrow[0] or (biases and biases != {f"{up}_bias", f"{down}_bias"}):
+            continue
+        for transposed in (False, True):
+            (outside, hidden), (back, inside) = (
+                (shape[:0:-1] if transposed else shape[1:]) for shape in (wide, narrow)
+            )
+            if hidden == back and outside in (inside, 2 * inside):
+                yield Experts(up, down, names, transposed, gated=outside != inside, bias=bool(biases))
+
+
+def _require_plain(module: nn.Module, layouts: list[Experts]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not (parameter.is_floating_point() and parameter.element_size() > 1):
+            raise Unproven(f"its {name} is quantized ({parameter.dtype})")
+        if type(parameter) not in (Tensor, nn.Parameter, type(None)) and type(parameter).__name__ != "DTensor":
+            raise Unproven(f"its {name} is a {type(parameter).__name__}")
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is not None:
+            raise Unproven(f"it has a {name} with parameters of its own")
+    if not layouts:
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in module._parameters.items() if p is not None)
+        raise Unproven(f"its parameters are not those of two projections for each expert: {shapes}")
+
+
+def _formulas(module: nn.Module, layout: Experts) -> Iterator[Experts]:
+    if not layout.gated:
+        yield from (replace(layout, activation=name) for name in ACTIVATIONS)
+        return
+    limits, alphas = _settings(module, "limit"), _settings(module, "alpha")
+    for one in (layout, replace(layout, interleaved=True)):
+        yield from (replace(one, activation=name) for name in ACTIVATIONS if name != "relu2")
+        for limit in limits:
+            yield replace(one, limit=limit)
+            yield from (replace(one, limit=limit, alpha=alpha) for alpha in alphas)
+
+
+def _settings(module: nn.Module, name: str) -> list[float]:
+    """The numbers among a module's attributes whose names say what they are."""
+    found = (
+        v for k, v in vars(module).items() if name in k and isinstance(v, (int, float)) and not isinstance(v, bool)
+    )
+    return list(dict.fromkeys(float(v) for v in found if 0 < v < float("inf")))
+
+
+class _EagerConfig:
+    """A config for which transformers' wrapper around a forward calls what it wraps."""
+
+    _experts_implementation = "eager"
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class _Probe:
+    """A module with small parameters of a layout, and inputs for it."""
+
+    def __init__(self, module: nn.Module, layout: Experts, generator: torch.Generator) -> None:
+        self.experts = len(module._parameters[layout.up])
+        outside = INTERMEDIATE * (2 if layout.gated else 1)
+        sizes = {layout.up: (outside, HIDDEN), layout.down: (HIDDEN, INTERMEDIATE)}
+        self.weights = [torch.randn(self.experts, *sizes[name], generator=generator) for name in sizes]
+        self.biases = [
+            torch.randn(self.experts, size[0], generator=generator) for size in sizes.values() if layout.bias
+        ]
+        self.hidden_states = torch.randn(9, HIDDEN, generator=generator)
+        self.top_k_weights = torch.randn(9, 3, generator=generator)
+        self.top_k_index = torch.randint(self.experts, (9, 3), generator=generator)
+        self.top_k_index[0, 0], self.top_k_index[1, 1] = 0, self.experts - 1
+        held = [weight.mT.contiguous() if layout.transposed else weight for weight in self.weights]
+        parameters = dict(zip(sizes, held, strict=True))
+        parameters |= {f"{name}_bias": bias for name, bias in zip(sizes, self.biases, strict=False)}
+        small: dict[str, Any] = {name: nn.Parameter(p, requires_grad=False) for name, p in parameters.items()}
+        # Not by copy.copy: the class that FSDP2 gives a module makes one of the class it was of.
+        self.module: nn.Module = object.__new__(type(module))
+        vars(self.module).update(vars(module), _parameters={**module._parameters, **small}, training=True)
+        if hasattr(module, "config"):
+            vars(self.module)["config"] = _EagerConfig(module.config)
+
+    def run(self, scale: float) -> Any:
+        return run(self.module, self.hidden_states * scale, self.top_k_index.clone(), self.top_k_weights.clone())
+
+    def expected(self, found: Experts, scale: float) -> Tensor:
+        return reference(
+            found, self.hidden_states * scale, self.top_k_index, self.top_k_weights, *self.weights, *self.biases
+        )
+
+    def leave_out(self, found: Experts) -> None:
+        """Check that it leaves the id out that stands for another rank's experts, where it knows of such.
+
+        Raises:
+            Unproven: it makes something of it.
+        """
+        self.top_k_index[::2, 2] = self.experts
+        try:
+            given = self.run(1.0)
+        except Unproven:  # it can't be given such an id
+            return
+        if not difference(given, self.expected(found, 1.0)) < SAME:
+            raise Unproven(f"of {self.experts} experts it takes the id {self.experts} for one that counts")
+
+
+def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A forward that calls a kernel.
+
+    The kernel is called with hidden states (tokens, hidden), the ids of each token's experts (tokens, k), their weights
+    (tokens, k), and the parameters (experts, 2 * intermediate or intermediate, hidden) and (experts, hidden, intermediate):
+    views, where they are held the other way. By keyword it gets the biases, where there are any, as ``up_bias`` and
+    ``down_bias``, and what else its variant needs: `Experts.options`. Ids that are those of no expert it leaves out. There is
+    a token at least, and hidden states and parameters are of one dtype; the weights may be of another.
+    """
+    up, down, names, transposed, bias = experts.up, experts.down, experts.arguments, experts.transposed, experts.bias
+    options = experts.options
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        hidden_states, top_k_index, top_k_weights = (*args, *(kwargs[name] for name in names[len(args) :]))
+        if top_k_weights.shape != top_k_index.shape:
+            raise ValueError(f"there are {tuple(top_k_weights.shape)} weights for {tuple(top_k_index.shape)} experts")
+        if hidden_states.shape[0] == 0:
+            return torch.zeros_like(hidden_states)
+        tensors = {"x": hidden_states, "up": getattr(self, up), "down": getattr(self, down)}
+        if bias:
+            tensors.update(up_bias=getattr(self, f"{up}_bias"), down_bias=getattr(self, f"{down}_bias"))
+        tensors = _as_linear_layers_do(tensors)
+        x, wide, narrow = tensors.pop("x"), tensors.pop("up"), tensors.pop("down")
+        if transposed:
+            wide, narrow = wide.mT, narrow.mT
+        return kernel(x, top_k_index, top_k_weights, wide, narrow, **tensors, **options).to(hidden_states.dtype)
+
+    return forward
+
+
+def _as_linear_layers_do(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In the dtype of autocast, where that is on; in one dtype, or refused, where it isn't."""
+    kind = tensors["x"].device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return {name: value.to(dtype) for name, value in tensors.items()}
+    if len({value.dtype for value in tensors.values()}) > 1:
+        found = ", ".join(f"{name} {value.dtype}" for name, value in tensors.items())
+        raise TypeError(f"hidden states and parameters must be of one dtype, not {found}")
+    return tensors
+
+
+__all__ = ["Experts", "calls_itself_one", "forward_of", "is_candidate", "prove", "reference", "unlike_because"]

@@ -1,0 +1,111 @@
+"""transformers 5: the kernels for mixtures of experts under names that its own switch, ``experts_implementation``, takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from kernel_compat.errors import UnsupportedFeatureError
+from kernel_compat.ops import OpsConfig, registry
+from kernel_compat.seams import Seam, Shim
+
+#: What the names begin with; what follows is a value of ``moe_implementation``.
+PREFIX = "kernel_compat_"
+
+#: On a module, the forwards that it was proven for, by value.
+_PROVEN = "_kernel_compat_experts"
+
+
+class _Forwards(dict[str, Callable[..., Any]]):
+    """Of a copy of the module the same; of an unpickled one, none yet."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forwards:
+        return _Forwards(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Forwards, ()
+
+
+def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["get_correct_experts_implementation"]
+
+    @wraps(original)
+    def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> Any:
+        if requested_experts not in _names():
+            return original(self, requested_experts)
+        OpsConfig(moe_implementation=requested_experts.removeprefix(PREFIX))
+        return requested_experts
+
+    return {"get_correct_experts_implementation": get_correct_experts_implementation}
+
+
+def _names() -> list[str]:
+    return [PREFIX + name for name in dict.fromkeys(spec.name for spec in registry.registered_kernels("moe"))]
+
+
+def _register() -> Callable[[], None]:
+    interface: Any = type(import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS)
+    functions = {name: _function(name) for name in _names()}
+    for name, function in functions.items():
+        interface.register(name, function)
+
+    def undo() -> None:
+        for name, function in functions.items():
+            if interface._global_mapping.get(name) is function:
+                del interface._global_mapping[name]
+
+    return undo
+
+
+def _function(name: str) -> Callable[..., Any]:
+    value = name.removeprefix(PREFIX)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        known = getattr(self, _PROVEN, None)
+        if known is None or value not in known:
+            _prove(self, name, value)
+            known = getattr(self, _PROVEN)
+        return known[value](self, *args, **kwargs)
+
+    return forward
+
+
+def _prove(module: Any, name: str, value: str) -> None:
+    import torch
+
+    from kernel_compat.ops import experts
+    from kernel_compat.ops.probing import Unproven
+
+    feature, instead = f"experts_implementation={name!r}", "Use 'eager' or 'grouped_mm'."
+    if torch.compiler.is_compiling():
+        raise UnsupportedFeatureError(
+            "to find out what experts compute", feature, "Run the model once, then compile it."
+        )
+    try:
+        found = experts.prove(module)
+    except Unproven as error:
+        raise UnsupportedFeatureError(f"{type(module).__name__}: {error}", feature, instead) from None
+    specs = {spec.variant: spec for spec in registry.registered_kernels("moe") if spec.name == value}
+    if found.variant not in specs:
+        what = f"{type(module).__name__}, which is of the variant {found.variant!r} ({found}),"
+        raise UnsupportedFeatureError(what, feature, f"It is for {', '.join(specs)}. {instead}")
+    forwards = vars(module).setdefault(_PROVEN, _Forwards())
+    forwards[value] = experts.forward_of(found, specs[found.variant].load())
+
+
+SHIM = Shim(
+    name="tf5_experts",
+    distribution="transformers",
+    versions=">=5.0,<6",
+    reason="transformers has no name for these kernels, and up to 5.7 refuses every name but its own",
+    seams=(
+        Seam(
+            "transformers.modeling_utils:PreTrainedModel.get_correct_experts_implementation",
+            ("self", "requested_experts"),
+        ),
+    ),
+    replace=_replace,
+    complete=_register,
+)
