@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,65 @@ def _deepseek() -> Any:
     )
 
 
+def _qwen3() -> Any:
+    return transformers.Qwen3Config(**SHAPE, head_dim=16)
+
+
+def _qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(
+        **SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, output_router_logits=True
+    )
+
+
+def _mixtral() -> Any:
+    return transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+
+
+def _gemma3() -> Any:
+    return transformers.Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=WINDOW)
+
+
+def _qwen3_5_moe() -> Any:
+    """Norms with an offset and with a gate, linear attention beside full, rotation of a part of the channels."""
+    return transformers.Qwen3_5MoeTextConfig(
+        **SHAPE,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        output_router_logits=True,
+    )
+
+
+def there(models: Sequence[tuple[str, Callable[[], Any], str]]) -> dict[str, Callable[[], Any]]:
+    """Of models with the names of their configs, those that the installed release has."""
+    return {name: build for name, build, config in models if hasattr(transformers, config)}
+
+
+#: Models for kernel selection, with an op of each variant among them.
+OPS_MODELS = there(
+    (
+        ("llama", _llama_gqa, "LlamaConfig"),
+        ("qwen2", _qwen2, "Qwen2Config"),
+        ("qwen3", _qwen3, "Qwen3Config"),
+        ("qwen3_moe", _qwen3_moe, "Qwen3MoeConfig"),
+        ("mixtral", _mixtral, "MixtralConfig"),
+        ("gemma2", _gemma2, "Gemma2Config"),
+        ("gemma3", _gemma3, "Gemma3TextConfig"),
+        ("deepseek_v3", _deepseek, "DeepseekV3Config"),
+        ("qwen3_5_moe", _qwen3_5_moe, "Qwen3_5MoeTextConfig"),
+    )
+)
+
 #: Decoder-only models by name, those that the installed release has.
-CAUSAL_LMS: dict[str, Callable[[], Any]] = {
-    name: build
-    for name, build, config in (
+CAUSAL_LMS = there(
+    (
         ("llama", _llama, "LlamaConfig"),
         ("llama_gqa", _llama_gqa, "LlamaConfig"),
         ("qwen2_window", _qwen2, "Qwen2Config"),
@@ -104,8 +159,7 @@ CAUSAL_LMS: dict[str, Callable[[], Any]] = {
         ("gpt_oss_sinks", _gpt_oss, "GptOssConfig"),
         ("deepseek_value_dim", _deepseek, "DeepseekV3Config"),
     )
-    if hasattr(transformers, config)
-}
+)
 
 
 def bart() -> Any:

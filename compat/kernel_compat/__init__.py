@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import models, policy
+    from . import models, ops, policy
     from .environment import Device, Environment
     from .errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
     from .handle import Handle
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .kernels import Features, Functions, Kernel, Provider, known_kernels
     from .names import AttentionName, register_attention, registered_attention, unregister_attention
     from .seams import Seam, Shim
+    from .sequence_parallel import ulysses
     from .torch_backend import use_torch_flash_backend
 
 # Loaded on first use, so that the import costs next to nothing.
@@ -32,9 +33,10 @@ _HOMES = {
     "kernels": ("Features", "Functions", "Kernel", "Provider", "known_kernels"),
     "names": ("AttentionName", "register_attention", "registered_attention", "unregister_attention"),
     "seams": ("Seam", "Shim"),
+    "sequence_parallel": ("ulysses",),
     "torch_backend": ("use_torch_flash_backend",),
 }
-_MODULES = ("models", "policy")
+_MODULES = ("models", "ops", "policy")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -58,10 +60,12 @@ __all__ = [
     "installed",
     "known_kernels",
     "models",
+    "ops",
     "policy",
     "register_attention",
     "registered_attention",
     "status",
+    "ulysses",
     "uninstall",
     "unregister_attention",
     "use_torch_flash_backend",

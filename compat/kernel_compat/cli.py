@@ -1,4 +1,4 @@
-"""The command line: ``kernel-compat check | status | explain NAME | plan``.
+"""The command line: ``kernel-compat check | status | explain NAME | plan | ops``.
 
 Exit codes: 0, everything usable is right; 1, a usable kernel is wrong, a shim failed, a name was refused, torch or
 transformers is broken, or nothing here would do what was planned; 2, bad arguments.
@@ -25,6 +25,8 @@ from .installer import Report, ShimReport, status
 if TYPE_CHECKING:  # rich takes a good part of `status`: it is imported where tables are printed, and never for JSON
     from rich.console import Console
 
+    from .ops.table import Table
+
 __all__ = ["main"]
 
 #: Words carry the meaning; colour repeats it.
@@ -36,6 +38,7 @@ _COLOURS = {
     "WRONG": "bold red",
     "failed": "bold red",
     "not usable": "yellow",
+    "refused": "yellow",
     "skipped": "dim",
     "not needed": "dim",
     "pending": "cyan",
@@ -95,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Which attention implementations work in this environment, and why the others don't.",
         epilog="Exit codes: 0 everything usable is right; 1 something is wrong or failed; 2 bad arguments.",
     )
-    commands = parser.add_subparsers(metavar="check | status | explain | plan", required=True)
+    commands = parser.add_subparsers(metavar="check | status | explain | plan | ops", required=True)
     one = commands.add_parser(
         "check", parents=[common], help="run every attention name on tiny problems and compare with a reference"
     )
@@ -125,6 +128,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--packed", action="store_true", help="several sequences share a row")
     one.add_argument("--liger", action="store_true", help="Liger's kernels are asked for")
     one.set_defaults(command=_Command(_find_plan, _plan_as_json, _show_plan))
+    one = commands.add_parser(
+        "ops", parents=[common], help="which kernels an OpsConfig can choose here, and what they would do to a model"
+    )
+    one.add_argument("--model", metavar="PATH", help="a folder that a model was saved in; its weights aren't read")
+    one.set_defaults(command=_Command(_find_ops, _ops_as_json, _show_ops))
     return parser
 
 
@@ -435,6 +443,49 @@ def _capability(features: Any) -> str:
 
 def _head_dim(features: Any) -> str:
     return "any" if features.max_head_dim is None else f"up to {features.max_head_dim}"
+
+
+def _find_ops(arguments: argparse.Namespace) -> Table:
+    from .ops.table import table
+
+    try:
+        return table(arguments.model)
+    except ValueError as error:
+        raise _BadArgumentsError(f"--model: {error}") from None
+
+
+def _ops_as_json(found: Table) -> dict[str, Any]:
+    return {"ok": True, **_fields(found)}
+
+
+def _show_ops(console: Console, found: Table) -> None:
+    _print_environment(console, found.environment, None)
+    rows = [
+        (
+            f"{one.op}_implementation",
+            one.value,
+            ", ".join(one.variants),
+            _usable(one.reasons),
+            _why(one.reasons, one.install) or one.note,
+        )
+        for one in found.choices
+        if one.value != "eager"  # which every field has
+    ]
+    _print_table(console, "Kernels", ("field", "value", "variants", "here", ""), rows)
+    for name, problem in found.broken.items():
+        _print(console, f"Problem: the entry point {name} failed: {problem}", "yellow")
+    if found.model:
+        rows = [
+            (
+                f"{one.op}_implementation",
+                one.value,
+                "refused" if one.refused else str(one.modules),
+                ", ".join(one.variants),
+                "; ".join((*one.proven, *one.notes)) if not one.refused else one.refused,
+            )
+            for one in found.fits
+        ]
+        _print_table(console, f"{found.model}", ("field", "value", "modules", "variant", ""), rows)
 
 
 # Printing.

@@ -305,6 +305,22 @@ def put_beneath(module: nn.Module, old: object, new: Callable[..., Any] | None) 
     return False
 
 
+def covered(module: nn.Module) -> _Layer | None:
+    """What the forward of ours that is in place is over; None where none is. For other patches of this library."""
+    state, index = _state_of(module), _index_in_place(module)
+    return state.layers[index] if state is not None and index is not None else None
+
+
+def slip_beneath(module: nn.Module, new: Callable[..., Any]) -> None:
+    """Have the forward of ours that is in place be over `new`. The way back is `put_beneath`."""
+    with _patching:
+        state, index = _state_of(module), _index_in_place(module)
+        assert state is not None
+        assert index is not None
+        state.layers[index] = _Layer(new, in_instance=True)
+        vars(module)["forward"] = _method(module, state.layers[index], index)
+
+
 # Running.
 
 

@@ -1,0 +1,148 @@
+"""The kernels that come with the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from .registry import Hardware, KernelSpec
+
+_LIGER = {
+    "requires": ("liger-kernel>=0.6.5",),
+    "install": "Install it with: pip install liger-kernel (with transformers 4: pip install 'liger-kernel<0.8.5')",
+    "hardware": Hardware("cuda"),
+}
+_QUACK = {
+    "requires": ("quack-kernels>=0.4.1",),
+    "install": "Install it with: pip install quack-kernels",
+    "hardware": Hardware("cuda", (9, 0)),
+}
+_TRITON = {
+    "requires": ("triton>=3",),
+    "install": "Install it with: pip install triton",
+    "hardware": Hardware("cuda", (7, 0), interpreted=True),
+}
+
+_NPU = {
+    "requires": ("torch-npu",),
+    "install": "Install it with: pip install torch-npu",
+    "hardware": Hardware("npu"),
+    "note": "never run on hardware",
+}
+
+
+def _liger(name: str) -> Callable[[], Callable[..., Any]]:
+    def factory() -> Callable[..., Any]:
+        from .kernels import liger
+
+        kernel: Callable[..., Any] = getattr(liger, name)()
+        return kernel
+
+    return factory
+
+
+def _moe(name: str) -> Callable[[], Callable[..., Any]]:
+    def factory() -> Callable[..., Any]:
+        kernel: Callable[..., Any] = import_module(f".kernels.{name}_moe", __package__).experts()
+        return kernel
+
+    return factory
+
+
+def _chunk_loss() -> Callable[..., Any]:
+    from .kernels.chunk_loss import chunk_loss
+
+    return chunk_loss
+
+
+def _triton_rms_norm(offset: bool) -> Callable[..., Any]:
+    from .kernels.triton_rms_norm import rms_norm
+
+    return partial(rms_norm, offset=offset)
+
+
+def _triton_rotary() -> Callable[..., Any]:
+    from .kernels.triton_rotary import rotary_pos_emb
+
+    return rotary_pos_emb
+
+
+def _triton_load_balancing() -> Callable[..., Any]:
+    from .kernels.triton_load_balancing import load_balancing_loss
+
+    return load_balancing_loss
+
+
+def _fla() -> Callable[..., Any]:
+    from .kernels.fla import rms_norm_gated
+
+    return rms_norm_gated()
+
+
+def _npu(name: str, *arguments: bool) -> Callable[[], Callable[..., Any]]:
+    def factory() -> Callable[..., Any]:
+        from .kernels import npu
+
+        kernel: Callable[..., Any] = getattr(npu, name)(*arguments)
+        return kernel
+
+    return factory
+
+
+SPECS = (
+    KernelSpec(
+        "moe",
+        "swiglu",
+        "fused_triton",
+        _moe("liger"),
+        requires=("liger-kernel>=0.8",),
+        install="Install it with: pip install 'liger-kernel>=0.8'",
+        hardware=Hardware("cuda"),
+        note="reads one number back from the device; float32 in TF32",
+    ),
+    KernelSpec("moe", "swiglu", "fused_quack", _moe("quack"), note="float16 and bfloat16", **_QUACK),  # type: ignore[arg-type]
+    KernelSpec("moe", "swiglu_transposed", "fused_quack", _moe("quack"), note="float16 and bfloat16", **_QUACK),  # type: ignore[arg-type]
+    KernelSpec(
+        "moe",
+        "swiglu",
+        "fused_npu",
+        _moe("npu"),
+        requires=("torch-npu",),
+        install="Install it with: pip install torch-npu",
+        hardware=Hardware("npu"),
+        note="bfloat16; never run on hardware",
+    ),
+    KernelSpec("cross_entropy_loss", "causal", "liger_kernel", _liger("cross_entropy"), **_LIGER),  # type: ignore[arg-type]
+    KernelSpec("cross_entropy_loss", "causal", "chunk_loss", _chunk_loss),
+    KernelSpec("cross_entropy_loss", "causal", "npu", _npu("cross_entropy"), **_NPU),  # type: ignore[arg-type]
+    KernelSpec("rms_norm", "standard", "liger_kernel", _liger("rms_norm"), **_LIGER),  # type: ignore[arg-type]
+    KernelSpec("rms_norm", "offset", "liger_kernel", _liger("rms_norm_offset"), **_LIGER),  # type: ignore[arg-type]
+    KernelSpec("rms_norm", "standard", "triton", partial(_triton_rms_norm, False), note="batch-invariant", **_TRITON),  # type: ignore[arg-type]
+    KernelSpec("rms_norm", "offset", "triton", partial(_triton_rms_norm, True), note="batch-invariant", **_TRITON),  # type: ignore[arg-type]
+    KernelSpec("rms_norm", "standard", "npu", _npu("rms_norm", False), **_NPU),  # type: ignore[arg-type]
+    KernelSpec("rms_norm", "offset", "npu", _npu("rms_norm", True), **_NPU),  # type: ignore[arg-type]
+    KernelSpec("swiglu_mlp", "standard", "liger_kernel", _liger("swiglu"), **_LIGER),  # type: ignore[arg-type]
+    KernelSpec(
+        "rotary_pos_emb",
+        "full",
+        "liger_kernel",
+        _liger("rotary"),
+        assumes=("equal_halves",),
+        **_LIGER,  # type: ignore[arg-type]
+    ),
+    KernelSpec("rotary_pos_emb", "full", "triton", _triton_rotary, note="deterministic", **_TRITON),  # type: ignore[arg-type]
+    KernelSpec("rotary_pos_emb", "partial", "triton", _triton_rotary, note="deterministic", **_TRITON),  # type: ignore[arg-type]
+    KernelSpec("rotary_pos_emb", "full", "npu", _npu("rotary_pos_emb"), **_NPU),  # type: ignore[arg-type]
+    KernelSpec("load_balancing_loss", "standard", "triton", _triton_load_balancing, **_TRITON),  # type: ignore[arg-type]
+    KernelSpec(
+        "rms_norm_gated",
+        "standard",
+        "fla",
+        _fla,
+        requires=("flash-linear-attention>=0.2",),
+        install="Install it with: pip install flash-linear-attention",
+        hardware=Hardware("cuda", (8, 0)),
+    ),
+)

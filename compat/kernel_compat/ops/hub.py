@@ -1,0 +1,71 @@
+"""Layers of the hub: modules whose forwards transformers' `kernelize` replaces, where the package ``kernels`` is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..errors import UnsupportedFeatureError
+from .instances import Change, ops_of, replaced, whose
+
+
+class Layers:
+    """Those of a model, and whether transformers replaces their forwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {path: m for path, m in model.named_modules() if hasattr(type(m), "kernel_layer_name")}
+        self._models: list[Any] = [m for m in model.modules() if hasattr(type(m), "use_kernels")]
+
+    def around(self, path: str) -> str:
+        """What has replaced the forward of a layer around a module, so that the module's may not be called; empty where nothing has."""
+        for outer, layer in self._over(path):
+            if outer != path and (found := replaced(layer)) is not None and not ops_of(layer):
+                return f"{outer} ({type(layer).__name__}), whose forward has been replaced by {whose(found)}"
+        return ""
+
+    def refuse(self, path: str) -> str:
+        """Why a forward that is put into a module isn't called, or won't be; empty where nothing is in the way."""
+        if around := self.around(path):
+            return f"it is in {around}"
+        if any(True for _ in self._over(path)) and any(model.use_kernels for model in self._models):
+            return "use_kernels is on, and with it train() and eval() replace its forward, or that of a layer around it"
+        return ""
+
+    def guards(self, changed: Iterable[Any]) -> list[Change]:
+        """What has transformers refuse to replace the forwards of these modules, and of those that are bound already."""
+        ids = {id(module) for module in changed}
+        if not any(id(m) in ids or ops_of(m) for layer in self._layers.values() for m in layer.modules()):
+            return []
+        return [Change(m, f.__name__, f) for m in self._models for f in _GUARDS if hasattr(type(m), f.__name__)]
+
+    def _over(self, path: str) -> Iterator[tuple[str, nn.Module]]:
+        while path:
+            if path in self._layers:
+                yield path, self._layers[path]
+            path = path.rpartition(".")[0]
+
+
+def unkernelized(function: Any) -> Any:
+    """A function as it was written: ``kernels`` makes modules of those that kernels of the hub can take the place of."""
+    return partial(type(function).forward, function) if isinstance(function, nn.Module) else function
+
+
+def kernelize(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedFeatureError(
+        f"kernels of the hub in the same {type(self).__name__}: they would take the place of its own",
+        "apply_ops",
+        "Undo its report, kernel_compat.ops.applied(model), first; or leave eager what the hub has kernels for.",
+    )
+
+
+def set_use_kernels(self: Any, use_kernels: Any, *args: Any, **kwargs: Any) -> Any:
+    if use_kernels:
+        kernelize(self)
+    return type(self).set_use_kernels(self, use_kernels, *args, **kwargs)
+
+
+#: Until transformers 5.12 `use_kernels`, `train` and `eval` call the first, since then the second.
+_GUARDS = (kernelize, set_use_kernels)

@@ -1,0 +1,148 @@
+"""Attributes of a module instance that take the place of its class's, and the way back.
+
+A method that is put into an instance is bound to it, so that `copy.deepcopy` binds the copy's to the copy, and pickling the
+module leaves it out: what is unpickled is the class's own again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+from ..errors import UnsupportedFeatureError
+from ..models.sdpa import covered, put_beneath, slip_beneath
+
+#: On functions of ours: the ops that they are for.
+MARK = "__kernel_compat_op__"
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Missing:
+    """Nothing was there. A class, because `copy.deepcopy` leaves classes as they are."""
+
+
+_MISSING: Any = _Missing
+
+
+@dataclass(eq=False)
+class Change:
+    """One attribute of one instance. Knows its way back once it is made.
+
+    Attributes:
+        module: whose.
+        name: of the attribute.
+        value: what is put there: a function is bound to the module.
+    """
+
+    module: Any
+    name: str
+    value: Any
+    _slot: str = ""
+    _before: Any = _MISSING
+    _after: Any = None
+
+    def make(self) -> None:
+        attributes = vars(self.module)
+        self._slot = slot(self.module) if self.name == "forward" else self.name
+        self._after = MethodType(self.value, self.module) if isinstance(self.value, FunctionType) else self.value
+        layer = covered(self.module) if self._slot == "forward" else None
+        if layer is not None:
+            self._before = layer.inner if layer.in_instance else _MISSING
+            slip_beneath(self.module, self._after)
+        else:
+            self._before = attributes.get(self._slot, _MISSING)
+            attributes[self._slot] = self._after
+
+    def undo(self) -> bool:
+        """Put back what was there; False where something of somebody else's is there now, which stays."""
+        attributes = vars(self.module)
+        for name in dict.fromkeys((self._slot, "_old_forward" if self.name == "forward" else self._slot)):
+            if _same(attributes.get(name, _MISSING), self._after):
+                if self._before is not _MISSING:
+                    attributes[name] = self._before
+                elif name == self._slot:
+                    del attributes[name]
+                else:  # a hook was put over ours
+                    class_: Any = type(self.module)
+                    attributes[name] = MethodType(class_.forward, self.module)
+                return True
+        before = None if self._before is _MISSING else self._before
+        return self.name == "forward" and put_beneath(self.module, self._after, before)
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the method that was put there is still called, be it by what wraps it; True for what is no method."""
+        if not isinstance(self.value, FunctionType):
+            return True
+        found = _own(self.module) if self.name == "forward" else vars(self.module).get(self.name)
+        function = getattr(found, "__func__", found)
+        while function is not None and function is not self.value:
+            function = getattr(function, "__wrapped__", None)  # accelerate's, for mixed precision
+        return function is not None
+
+
+def slot(module: Any) -> str:
+    """Where an instance's forward is: under accelerate's hook, where one is in place."""
+    hooked = "_hf_hook" in vars(module) and isinstance(_top(module), partial)
+    return "_old_forward" if hooked else "forward"
+
+
+def replaced(module: Any) -> Any:
+    """The forward that an instance has of its own, None where its class's is in force."""
+    found = _own(module)
+    if isinstance(found, MethodType) and found.__self__ is module:
+        return None if found.__func__ is getattr(type(module), "forward", None) else found
+    return found
+
+
+def ops_of(module: Any, method: str = "forward") -> frozenset[str]:
+    """The ops that this library has put into the place of a module's method."""
+    found = _own(module) if method == "forward" else vars(module).get(method)
+    return getattr(getattr(found, "__func__", found), MARK, frozenset())
+
+
+def _own(module: Any) -> Any:
+    name = slot(module)
+    return _top(module) if name == "forward" else vars(module).get(name)
+
+
+def _top(module: Any) -> Any:
+    layer = covered(module)
+    return layer.inner if layer is not None else vars(module).get("forward")
+
+
+def require_unreplaced(module: Any, path: str, op: str, kernel: str) -> None:
+    """Check that the class's forward is in force.
+
+    Raises:
+        UnsupportedFeatureError: the instance has another.
+    """
+    found = replaced(module)
+    if found is None:
+        return
+    raise UnsupportedFeatureError(
+        f"{path or 'the model'} ({type(module).__name__}), whose forward has been replaced by {whose(found)}",
+        f"{op} {kernel!r}",
+        "Undo that, or leave the op eager: one of the two can be in force.",
+    )
+
+
+def whose(method: Any) -> str:
+    function = getattr(method, "__func__", method)
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(method).__name__)}"
+
+
+def ours(function: F, op: str) -> F:
+    """Mark a function as put there by this library, for `op` besides what it is marked for."""
+    setattr(function, MARK, getattr(function, MARK, frozenset()) | {op})
+    return function
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are one; each access to a method makes a new object of it."""
+    return one is other or (type(one) is type(other) is MethodType and one == other)

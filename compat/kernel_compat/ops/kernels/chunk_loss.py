@@ -1,0 +1,128 @@
+"""Cross-entropy of a linear layer's outputs that never exist all at once: plain torch, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..lazy import Pointwise
+
+#: The fewest tokens of a chunk: fewer keep a GPU's matrix units waiting.
+SMALLEST = 128
+
+
+def chunk_loss(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    pointwise: Sequence[Pointwise] = (),
+) -> Tensor:
+    """The cross-entropy of ``linear(hidden_states, weight, bias)``, computed a chunk of tokens at a time.
+
+    The gradients are computed with the loss, so that nothing of a chunk is kept: besides the results it takes one
+    float32 of the weight's size, where the weight has a gradient, and a chunk's logits. In half precision logits and their
+    gradients are rounded where those of a linear layer and a float32 loss are.
+
+    Args:
+        hidden_states: (tokens, hidden).
+        weight: (vocabulary, hidden).
+        labels: (tokens,): the class of each token, or `ignore_index`.
+        bias: (vocabulary,).
+        reduction: the mean over the tokens that count, or their sum.
+        pointwise: what is done to each logit before the loss.
+    """
+    if hidden_states.dim() != 2 or labels.shape != hidden_states.shape[:1]:
+        shapes = f"{tuple(hidden_states.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"hidden_states must be (tokens, hidden) and labels (tokens,), not {shapes}")
+    kind = hidden_states.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    loss: Tensor = _ChunkLoss.apply(hidden_states, weight, bias, labels, ignore_index, reduction, tuple(pointwise))
+    return loss
+
+
+def chunk_size(tokens: int, hidden: int, vocabulary: int) -> int:
+    """So many tokens that the logits of a chunk take about as much as all hidden states."""
+    return max(SMALLEST, -(-tokens * hidden // max(1, vocabulary)) // SMALLEST * SMALLEST)
+
+
+class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ignore_index: int,
+        reduction: str,
+        pointwise: tuple[Pointwise, ...],
+    ) -> Tensor:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        counted = labels != ignore_index
+        divisor = counted.sum() if reduction == "mean" else None
+        hidden_gradient = torch.empty_like(hidden_states) if needs_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
+        loss = torch.zeros((), dtype=wide, device=hidden_states.device)
+        size = chunk_size(hidden_states.shape[0], hidden_states.shape[1], weight.shape[0])
+        for start in range(0, hidden_states.shape[0], size):
+            part = slice(start, start + size)
+            rows, counts = hidden_states[part], counted[part]
+            targets = torch.where(counts, labels[part], 0).unsqueeze(-1)
+            steps = [linear(rows, weight, bias)]
+            for one in pointwise:
+                steps.append(one(steps[-1]))
+            logits = steps[-1].to(wide)
+            normalizer = logits.logsumexp(-1, keepdim=True)
+            losses = (normalizer - logits.gather(-1, targets)).squeeze(-1)
+            loss += losses.masked_fill(~counts, 0.0).sum()
+            if not (needs_hidden or needs_weight or needs_bias):
+                continue
+            gradient = (logits - normalizer).exp_()
+            gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand(targets.shape))
+            gradient.masked_fill_(~counts.unsqueeze(-1), 0.0)
+            if divisor is not None:
+                gradient /= divisor
+            gradient = gradient.to(steps[-1].dtype)
+            for one, before, after in zip(reversed(pointwise), reversed(steps[:-1]), reversed(steps[1:]), strict=True):
+                gradient = _backward(one, gradient, before, after)
+            if hidden_gradient is not None:
+                hidden_gradient[part] = gradient @ weight
+            if weight_gradient is not None:
+                weight_gradient += gradient.mT @ rows
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(0, dtype=wide)
+        ctx.save_for_backward(
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            None if bias_gradient is None or bias is None else bias_gradient.to(bias.dtype),
+        )
+        return loss if divisor is None else loss / divisor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        (factor,) = gradients
+        scaled = (None if saved is None else saved * factor.to(saved.dtype) for saved in ctx.saved_tensors)
+        return (*scaled, None, None, None, None)
+
+
+def _backward(one: Pointwise, gradient: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    if one.kind == "times":
+        return gradient * one.value
+    if one.kind == "over":
+        return gradient / one.value
+    if one.kind == "tanh":
+        return gradient * (1 - after * after)
+    return gradient.to(before.dtype)

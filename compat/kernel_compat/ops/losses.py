@@ -1,0 +1,224 @@
+"""Cross-entropy without logits: the head of a model hands its hidden states on, and the loss takes them and the head's weight."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import UnsupportedFeatureError
+from .instances import replaced
+from .lazy import Deferred, LazyLogits, Pending, as_it_is
+from .probing import Unproven, quiet
+
+#: On the head, the forward that it works for; on a model, its head.
+PENDING, HEAD, INNER = "_kernel_compat_pending", "_kernel_compat_head", "_kernel_compat_forward"
+
+
+@dataclass(frozen=True)
+class CausalLoss:
+    """A model that computes the causal cross-entropy of what its head gives.
+
+    Attributes:
+        model: the module whose forward takes labels.
+        head: its output embeddings, a linear layer.
+        position: of `labels` among the arguments of its forward.
+    """
+
+    model: Any
+    head: nn.Linear
+    position: int
+
+
+def takes_labels(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers whose forward computes a loss."""
+    loss = inspect.getattr_static(type(module), "loss_function", None)
+    return isinstance(loss, property) and "labels" in inspect.signature(type(module).forward).parameters
+
+
+def causal_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The formula, and the parameters, of transformers' ``ForCausalLMLoss``: see `targets` and `divided`."""
+    flat = targets(labels, shift_labels, ignore_index, logits.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(wide).view(-1, vocab_size)
+    return divided(
+        functional.cross_entropy(logits, flat, ignore_index=ignore_index, reduction=reduction), num_items_in_batch
+    )
+
+
+def targets(labels: Any, shift_labels: Any, ignore_index: int, device: Any) -> Tensor:
+    """The next token of each, flat: `shift_labels` as they are, or `labels` (batch, length) one place to the left."""
+    if shift_labels is None:
+        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    flat: Tensor = shift_labels.reshape(-1).to(device)
+    return flat
+
+
+def divided(loss: Tensor, items: Any) -> Tensor:
+    """A sum of losses, divided by the number of tokens that count in all of the batch, where it is given."""
+    if items is None:
+        return loss
+    return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+
+
+def find(model: nn.Module) -> tuple[str, Any] | None:
+    """The outermost part of a model that takes labels, with its path; None where there is none."""
+    return next(((path, module) for path, module in model.named_modules() if takes_labels(module)), None)
+
+
+def prove(module: Any) -> CausalLoss:
+    """That a module's loss is the causal cross-entropy, over a plain linear head.
+
+    Raises:
+        Unproven: it isn't.
+    """
+    head = module.get_output_embeddings()
+    if head is None:
+        raise Unproven(f"it has no language modelling head: its loss is of the kind {module.loss_type or 'unknown'!r}")
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        what = f"{type(head).__module__}.{type(head).__qualname__}"
+        raise Unproven(f"its head is a {what}, and not a linear layer of torch's")
+    if replaced(head) is not None:
+        raise Unproven("the forward of its head has been replaced")
+    with quiet() as generator:
+        size = 7
+        logits = torch.randn(2, 5, size, generator=generator)
+        labels = torch.tensor([[1, 2, -100, 3, 0], [6, -100, -100, 5, 4]])
+        for options in ({}, {"num_items_in_batch": 3}, {"shift_labels": labels.roll(-1, 1)}, {"ignore_index": 3}):
+            if "ignore_index" in options:
+                labels = labels.where(labels >= 0, 3)
+            expected = causal_loss(logits, labels, size, **options)
+            try:
+                given = module.loss_function(logits=logits, labels=labels, vocab_size=size, **options)
+                off = abs(float(given) - float(expected))
+            except Exception as error:
+                raise Unproven(f"its loss_function failed on a probe ({type(error).__name__}: {error})") from error
+            if not off < 1e-5:
+                raise Unproven(
+                    f"its loss_function differs from the causal cross-entropy by {off:.1e} with {options or 'labels'}"
+                )
+    names = list(inspect.signature(type(module).forward).parameters)
+    return CausalLoss(module, head, names.index("labels") - 1)
+
+
+def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The forward of a head: lazy logits within a forward with labels; the loss, where that is requested."""
+
+    def forward(self: Any, input: Tensor, request: dict[str, Any] | None = None) -> Any:
+        if request:
+            # Here, and not in the model: what shards parameters has them whole within the forward of their module.
+            return kernel(input, self.weight, bias=self.bias, **request)
+        pending = getattr(self, PENDING, None)
+        if pending is not None and request is None:
+            return Deferred(input, self.out_features, pending)
+        return functional.linear(input, _whole(self.weight, input), _whole(self.bias, input))
+
+    return forward
+
+
+def _whole(parameter: Any, input: Tensor) -> Any:
+    """A parameter that is sharded, whole: of a head in FSDP2's root, behind the forward, it is."""
+    if hasattr(parameter, "full_tensor") and not hasattr(input, "full_tensor"):
+        return parameter.full_tensor()
+    return parameter
+
+
+class Loss:
+    """What takes the place of a model's ``loss_function``; of an unpickled model's, `causal_loss`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        logits: Any,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(logits, Deferred):
+            return causal_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+        if vocab_size != logits.vocab_size:
+            raise ValueError(
+                f"the head gives {logits.vocab_size} logits a token, and the loss is asked for {vocab_size}"
+            )
+        hidden_states = logits.hidden_states
+        request = {
+            "labels": targets(labels, shift_labels, ignore_index, hidden_states.device),
+            "ignore_index": ignore_index,
+            "reduction": "mean" if num_items_in_batch is None else "sum",
+            "pointwise": logits.pointwise,
+        }
+        logits.pending.used = True
+        head = self.model.get_output_embeddings()
+        return divided(head(hidden_states.reshape(-1, hidden_states.shape[-1]), request), num_items_in_batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
+        return Loss(copy.deepcopy(self.model, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return as_it_is, (causal_loss,)
+
+
+def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model: with labels, its own with lazy logits; without, its own.
+
+    Args:
+        inner: called with the model first.
+    """
+    position = found.position
+
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = args[position] if len(args) > position else kwargs.get("labels")
+        if labels is None:
+            return inner(self, *args, **kwargs)
+        head, pending = getattr(self, HEAD)[0], Pending(self)
+        setattr(head, PENDING, pending)
+        try:
+            outputs = inner(self, *args, **kwargs)
+        finally:
+            setattr(head, PENDING, None)
+        if not pending.used and self.get_output_embeddings() is not head:
+            raise UnsupportedFeatureError(
+                f"the head of {type(self).__name__}, which has been replaced since the ops were applied",
+                f"cross_entropy_loss {name!r}",
+                "Undo the ops, and apply them to the model as it is now.",
+            )
+        if not pending.used:
+            raise UnsupportedFeatureError(
+                f"the loss of {type(self).__name__}, which its forward computes from the logits itself",
+                f"cross_entropy_loss {name!r}",
+                "Set cross_entropy_loss_implementation='eager'.",
+            )
+        return outputs if torch.compiler.is_compiling() else _with_tensors(outputs)
+
+    return forward
+
+
+def _with_tensors(outputs: Any) -> Any:
+    """The outputs of a forward, whose logits may be asked whether they are a tensor."""
+    if isinstance(outputs, tuple):
+        return tuple(LazyLogits(one) if isinstance(one, Deferred) else one for one in outputs)
+    if isinstance(getattr(outputs, "logits", None), Deferred):
+        outputs.logits = LazyLogits(outputs.logits)
+    return outputs

@@ -1,0 +1,166 @@
+"""SwiGLU MLPs: ``down(silu(gate(x)) * up(x))``, with gate and up apart or in one projection."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from .probing import SAME, Unproven, clone, difference, quiet, run, takes_one
+
+#: The sizes that a probe is made with, in the place of the model's.
+HIDDEN, INTERMEDIATE = 6, 10
+
+
+@dataclass(frozen=True)
+class SwiGlu:
+    """Which of an MLP's projections does what.
+
+    Attributes:
+        gate: the child whose output goes through silu; or both, where they are one projection.
+        up: the child that it is multiplied with; empty where gate and up are one projection.
+        down: the child behind.
+        gate_first: which half of the one projection is the gate.
+    """
+
+    gate: str
+    up: str
+    down: str
+    gate_first: bool = True
+
+
+def _projections(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """The sizes of the children that are linear, by name. PEFT's and quantized ones tell theirs as torch's do."""
+    found = {}
+    for name, child in module._modules.items():
+        sizes = (getattr(child, "in_features", None), getattr(child, "out_features", None))
+        if isinstance(sizes[0], int) and isinstance(sizes[1], int):
+            found[name] = (sizes[0], sizes[1])
+    return found
+
+
+def _layouts(module: nn.Module) -> list[SwiGlu]:
+    """What a module's projections would do in a SwiGLU, by their sizes."""
+    sizes = _projections(module)
+    if len(sizes) == 3:
+        for down in sizes:
+            one, other = (name for name in sizes if name != down)
+            if sizes[one] == sizes[other] == sizes[down][::-1] and sizes[down][0] != sizes[down][1]:
+                return [SwiGlu(one, other, down), SwiGlu(other, one, down)]
+        if len(set(sizes.values())) == 1:  # all square: any of them may be any
+            return [SwiGlu(gate, up, down) for gate, up, down in itertools.permutations(sizes)]
+    if len(sizes) == 2:
+        for both, down in itertools.permutations(sizes):
+            if sizes[both] == (sizes[down][1], 2 * sizes[down][0]):
+                return [SwiGlu(both, "", down), SwiGlu(both, "", down, gate_first=False)]
+    return []
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether a module looks like a gated MLP: two projections up, or one of twice the size, and one down."""
+    return bool(_layouts(module)) and _others_are_small(module) and takes_one(module)
+
+
+def calls_itself_one(module: nn.Module) -> bool:
+    """Whether a candidate is a gated MLP by more than the sizes of its layers, which others may have by chance."""
+    sizes = _projections(module)
+    return any("gate" in name for name in sizes) or (len(sizes) == 3 and len(set(sizes.values())) > 1)
+
+
+def _others_are_small(module: nn.Module) -> bool:
+    linear = _projections(module)
+    own = any(p is not None for p in module._parameters.values())
+    return not own and all(name in linear or not list(child.parameters()) for name, child in module._modules.items())
+
+
+def prove(module: nn.Module) -> SwiGlu:
+    """Which projection does what.
+
+    Raises:
+        Unproven: it is no SwiGLU.
+    """
+    nearest = float("inf")
+    with quiet() as generator:
+        for layout in _layouts(module):
+            worst = _difference(module, layout, generator, training=True)
+            if worst < SAME:
+                return layout
+            if _difference(module, layout, generator, training=False) < SAME:
+                raise Unproven("it is one in evaluation alone: in training it drops values out")
+            nearest = min(nearest, worst)
+    raise Unproven(f"it differs from down(silu(gate(x)) * up(x)) by {nearest:.1e} (float32, relative)")
+
+
+def _difference(module: nn.Module, layout: SwiGlu, generator: torch.Generator, training: bool) -> float:
+    small = {
+        name: _small(module._modules[name], layout, name, generator)
+        for name in (layout.gate, layout.up, layout.down)
+        if name
+    }
+    children: dict[str, Any] = {
+        name: small[name] if name in small else child and clone(child, {}, child._modules, training)
+        for name, child in module._modules.items()
+    }
+    x = torch.randn(2, 5, HIDDEN, generator=generator)
+    state = torch.get_rng_state()  # dropout draws from it
+    try:
+        given = run(clone(module, {}, children, training), x.clone())
+    finally:
+        torch.set_rng_state(state)
+    return difference(given, reference(small, layout, x))
+
+
+class _Linear(nn.Module):  # type: ignore[misc]
+    """A linear layer without parameters: contexts that build models without weights put those on the meta device."""
+
+    def __init__(self, sizes: tuple[int, int], bias: bool, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight = torch.randn(*sizes, generator=generator)
+        self.bias = torch.randn(sizes[0], generator=generator) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def _small(like: Any, layout: SwiGlu, name: str, generator: torch.Generator) -> _Linear:
+    inside = INTERMEDIATE * (1 if layout.up else 2)
+    sizes = (HIDDEN, INTERMEDIATE) if name == layout.down else (inside, HIDDEN)
+    return _Linear(sizes, getattr(like, "bias", None) is not None, generator)
+
+
+def reference(children: dict[str, _Linear], layout: SwiGlu, x: Tensor) -> Tensor:
+    if layout.up:
+        gate, up = children[layout.gate](x), children[layout.up](x)
+    else:
+        gate, up = children[layout.gate](x).chunk(2, dim=-1)
+        if not layout.gate_first:
+            gate, up = up, gate
+    down: Tensor = children[layout.down](silu(gate) * up)
+    return down
+
+
+def forward_of(layout: SwiGlu, kernel: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """A forward that calls a kernel between the projections."""
+    first, second, down, gate_first = layout.gate, layout.up, layout.down, layout.gate_first
+    if second:
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            (x,) = args or kwargs.values()
+            return getattr(self, down)(kernel(getattr(self, first)(x), getattr(self, second)(x)))
+
+    else:
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            (x,) = args or kwargs.values()
+            one, other = getattr(self, first)(x).chunk(2, dim=-1)
+            return getattr(self, down)(kernel(one, other) if gate_first else kernel(other, one))
+
+    return forward
+
+
+__all__ = ["SwiGlu", "calls_itself_one", "forward_of", "is_candidate", "prove", "reference"]

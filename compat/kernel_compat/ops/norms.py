@@ -1,0 +1,132 @@
+"""RMSNorm modules: which formula one computes, and how a kernel is bound to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .probing import ALIKE, SAME, Unproven, clone, difference, quiet, run, takes_one
+
+Casting = Literal["llama", "gemma", "none"]
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """What an RMSNorm computes: ``weight * x / sqrt(mean(x^2) + eps)``, or with ``1 + weight``.
+
+    Attributes:
+        variant: ``standard`` or ``offset``.
+        casting: what is rounded in half precision. ``llama``: statistics in float32, the normalized value before it is
+            multiplied by the weight. ``gemma``: the product alone. ``none``: everything.
+        parameter: the name of the weight.
+    """
+
+    variant: str
+    eps: float
+    casting: Casting
+    parameter: str
+
+
+def reference(x: Tensor, weight: Tensor, eps: float, offset: bool, casting: Casting) -> Tensor:
+    dtype = x.dtype
+    scale = (1.0 + weight.to(torch.float32 if casting == "gemma" else weight.dtype)) if offset else weight
+    if casting != "none":
+        x = x.float()
+    normal = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if casting == "gemma":
+        return (normal * scale.float()).to(dtype)
+    return scale * normal.to(dtype)
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether a module looks like an RMSNorm: one vector for a weight, one input, nothing inside."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if module._modules or any(b is not None for b in module._buffers.values()) or len(parameters) != 1:
+        return False
+    return parameters[0].dim() == 1 and takes_one(module)
+
+
+def calls_itself_one(module: nn.Module) -> bool:
+    return "rmsnorm" in type(module).__name__.lower()
+
+
+def prove(module: nn.Module) -> RmsNorm:
+    """What a module computes.
+
+    Raises:
+        Unproven: none of the formulas.
+    """
+    found = [(name, p) for name, p in module._parameters.items() if p is not None]
+    if len(found) != 1 or module._modules:
+        raise Unproven("it has no weight of its own" if not found else "it has more than a weight")
+    ((parameter, weight),) = found
+    size = weight.shape[0]
+    with quiet() as generator:
+        values = torch.randn(size, generator=generator)
+        rows = torch.randn(8, size, generator=generator)
+        nearest = float("inf")
+        single = clone(module, {parameter: nn.Parameter(values, requires_grad=False)}, {})
+        for eps in epsilons(module):
+            # Some rows so small that what is added under the root tells.
+            x = rows * torch.tensor([1.0, 1.0, 1.0, 1.0, eps**0.5, eps**0.5, eps, eps]).unsqueeze(-1)
+            given = run(single, x.clone())
+            for variant in ("standard", "offset"):
+                worst = max(
+                    difference(given[i] if isinstance(given, Tensor) else given, one)
+                    for i, one in enumerate(reference(x, values, eps, variant == "offset", "gemma"))
+                )
+                if worst < SAME:
+                    casting = _casting(module, parameter, values, eps, variant == "offset", generator)
+                    return RmsNorm(variant, eps, casting, parameter)
+                nearest = min(nearest, worst)
+    raise Unproven(f"it differs from every formula by {nearest:.1e} or more (float32, relative)")
+
+
+def epsilons(module: nn.Module) -> Iterator[float]:
+    """The numbers among a module's attributes that may be the one under the root."""
+    seen = dict.fromkeys(v for v in vars(module).values() if isinstance(v, float) and 0 < v <= 1e-2)
+    yield from seen or (1e-6,)
+
+
+def _casting(
+    module: nn.Module, parameter: str, values: Tensor, eps: float, offset: bool, generator: torch.Generator
+) -> Casting:
+    size = values.shape[0]
+    x = torch.randn(max(16, 4096 // size), size, generator=generator).bfloat16()
+    weight = values.bfloat16()
+    half = run(clone(module, {parameter: nn.Parameter(weight, requires_grad=False)}, {}), x.clone())
+    best = 0.0
+    for casting in ("llama", "gemma", "none"):
+        expected = reference(x, weight, eps, offset, casting)
+        if not isinstance(half, Tensor) or half.dtype != expected.dtype:
+            continue
+        alike = float((half == expected).float().mean())
+        if alike >= ALIKE:
+            return casting
+        best = max(best, alike)
+    raise Unproven(f"in bfloat16 it rounds as no formula does: at best {best:.0%} of the values come out the same")
+
+
+def forward_of(norm: RmsNorm, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A forward that calls a kernel."""
+    eps, casting, parameter = norm.eps, norm.casting, norm.parameter
+    if parameter == "weight":
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            (hidden_states,) = args or kwargs.values()
+            return kernel(hidden_states, self.weight, eps, casting=casting)
+
+    else:
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            (hidden_states,) = args or kwargs.values()
+            return kernel(hidden_states, getattr(self, parameter), eps, casting=casting)
+
+    return forward
+
+
+__all__ = ["RmsNorm", "calls_itself_one", "epsilons", "forward_of", "is_candidate", "prove", "reference"]

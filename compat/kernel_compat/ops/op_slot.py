@@ -1,0 +1,94 @@
+"""A place for a kernel in one's own modeling code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .config import EAGER, OpsConfig
+from .registry import OPS, registered_kernels
+
+__all__ = ["OpSlot"]
+
+
+class OpSlot:
+    """A named place for a kernel, which is filled when a model is built or by `apply_ops`: no forward looks anything up.
+
+    As an attribute of a module it belongs to that module: it is filled where the module is built under `use`, and by
+    `apply_ops` on a model with the module in it, which then leaves the module's forward alone. As a global of a
+    modeling file it belongs to the process, and `bind` fills it.
+
+    ::
+
+        class MyRMSNorm(nn.Module):
+            def __init__(self, size, eps):
+                super().__init__()
+                self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+                self.kernel = OpSlot("rms_norm", "standard")
+
+            def forward(self, x):
+                if self.kernel.use_non_eager_impl:
+                    return self.kernel(x, self.weight, self.eps, casting="llama")
+                ...
+
+    Attributes:
+        op: one of `OPS`.
+        variant: the formula that the code around it computes.
+        value: the config's value that it is filled with; ``eager`` while it is empty.
+        use_non_eager_impl: whether it is filled.
+
+    Raises:
+        ValueError: an unknown op or variant.
+        KernelUnavailableError: the active config's kernel doesn't import.
+    """
+
+    def __init__(self, op: str, variant: str) -> None:
+        if op not in OPS:
+            raise ValueError(f"{op!r} is no op: there are {', '.join(OPS)}")
+        if variant not in OPS[op]:
+            raise ValueError(f"{op} has no variant {variant!r}: it has {', '.join(OPS[op])}")
+        self.op = op
+        self.variant = variant
+        self.fill(EAGER, _empty)
+        from .apply import active
+
+        if (config := active()) is not None:
+            self.bind(config)
+
+    def bind(self, choice: OpsConfig | str) -> None:
+        """Fill it with what a config, or a value of its field, chooses; ``eager`` empties it.
+
+        Raises:
+            ValueError: no kernel of that name is for its variant.
+            KernelUnavailableError: it can't run here.
+        """
+        if isinstance(choice, str):
+            choice = OpsConfig.from_dict({f"{self.op}_implementation": choice})
+        value = choice[self.op]
+        if value == EAGER:
+            self.fill(EAGER, _empty)
+            return
+        found = [spec for spec in registered_kernels(self.op) if (spec.variant, spec.name) == (self.variant, value)]
+        if not found:
+            raise ValueError(f"{self.op} has no kernel {value!r} for the variant {self.variant!r}")
+        self.fill(value, found[0].load())
+
+    def fill(self, value: str, kernel: Callable[..., Any]) -> None:
+        self.value = value
+        self.use_non_eager_impl = value != EAGER
+        self._kernel = kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the kernel.
+
+        Raises:
+            RuntimeError: it is empty.
+        """
+        return self._kernel(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"OpSlot({self.op!r}, {self.variant!r}): {self.value}"
+
+
+def _empty(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this OpSlot is empty: ask its use_non_eager_impl before it is called")

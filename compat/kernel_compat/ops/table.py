@@ -1,0 +1,132 @@
+"""What there is to choose from here, and what it would do to a model: for the command line."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..environment import Environment
+from ..errors import KernelCompatError, UnsupportedFeatureError
+from . import registry
+from .config import EAGER, choices
+
+__all__ = ["Choice", "Fit", "Table", "table"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of a config's field.
+
+    Attributes:
+        variants: what it is for.
+        reasons: why it isn't usable here; empty when it is.
+        install: the command that would help.
+    """
+
+    op: str
+    value: str
+    variants: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    install: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a value would do to a model, on a device that it runs on.
+
+    Attributes:
+        modules: how many it would be bound to.
+        proven: what those were found to compute.
+        refused: why it wouldn't be bound.
+        notes: what it would leave alone.
+    """
+
+    op: str
+    value: str
+    modules: int
+    variants: tuple[str, ...] = ()
+    proven: tuple[str, ...] = ()
+    refused: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """What there is.
+
+    Attributes:
+        model: the class of the model that was asked about.
+        broken: entry points that failed, with the error.
+    """
+
+    environment: Environment
+    choices: tuple[Choice, ...]
+    broken: dict[str, str]
+    model: str = ""
+    fits: tuple[Fit, ...] = ()
+
+
+def table(path: str | None = None) -> Table:
+    """The table; with a folder that a model was saved in, for that model as well. Loads no weights.
+
+    Raises:
+        ValueError: no model is in that folder, or none that can be built from its config.
+    """
+    environment = registry.detect()
+    found = [_choice(op, value, environment) for op in registry.OPS for value in choices(op)]
+    if path is None:
+        return Table(environment, tuple(found), registry.broken())
+    model = _build(path)
+    fits = [_fit(model, one) for one in found if one.value != EAGER]
+    return Table(environment, tuple(found), registry.broken(), type(model).__name__, tuple(fits))
+
+
+def _choice(op: str, value: str, environment: Environment) -> Choice:
+    if value == EAGER:
+        return Choice(op, value, note="the model's own code")
+    specs = [spec for spec in registry.registered_kernels(op) if spec.name == value]
+    usable = [spec for spec in specs if not spec.unavailable_because(environment)]
+    first = (usable or specs)[0]
+    reasons = () if usable else tuple(first.unavailable_because(environment))
+    install = first.install if first.absent_because(environment) else ""
+    variants = tuple(spec.variant for spec in usable or specs)
+    return Choice(op, value, variants, reasons, "" if usable else install, first.note)
+
+
+def _build(path: str) -> Any:
+    """The model of a folder, on the meta device."""
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise ValueError(f"{path} has no config.json: it is no folder that a model was saved in")
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        name = (getattr(config, "architectures", None) or ["AutoModelForCausalLM"])[0]
+        class_ = getattr(transformers, name, None)
+        with torch.device("meta"):
+            if class_ is not None and hasattr(class_, "_from_config"):
+                return class_._from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a config of any kind
+        raise ValueError(f"no model can be built from {path} ({type(error).__name__}: {error})") from error
+
+
+def _fit(model: Any, choice: Choice) -> Fit:
+    from .planning import Plan
+
+    try:
+        plan = Plan(model, {f"{choice.op}_implementation": choice.value}, dry=True)
+    except (UnsupportedFeatureError, KernelCompatError) as error:
+        return Fit(choice.op, choice.value, 0, refused=str(error))
+    bindings = plan.bindings
+    return Fit(
+        choice.op,
+        choice.value,
+        len(bindings),
+        tuple(dict.fromkeys(b.variant for b in bindings)),
+        tuple(dict.fromkeys(b.proven for b in bindings)),
+        notes=tuple(plan.notes),
+    )

@@ -1,0 +1,776 @@
+"""Kernel selection on real models: what is bound computes the same, everything else stays what it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from plain_kernels import PLAIN
+from tiny import CAUSAL_LMS, OPS_MODELS, TRANSFORMERS, VOCAB, llava, randomize
+
+import kernel_compat
+from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, ops
+from kernel_compat.ops.lazy import Deferred, LazyLogits
+from kernel_compat.ops.losses import causal_loss
+
+#: Every op whose kernels run here.
+VALUES = {
+    "rms_norm_implementation": PLAIN,
+    "rms_norm_gated_implementation": PLAIN,
+    "swiglu_mlp_implementation": PLAIN,
+    "rotary_pos_emb_implementation": PLAIN,
+    "load_balancing_loss_implementation": PLAIN,
+    "cross_entropy_loss_implementation": "chunk_loss",
+}
+EVERYTHING = ops.OpsConfig(**VALUES)
+CHUNKED = ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss")
+
+#: What a tiny model of each kind has, and with which variant. Gemma's MLPs go through gelu.
+EXPECTED = {
+    "llama": {"rms_norm": "standard", "swiglu_mlp": "standard", "rotary_pos_emb": "full"},
+    "qwen2": {"rms_norm": "standard", "swiglu_mlp": "standard", "rotary_pos_emb": "full"},
+    "qwen3": {"rms_norm": "standard", "swiglu_mlp": "standard", "rotary_pos_emb": "full"},
+    "qwen3_moe": {"rms_norm": "standard", "rotary_pos_emb": "full", "load_balancing_loss": "standard"},
+    "mixtral": {"rms_norm": "standard", "rotary_pos_emb": "full", "load_balancing_loss": "standard"},
+    "gemma2": {"rms_norm": "offset", "rotary_pos_emb": "full"},
+    "gemma3": {"rms_norm": "offset", "rotary_pos_emb": "full"},
+    "deepseek_v3": {"rms_norm": "standard", "swiglu_mlp": "standard", "rotary_pos_emb": "full"},
+    "qwen3_5_moe": {
+        "rms_norm": "offset",
+        "rms_norm_gated": "standard",
+        "swiglu_mlp": "standard",
+        "rotary_pos_emb": "partial",
+        "load_balancing_loss": "standard",
+    },
+}
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 1, 1]])
+MASK = torch.tensor([[1] * 9, [1] * 7 + [0] * 2])
+LABELS = torch.tensor([[-100, -100, 7, 8, 9, 10, 11, 12, 13], [21, 22, 23, 24, 25, 26, 27, -100, -100]])
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    # Of experts, float64 knows upstream's loop alone.
+    options = {"experts_implementation": "eager"} if TRANSFORMERS.major >= 5 else {}
+    model = transformers.AutoModelForCausalLM.from_config(OPS_MODELS[name](), attn_implementation="eager", **options)
+    return randomize(model).to(dtype).train()
+
+
+def step(model: Any, **inputs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The outputs of a training step, and every gradient by parameter."""
+    model.zero_grad()
+    outputs = model(**{"input_ids": IDS, "attention_mask": MASK, "labels": LABELS, "use_cache": False, **inputs})
+    outputs.loss.backward()
+    return outputs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=rtol * float(gradient.abs().max() + 1e-6))
+
+
+def config_for(name: str) -> ops.OpsConfig:
+    has = EXPECTED[name]
+    return ops.OpsConfig(
+        **{k: v for k, v in VALUES.items() if k.removesuffix("_implementation") in {*has, "cross_entropy_loss"}}
+    )
+
+
+@contextmanager
+def left_as_it_was(model: Any) -> Iterator[None]:
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    yield
+    for path, module in model.named_modules():
+        now = vars(module)
+        assert now.keys() == before[path].keys(), path
+        for key, value in now.items():
+            assert value is before[path][key] or value == before[path][key], (path, key)
+
+
+# The same numbers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(OPS_MODELS))
+def test_loss_and_every_gradient_are_those_of_eager(name: str) -> None:
+    """In float64, where eager's loss is too: upstream's rounds its logits to float32."""
+    model = build(name, torch.float64)
+    model.loss_function = causal_loss
+    eager, expected = step(model)
+
+    report = ops.apply_ops(model, config_for(name))
+    bound, found = step(model)
+
+    variants = {binding.op: binding.variant for binding in report.bindings}
+    assert variants == {**EXPECTED[name], "cross_entropy_loss": "causal"}
+    # Upstream's load-balancing loss has its sums in float32, Qwen3.5's linear attention everything.
+    tolerance = 1e-4 if name == "qwen3_5_moe" else 1e-6 if "load_balancing_loss" in variants else 1e-10
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=tolerance, atol=0, check_dtype=False)
+    assert_same(found, expected, tolerance)
+    assert isinstance(bound.logits, LazyLogits)
+    torch.testing.assert_close(bound.logits.compute(), eager.logits, rtol=tolerance, atol=tolerance)
+
+    report.undo()
+    again, restored = step(model)
+    assert torch.equal(again.loss, eager.loss)
+    assert all(torch.equal(restored[key], value) for key, value in expected.items())
+
+
+@pytest.mark.skipif(TRANSFORMERS.major >= 5, reason="experts are one module with all weights")
+def test_experts_that_are_modules_of_their_own_are_mlps() -> None:
+    model = build("qwen3_moe", torch.float64)
+    eager, expected = step(model)
+
+    report = ops.apply_ops(model, ops.OpsConfig(swiglu_mlp_implementation=PLAIN))
+    bound, found = step(model)
+
+    assert len(report.bindings) == 8
+    torch.testing.assert_close(bound.loss, eager.loss)
+    assert_same(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_half_precision_rounds_as_eager_does(name: str) -> None:
+    model = build(name, torch.bfloat16)
+    eager, _ = step(model)
+
+    ops.apply_ops(model, config_for(name))
+    bound, _ = step(model)
+
+    torch.testing.assert_close(bound.logits.compute(), eager.logits, rtol=0, atol=0)
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"num_items_in_batch": 40},
+        {"num_items_in_batch": torch.tensor(40)},
+        {"shift_labels": LABELS.roll(-1, 1)},
+        {"labels": None},
+        {"return_dict": False},
+        {"labels": torch.full_like(LABELS, -100)},
+    ],
+    ids=["items", "items as a tensor", "shifted", "no labels", "tuple", "all ignored"],
+)
+def test_what_goes_to_the_loss_reaches_it(inputs: dict[str, Any]) -> None:
+    model = build("llama")
+    given = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS, "use_cache": False, **inputs}
+    eager = model(**given)
+
+    ops.apply_ops(model, CHUNKED)
+    bound = model(**given)
+
+    if inputs.get("labels", 0) is None:
+        assert bound.loss is None
+        assert torch.equal(bound.logits, eager.logits)
+    else:
+        torch.testing.assert_close(bound[0], eager[0], rtol=1e-6, atol=0, equal_nan=True)
+        assert isinstance(bound[1], LazyLogits)
+        assert torch.equal(bound[1] + 0, eager[1])
+
+
+def test_labels_may_be_given_by_position() -> None:
+    model = build("llama")
+    arguments = (IDS, MASK, None, None, None, LABELS)
+    eager = model(*arguments).loss
+
+    ops.apply_ops(model, CHUNKED)
+    outputs = model(*arguments)
+
+    torch.testing.assert_close(outputs.loss, eager, rtol=1e-6, atol=0)
+    assert isinstance(outputs.logits, LazyLogits)
+
+
+def test_some_logits_alone_give_the_loss_of_those() -> None:
+    model = build("llama")
+    inputs = {"input_ids": IDS, "labels": LABELS[:, -4:], "logits_to_keep": 4}
+    eager = model(**inputs).loss
+
+    ops.apply_ops(model, CHUNKED)
+
+    torch.testing.assert_close(model(**inputs).loss, eager, rtol=1e-6, atol=0)
+
+
+def test_a_head_with_a_bias_and_one_that_is_tied() -> None:
+    config = transformers.PhiConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+    )
+    biased = randomize(transformers.AutoModelForCausalLM.from_config(config)).double()
+    llama = OPS_MODELS["llama"]()
+    llama.tie_word_embeddings = True
+    tied = randomize(transformers.AutoModelForCausalLM.from_config(llama)).double()
+    assert biased.lm_head.bias is not None
+    assert tied.lm_head.weight is tied.get_input_embeddings().weight
+    for model in (biased, tied):
+        model.loss_function = causal_loss
+        eager, expected = step(model)
+
+        ops.apply_ops(model, CHUNKED)
+        bound, found = step(model)
+
+        torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-12, atol=0)
+        assert_same(found, expected, 1e-10)
+
+
+def test_generation_stays_what_it_is() -> None:
+    model = build("qwen3").eval()
+    arguments = {"max_new_tokens": 8, "do_sample": False}
+    eager = model.generate(IDS[:1], **arguments)
+
+    ops.apply_ops(model, config_for("qwen3"))
+
+    assert torch.equal(model.generate(IDS[:1], **arguments), eager)
+
+
+# This instance alone -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
+def test_transformers_trainer_trains_and_evaluates(tmp_path: Path, options: dict[str, Any]) -> None:
+    data = [{"input_ids": IDS[i % 2], "attention_mask": MASK[i % 2], "labels": LABELS[i % 2]} for i in range(4)]
+
+    def run(model: Any) -> tuple[list[float], dict[str, float]]:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            **options,
+        )
+        trainer = transformers.Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data,
+            compute_metrics=lambda p: {"right": float((p.predictions.argmax(-1) == p.label_ids).mean())},
+        )
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, {key: trainer.evaluate()[key] for key in ("eval_loss", "eval_right")}
+
+    losses, metrics = run(build("llama"))
+    model = build("llama")
+    ops.apply_ops(model, config_for("llama"))
+    found, evaluated = run(model)
+
+    assert len(losses) == 2
+    tolerance = 0.02 if options else 1e-4
+    assert found == pytest.approx(losses, rel=tolerance)
+    assert evaluated["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=tolerance)
+    assert evaluated["eval_right"] == pytest.approx(metrics["eval_right"], abs=0.1)
+
+
+def test_another_model_of_the_class_stays_as_it_was() -> None:
+    model, other = build("llama"), build("llama")
+    eager, expected = step(other)
+
+    with left_as_it_was(other):
+        ops.apply_ops(model, config_for("llama"))
+    outputs, found = step(other)
+
+    assert isinstance(outputs.logits, torch.Tensor)
+    assert torch.equal(outputs.loss, eager.loss)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_undone_a_model_is_what_it_was() -> None:
+    model = build("qwen3_moe")
+    module = transformers.models.qwen3_moe.modeling_qwen3_moe
+    step(model)  # upstream notes what it has prepared
+    model.zero_grad()
+
+    with left_as_it_was(model):
+        with ops.apply_ops(model, config_for("qwen3_moe")) as report:
+            assert ops.applied(model) is report
+            assert report.active
+        assert not report.active
+        assert ops.applied(model) is None
+        report.undo()
+    import gc
+
+    gc.collect()
+    assert [name for name in vars(module) if "kernel_compat" in name] == []
+
+
+def test_again_with_the_same_config_it_is_the_same_report() -> None:
+    model = build("llama")
+    report = ops.apply_ops(model, CHUNKED)
+
+    assert ops.apply_ops(model, ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss")) is report
+    with pytest.raises(ValueError, match="undo that before applying"):
+        ops.apply_ops(model, EVERYTHING)
+    report.undo()
+    assert ops.apply_ops(model, EVERYTHING) is not report
+
+
+def test_a_copy_has_the_kernels_and_a_report_of_its_own() -> None:
+    model = build("llama")
+    report = ops.apply_ops(model, config_for("llama"))
+    copied = copy.deepcopy(model)
+    report.undo()
+    eager, expected = step(model)
+
+    bound, found = step(copied)
+
+    assert isinstance(bound.logits, LazyLogits)
+    assert isinstance(eager.logits, torch.Tensor)
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+    assert_same(found, expected, 1e-5)
+    own = ops.applied(copied)
+    assert own is not None
+    assert own is not report
+    assert own.bindings == report.bindings
+    with left_as_it_was(model):
+        own.undo()
+    assert isinstance(step(copied)[0].logits, torch.Tensor)
+
+
+def test_names_and_pickles_stay_what_they_are() -> None:
+    model = build("llama")
+    names = list(model.state_dict())
+    modules = [name for name, _ in model.named_modules()]
+    eager, _ = step(model)
+    ops.apply_ops(model, config_for("llama"))
+    step(model)
+    buffer = io.BytesIO()
+
+    torch.save(model, buffer)
+
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_modules()] == modules
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert ops.applied(loaded) is None
+    outputs, _ = step(loaded)
+    assert isinstance(outputs.logits, torch.Tensor)
+    torch.testing.assert_close(outputs.loss, eager.loss, rtol=1e-6, atol=0)
+    assert ops.apply_ops(loaded, config_for("llama")).bindings
+
+
+def test_what_somebody_put_over_it_stays() -> None:
+    model = build("llama")
+    report = ops.apply_ops(model, config_for("llama"))
+    norm = model.model.norm
+    norm.forward = lambda x: x
+
+    with pytest.warns(UserWarning, match="forward of a LlamaRMSNorm has been replaced since"):
+        report.undo()
+
+    assert norm(torch.ones(1, 64)).eq(1).all()
+    assert "forward" not in vars(model)
+
+
+# With what else is done to models ------------------------------------------------------------------------------------
+
+
+def test_it_compiles_in_one_graph() -> None:
+    model = build("llama")
+    model.config._attn_implementation = "sdpa"
+    eager, expected = step(model)
+    ops.apply_ops(model, config_for("llama"))
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    bound, found = step(compiled)
+
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+    assert_same({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected, 1e-4)
+    assert isinstance(bound.logits, Deferred)
+    torch.testing.assert_close(bound.logits.compute(), eager.logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="compiled already"):
+        ops.apply_ops(compiled, CHUNKED)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_are_checkpointed(reentrant: bool) -> None:
+    model = build("llama")
+    eager, expected = step(model)
+    ops.apply_ops(model, config_for("llama"))
+
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    bound, found = step(model)
+
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+    assert_same(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("head", ["with the rest", "by itself"])
+def test_fsdp2_wraps_before_or_after(tmp_path: Path, when: str, head: str) -> None:
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    model = build("llama")
+    eager, expected = step(model)
+    model.zero_grad()
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        if when == "before":
+            ops.apply_ops(model, config_for("llama"))
+        apart = [model.lm_head, model.model.norm, model.model.layers[0].mlp] if head == "by itself" else []
+        for part in (*apart, *model.model.layers, model):
+            fully_shard(part)
+        if when == "after":
+            ops.apply_ops(model, config_for("llama"))
+        bound, found = step(model)
+        report = ops.applied(model)
+        assert report is not None
+        logits = bound.logits.compute()
+        report.undo()
+        again, _ = step(model)
+    finally:
+        distributed.destroy_process_group()
+
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits, eager.logits, rtol=1e-5, atol=1e-5)
+    assert_same({name: value.full_tensor() for name, value in found.items()}, expected, 1e-4)
+    assert isinstance(again.logits, torch.Tensor)
+
+
+def test_accelerate_s_hooks_stay_around_it() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = build("llama")
+    eager, expected = step(model)
+    calls: list[str] = []
+
+    class Hook(accelerate.hooks.ModelHook):  # type: ignore[name-defined,misc]
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(type(module).__name__)
+            return args, kwargs
+
+    accelerate.hooks.add_hook_to_module(model, Hook())
+    accelerate.hooks.add_hook_to_module(model.model.norm, Hook())
+    report = ops.apply_ops(model, config_for("llama"))
+    accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, Hook())
+    calls.clear()
+    bound, found = step(model)
+
+    assert sorted(calls) == ["LlamaForCausalLM", "LlamaMLP", "LlamaRMSNorm"]
+    assert isinstance(bound.logits, LazyLogits)
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+    assert_same(found, expected, 1e-5)
+    report.undo()
+    calls.clear()
+    again, restored = step(model)
+    assert len(calls) == 3
+    assert torch.equal(again.loss, eager.loss)
+    assert all(torch.equal(restored[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("first", ["ops", "peft"])
+def test_adapters_go_around_it(first: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        targets = ["q_proj", "gate_proj", "down_proj"]
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+
+    eager, expected = step(adapted(build("llama")))
+    model = build("llama")
+    if first == "ops":
+        report = ops.apply_ops(model, config_for("llama"))
+        model = adapted(model)
+    else:
+        model = adapted(model)
+        report = ops.apply_ops(model, config_for("llama"))
+    bound, found = step(model)
+
+    assert len(report.bindings) == 10
+    assert isinstance(bound.logits, LazyLogits)
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+    assert_same(found, expected, 1e-4)
+    report.undo()
+    assert torch.equal(step(model)[0].loss, eager.loss)
+
+
+def test_a_head_that_is_replaced_behind_it_is_an_error() -> None:
+    model = build("llama")
+    ops.apply_ops(model, CHUNKED)
+    model.lm_head = torch.nn.Linear(64, VOCAB, bias=False)
+
+    with pytest.raises(UnsupportedFeatureError, match="head of LlamaForCausalLM, which has been replaced since"):
+        model(input_ids=IDS, labels=LABELS)
+
+
+def test_sdpa_s_backends_of_a_model_and_its_kernels_go_together() -> None:
+    from kernel_compat.models import use_sdpa_backends
+
+    model = build("llama")
+    eager, _ = step(model)
+    for first in (True, False):
+        handle = use_sdpa_backends(model, ["math"]) if first else None
+        report = ops.apply_ops(model, config_for("llama"))
+        handle = handle or use_sdpa_backends(model, ["math"])
+        bound, _ = step(model)
+        torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+        assert isinstance(bound.logits, LazyLogits)
+        for one in (report, handle) if first else (handle, report):
+            one.undo()
+        assert "forward" not in vars(model)
+        assert torch.equal(step(model)[0].loss, eager.loss)
+
+
+def test_attention_is_chosen_with_the_rest() -> None:
+    model = build("llama")
+
+    with kernel_compat.installed():
+        report = ops.apply_ops(
+            model, ops.OpsConfig(attn_implementation="sdpa", cross_entropy_loss_implementation="chunk_loss")
+        )
+        assert model.config._attn_implementation == "sdpa"
+        assert ops.Binding("", "attn", "", "sdpa") in report.bindings
+        report.undo()
+    assert model.config._attn_implementation == "eager"
+
+
+# Models that are built -----------------------------------------------------------------------------------------------
+
+
+def test_models_built_in_a_block_have_the_kernels(tmp_path: Path) -> None:
+    model = build("llama")
+    eager, _ = step(model)
+    model.save_pretrained(tmp_path)
+    config = config_for("llama")
+
+    with ops.use(config):
+        made = transformers.AutoModelForCausalLM.from_config(OPS_MODELS["llama"]())
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        others: list[Any] = []
+        thread = threading.Thread(target=lambda: others.append(transformers.LlamaModel(OPS_MODELS["llama"]())))
+        thread.start()
+        thread.join()
+    outside = transformers.AutoModelForCausalLM.from_config(OPS_MODELS["llama"]())
+
+    for one in (made, loaded):
+        report = ops.applied(one)
+        assert report is not None
+        assert {binding.op for binding in report.bindings} == {*EXPECTED["llama"], "cross_entropy_loss"}
+        assert any(binding.path == "model.layers.0.mlp" for binding in report.bindings)
+        assert not any("has none" in note for note in report.notes)
+        assert ops.applied(one.model) is None
+    assert ops.applied(outside) is None
+    assert ops.applied(others[0]) is None
+    bound, _ = step(loaded)
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+    assert isinstance(bound.logits, LazyLogits)
+    report = ops.applied(loaded)
+    assert report is not None
+    report.undo()
+    assert not any("forward" in vars(module) for module in loaded.modules())
+
+
+def test_post_init_is_upstream_s_again_behind_blocks() -> None:
+    before = transformers.PreTrainedModel.post_init
+    with ops.use(CHUNKED):
+        with ops.use(EVERYTHING):
+            pass
+        assert transformers.PreTrainedModel.post_init is not before
+        with pytest.raises(TypeError, match="config must be an OpsConfig"), ops.use({}):  # type: ignore[arg-type]
+            pass
+    assert transformers.PreTrainedModel.post_init is before
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "problem"),
+    [
+        ("gemma2", "swiglu_mlp", r"model.layers.0.mlp \(Gemma2MLP\): it differs from down.* by 1.3e-01"),
+        ("gemma3", "swiglu_mlp", "Gemma3MLP"),
+    ],
+)
+def test_a_kernel_for_another_formula_is_refused_and_nothing_is_changed(name: str, field: str, problem: str) -> None:
+    model = build(name)
+    config = ops.OpsConfig(**{**VALUES, f"{field}_implementation": PLAIN})
+
+    with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match=problem) as caught:
+        ops.apply_ops(model, config)
+
+    assert f"Set {field}_implementation='eager'" in str(caught.value)
+
+
+def test_a_kernel_for_one_variant_is_not_taken_for_another() -> None:
+    model = build("gemma2")
+
+    @ops.register_kernel("rms_norm", "standard", "standard_alone")
+    def factory() -> Any:
+        raise AssertionError("it was bound")
+
+    try:
+        with (
+            left_as_it_was(model),
+            pytest.raises(UnsupportedFeatureError, match="is of the variant 'offset', and the kernel is for standard"),
+        ):
+            ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation="standard_alone"))
+    finally:
+        ops.unregister_kernel("rms_norm", "standard", "standard_alone")
+
+
+def test_auto_leaves_eager_what_a_model_refuses() -> None:
+    gpt_oss = transformers.AutoModelForCausalLM.from_config(CAUSAL_LMS["gpt_oss_sinks"]())
+
+    config = ops.OpsConfig.auto(model=build("gemma2"))
+
+    assert config["cross_entropy_loss"] == "chunk_loss"
+    assert ops.apply_ops(gpt_oss, ops.OpsConfig.auto(model=gpt_oss)).active
+
+
+def test_a_model_that_computes_its_loss_itself_is_refused_before_or_at_its_first_forward() -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+            outputs = super().forward(input_ids=input_ids, **kwargs)
+            if labels is not None:
+                outputs.loss = torch.nn.functional.cross_entropy(
+                    outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+                )
+            return outputs
+
+    torch.manual_seed(0)
+    model = Own(OPS_MODELS["llama"]())
+    model(input_ids=IDS)
+    with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="computes from the logits itself"):
+        ops.apply_ops(model, CHUNKED)
+
+    with torch.device("meta"):
+        late = Own(OPS_MODELS["llama"]())
+    report = ops.apply_ops(late, CHUNKED)
+    assert any("first forward" in note for note in report.notes)
+    late.to_empty(device="cpu")
+    late.load_state_dict(model.state_dict())
+    late.model.rotary_emb = model.model.rotary_emb
+    with pytest.raises(UnsupportedFeatureError, match="computes from the logits itself"):
+        late(input_ids=IDS, labels=LABELS)
+    assert torch.equal(late(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("what", ["smoothed", "halved", "broken"])
+def test_a_loss_that_is_another_is_refused(what: str) -> None:
+    def loss(logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
+        if what == "smoothed":
+            return torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
+            )
+        if what == "halved":
+            return causal_loss(logits, labels, vocab_size, **kwargs) / 2
+        raise RuntimeError("not today")
+
+    model = build("llama")
+    model.loss_function = loss
+
+    with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="its loss_function (differs|failed)"):
+        ops.apply_ops(model, CHUNKED)
+
+
+def test_a_head_that_is_no_linear_layer_is_refused() -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * 2
+
+    model = build("llama")
+    model.lm_head = Scaled(64, VOCAB, bias=False)
+
+    with (
+        left_as_it_was(model),
+        pytest.raises(UnsupportedFeatureError, match="its head is a .*Scaled, and not a linear layer"),
+    ):
+        ops.apply_ops(model, CHUNKED)
+
+
+def test_a_classifier_s_loss_is_of_another_variant() -> None:
+    model = transformers.AutoModelForSequenceClassification.from_config(OPS_MODELS["llama"]())
+
+    with (
+        left_as_it_was(model),
+        pytest.raises(UnsupportedFeatureError, match="no language modelling head.*SequenceClassification"),
+    ):
+        ops.apply_ops(model, CHUNKED)
+    assert ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation=PLAIN)).bindings
+
+
+def test_a_part_without_a_loss_is_told_to_have_none() -> None:
+    model = transformers.AutoModel.from_config(OPS_MODELS["llama"]())
+
+    report = ops.apply_ops(model, EVERYTHING)
+
+    assert "cross_entropy_loss: this model has none" in report.notes
+    assert "load_balancing_loss: this model has none" in report.notes
+
+
+def test_a_part_that_is_bound_otherwise_is_refused() -> None:
+    model = build("llama")
+    inner = ops.apply_ops(model.model, ops.OpsConfig(rms_norm_implementation=PLAIN))
+
+    with left_as_it_was(model), pytest.raises(ValueError, match="model has the kernels of"):
+        ops.apply_ops(model, EVERYTHING)
+    inner.undo()
+    assert ops.apply_ops(model, EVERYTHING).active
+
+
+def test_a_forward_that_is_replaced_already_is_refused() -> None:
+    model = build("llama")
+    model.model.norm.forward = lambda x: x
+
+    with (
+        left_as_it_was(model),
+        pytest.raises(UnsupportedFeatureError, match="model.norm .*whose forward has been replaced by .*lambda"),
+    ):
+        ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation=PLAIN))
+
+
+def test_what_is_no_model_is_refused() -> None:
+    for thing in (None, "llama", OPS_MODELS["llama"]()):
+        with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+            ops.apply_ops(thing, CHUNKED)
+    with pytest.raises(TypeError, match="must be an OpsConfig"):
+        ops.apply_ops(build("llama"), {"rms_norm_implementation": PLAIN})  # type: ignore[arg-type]
+
+
+def test_a_kernel_that_fails_to_import_changes_nothing() -> None:
+    @ops.register_kernel("swiglu_mlp", "standard", "broken", install="Mend it.")
+    def factory() -> Any:
+        raise ImportError("no such library")
+
+    model = build("llama")
+    try:
+        with left_as_it_was(model), pytest.raises(KernelUnavailableError, match="no such library.*Mend it"):
+            ops.apply_ops(model, ops.OpsConfig(**{**VALUES, "swiglu_mlp_implementation": "broken"}))
+    finally:
+        ops.unregister_kernel("swiglu_mlp", "standard", "broken")
+
+
+def test_a_composite_model_is_bound_in_its_parts() -> None:
+    model = transformers.LlavaForConditionalGeneration(llava())
+    eager = model(input_ids=IDS, labels=LABELS).loss
+
+    report = ops.apply_ops(model, ops.OpsConfig(**VALUES))
+
+    torch.testing.assert_close(model(input_ids=IDS, labels=LABELS).loss, eager, rtol=1e-5, atol=0)
+    assert {binding.op for binding in report.bindings} == {
+        "rms_norm",
+        "swiglu_mlp",
+        "rotary_pos_emb",
+        "cross_entropy_loss",
+    }

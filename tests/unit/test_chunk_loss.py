@@ -1,0 +1,187 @@
+"""Cross-entropy in chunks against torch's, which has all logits at once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from kernel_compat.ops.kernels import chunk_loss as module
+from kernel_compat.ops.kernels.chunk_loss import chunk_loss, chunk_size
+from kernel_compat.ops.lazy import Pointwise
+
+#: Gemma 2's, and Cohere's.
+SOFTCAP = (Pointwise("over", 3.0), Pointwise("tanh"), Pointwise("times", 3.0))
+SCALE = (Pointwise("times", 0.25),)
+
+
+def problem(
+    tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype = torch.float64, bias: bool = True
+) -> list[Any]:
+    generator = torch.Generator().manual_seed(tokens + hidden + vocabulary)
+    made = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((tokens, hidden), (vocabulary, hidden), (vocabulary,))
+    ]
+    leaves: list[Any] = [x.to(dtype).requires_grad_() for x in made]
+    if not bias:
+        leaves[2] = None
+    return [*leaves, torch.randint(0, vocabulary, (tokens,), generator=generator)]
+
+
+def expected(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    reduction: str,
+    pointwise: tuple[Pointwise, ...],
+    ignore: int,
+) -> Tensor:
+    logits = linear(x, weight, bias)
+    for one in pointwise:
+        logits = one(logits)
+    return cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, ignore_index=ignore, reduction=reduction
+    )
+
+
+def gradients(loss: Tensor, *leaves: Tensor | None) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None]))
+
+
+@pytest.mark.parametrize(
+    "pointwise", [(), SOFTCAP, SCALE, (Pointwise("to", torch.float32),)], ids=["plain", "softcap", "scale", "to"]
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_loss_and_gradients_are_those_of_all_logits(
+    pointwise: tuple[Pointwise, ...], reduction: Any, bias: bool
+) -> None:
+    x, weight, b, labels = problem(300, 8, 50, bias=bias)
+    labels[:40] = -100
+    assert chunk_size(300, 8, 50) < 300
+
+    found = chunk_loss(x, weight, labels, bias=b, reduction=reduction, pointwise=pointwise) / 7
+    wanted = expected(x, weight, b, labels, reduction, pointwise, -100) / 7
+
+    exact = Pointwise("to", torch.float32) not in pointwise
+    torch.testing.assert_close(found, wanted, rtol=1e-12 if exact else 1e-6, atol=0, check_dtype=False)
+    for one, other in zip(gradients(found, x, weight, b), gradients(wanted, x, weight, b), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10 if exact else 1e-5, atol=1e-14 if exact else 1e-7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(0, 400),
+    hidden=st.integers(1, 9),
+    vocabulary=st.integers(2, 70),
+    ignored=st.floats(0, 1),
+    ignore=st.sampled_from([-100, 0, 1]),
+)
+def test_any_shape(tokens: int, hidden: int, vocabulary: int, ignored: float, ignore: int) -> None:
+    x, weight, bias, labels = problem(tokens, hidden, vocabulary)
+    labels[: int(ignored * tokens)] = ignore
+
+    found = chunk_loss(x, weight, labels, bias=bias, ignore_index=ignore)
+    wanted = expected(x, weight, bias, labels, "mean", (), ignore)
+
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13, equal_nan=True)  # of no tokens the mean is nan
+    for one, other in zip(gradients(found, x, weight, bias), gradients(wanted, x, weight, bias), strict=True):
+        if not wanted.isnan():
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_where_a_linear_layer_and_a_float32_loss_do(dtype: torch.dtype) -> None:
+    x, weight, bias, labels = problem(300, 16, 40, dtype)
+
+    found = chunk_loss(x, weight, labels, bias=bias)
+    wanted = expected(x, weight, bias, labels, "mean", (), -100)
+
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    for one, other in zip(gradients(found, x, weight, bias), gradients(wanted, x, weight, bias), strict=True):
+        assert one.dtype == other.dtype == dtype
+        # Each chunk's part of the weight's gradient is rounded, of which there are three.
+        torch.testing.assert_close(
+            one, other, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps * float(other.abs().max())
+        )
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    x, weight, bias, labels = problem(20, 8, 30)
+    weight.requires_grad_(False)
+
+    (found,) = torch.autograd.grad(chunk_loss(x, weight, labels, bias=bias.detach()), x)
+    (wanted,) = torch.autograd.grad(expected(x, weight, bias.detach(), labels, "mean", (), -100), x)
+
+    torch.testing.assert_close(found, wanted)
+    with torch.no_grad():
+        assert not chunk_loss(x, weight, labels, bias=bias).requires_grad
+
+
+def test_logits_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows.append(x.shape[0])
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(module, "linear", watched)
+    x, weight, bias, labels = problem(1000, 4, 64)
+
+    chunk_loss(x, weight, labels, bias=bias).backward()
+
+    assert sum(rows) == 1000
+    assert max(rows) == chunk_size(1000, 4, 64) == 128
+
+
+def test_chunks_take_about_what_the_hidden_states_take() -> None:
+    sizes = [chunk_size(16384, 2048, vocabulary) for vocabulary in (1000, 32_000, 128_256, 256_000)]
+
+    assert all(one >= other for one, other in pairwise(sizes))
+    assert sizes[2] * 128_256 <= 1.5 * 16384 * 2048
+    assert min(sizes) >= 128
+
+
+def test_autocast_does_as_it_does_to_a_linear_layer() -> None:
+    x, weight, bias, labels = problem(200, 16, 40, torch.float32)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = chunk_loss(x, weight, labels, bias=bias)
+        logits = linear(x, weight, bias)
+    assert logits.dtype == torch.bfloat16
+    wanted = cross_entropy(logits.float(), labels)
+
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    for one, other in zip(gradients(found, x, weight, bias), gradients(wanted, x, weight, bias), strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
+
+
+def test_it_compiles_in_one_graph() -> None:
+    x, weight, bias, labels = problem(150, 8, 20)
+
+    found = torch.compile(chunk_loss, fullgraph=True, backend="aot_eager")(x, weight, labels, bias=bias)
+    wanted = chunk_loss(x, weight, labels, bias=bias)
+
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    for one, other in zip(gradients(found, x, weight, bias), gradients(wanted, x, weight, bias), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+def test_labels_that_don_t_fit_are_refused() -> None:
+    x, weight, _, labels = problem(6, 4, 9)
+
+    with pytest.raises(ValueError, match=r"not \(6, 4\) and \(5,\)"):
+        chunk_loss(x, weight, labels[:5])
+    labels[2] = 9
+    with pytest.raises((IndexError, RuntimeError)):
+        chunk_loss(x, weight, labels)

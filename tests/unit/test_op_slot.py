@@ -1,0 +1,120 @@
+"""Slots for kernels in one's own modeling code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from plain_kernels import PLAIN
+from torch import Tensor, nn
+
+from kernel_compat import UnsupportedFeatureError, ops
+from kernel_compat.ops.norms import reference
+
+CONFIG = ops.OpsConfig(rms_norm_implementation=PLAIN)
+
+
+class Norm(nn.Module):
+    """An author's RMSNorm with a slot, which counts how often each way is gone."""
+
+    def __init__(self, variant: str = "standard") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+        self.eps = 1e-6
+        self.kernel = ops.OpSlot("rms_norm", variant)
+        self.calls = {"eager": 0, "kernel": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernel.use_non_eager_impl:
+            self.calls["kernel"] += 1
+            found: Tensor = self.kernel(x, self.weight, self.eps, casting="llama")
+            return found
+        self.calls["eager"] += 1
+        return reference(x, self.weight, self.eps, False, "llama")
+
+
+def test_a_slot_is_empty_until_it_is_bound() -> None:
+    slot = ops.OpSlot("rms_norm", "standard")
+
+    assert not slot.use_non_eager_impl
+    assert repr(slot) == "OpSlot('rms_norm', 'standard'): eager"
+    with pytest.raises(RuntimeError, match="this OpSlot is empty"):
+        slot(torch.ones(2))
+
+    slot.bind(PLAIN)
+    assert slot.use_non_eager_impl
+    assert slot.value == PLAIN
+    assert torch.equal(slot(torch.ones(2), torch.ones(2), 0.0, casting="none"), torch.ones(2))
+    slot.bind(ops.OpsConfig.eager())
+    assert not slot.use_non_eager_impl
+
+
+def test_apply_ops_fills_a_model_s_slots_and_leaves_their_modules_alone() -> None:
+    model = nn.Sequential(Norm(), Norm())
+
+    report = ops.apply_ops(model, CONFIG)
+    model(torch.randn(2, 8))
+
+    assert [(b.path, b.variant, b.kernel) for b in report.bindings] == [
+        ("0.kernel", "standard", PLAIN),
+        ("1.kernel", "standard", PLAIN),
+    ]
+    assert "forward" not in vars(model[0])
+    assert model[0].calls == {"eager": 0, "kernel": 1}
+    copied = copy.deepcopy(model)
+    report.undo()
+    model(torch.randn(2, 8))
+    copied(torch.randn(2, 8))
+    assert model[0].calls == {"eager": 1, "kernel": 1}
+    assert copied[0].calls == {"eager": 0, "kernel": 2}
+
+
+def test_slots_are_filled_where_models_are_built() -> None:
+    pytest.importorskip("transformers")
+    with ops.use(CONFIG):
+        norm = Norm()
+    outside = Norm()
+
+    norm(torch.randn(2, 8))
+
+    assert norm.calls["kernel"] == 1
+    assert not outside.kernel.use_non_eager_impl
+    report = ops.apply_ops(nn.Sequential(norm), CONFIG)
+    assert report.bindings == ()
+    assert report.notes == ()
+
+
+def test_a_slot_of_another_variant_is_refused() -> None:
+    @ops.register_kernel("rms_norm", "standard", "standard_alone")
+    def factory() -> Any:
+        return reference
+
+    try:
+        config = ops.OpsConfig(rms_norm_implementation="standard_alone")
+        with pytest.raises(UnsupportedFeatureError, match="of the variant 'offset', and the kernel is for standard"):
+            ops.apply_ops(nn.Sequential(Norm(), Norm("offset")), config)
+        with pytest.raises(ValueError, match="no kernel 'standard_alone' for the variant 'offset'"):
+            ops.OpSlot("rms_norm", "offset").bind("standard_alone")
+    finally:
+        ops.unregister_kernel("rms_norm", "standard", "standard_alone")
+
+
+def test_what_is_no_op_is_refused() -> None:
+    with pytest.raises(ValueError, match="'layer_norm' is no op"):
+        ops.OpSlot("layer_norm", "standard")
+    with pytest.raises(ValueError, match="rms_norm has no variant 'full'"):
+        ops.OpSlot("rms_norm", "full")
+    with pytest.raises(ValueError, match="the values are eager"):
+        ops.OpSlot("rms_norm", "standard").bind("nothing")
+
+
+def test_it_compiles_in_one_graph() -> None:
+    model = Norm()
+    model.kernel.bind(PLAIN)
+    x = torch.randn(3, 8)
+
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+
+    torch.testing.assert_close(found, model(x))

@@ -1,0 +1,216 @@
+"""The config: what it takes, what it refuses and when, what it chooses by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernel_compat import Device, Environment, KernelUnavailableError, ops
+from kernel_compat.ops import registry
+
+TORCH = {"torch": "2.11.0", "triton": "3.6.0"}
+LIGER = {**TORCH, "liger-kernel": "0.8.0"}
+H200 = Device("NVIDIA H200", (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def test_what_is_left_out_is_eager() -> None:
+    values = ops.OpsConfig().values()
+
+    assert values.pop("attn_implementation") is None
+    assert set(values.values()) == {"eager"}
+    assert list(values) == [f"{op}_implementation" for op in registry.OPS]
+    assert ops.OpsConfig() == ops.OpsConfig.eager() == ops.OpsConfig.from_dict({})
+
+
+def test_a_file_of_veomni_s_loads(tmp_path: Path) -> None:
+    file = tmp_path / "qwen3.yaml"
+    file.write_text("""
+model:
+  model_path: Qwen3-0.6B-Base
+  ops_implementation:
+    attn_implementation: sdpa
+    moe_implementation: eager
+    cross_entropy_loss_implementation: chunk_loss
+    rms_norm_implementation: eager
+    causal_conv1d_implementation: eager
+    qat_implementation: none
+train:
+  init_device: meta
+""")
+
+    config = ops.OpsConfig.from_yaml(file)
+
+    assert config == ops.OpsConfig(attn_implementation="sdpa", cross_entropy_loss_implementation="chunk_loss")
+    assert config["cross_entropy_loss"] == "chunk_loss"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("model: [", "is no YAML"),
+        ("model: 3", "has no mapping model.ops_implementation"),
+        ("train: {}", "has no mapping model.ops_implementation"),
+        ("model: {ops_implementation: [a]}", "a mapping of fields to values"),
+        ("model: {ops_implementation: {rms_norm: eager}}", "did you mean rms_norm_implementation"),
+        ("model: {ops_implementation: {rms_norm_implementation: 3}}", "must be a string, not 3"),
+        ("model: {ops_implementation: {mhc_implementation: tilelang}}", "can only be 'eager'"),
+    ],
+)
+def test_a_file_that_says_nothing_sensible_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+
+    with pytest.raises((ValueError, TypeError), match=problem):
+        ops.OpsConfig.from_yaml(file)
+
+
+def test_a_file_without_ops_chooses_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {ops_implementation: }")
+
+    assert ops.OpsConfig.from_yaml(file) == ops.OpsConfig.eager()
+
+
+def test_an_unknown_value_is_refused_with_the_allowed_ones() -> None:
+    with pytest.raises(ValueError, match="rms_norm_implementation='lyger': the values are eager, liger_kernel, triton"):
+        ops.OpsConfig(rms_norm_implementation="lyger")
+    with pytest.raises(ValueError, match="no attention name here"):
+        ops.OpsConfig(attn_implementation="native-sparse")
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (Environment(packages=TORCH, devices=(H200,)), "liger-kernel is not installed.*pip install liger-kernel"),
+        (Environment(packages=LIGER), "it needs a CUDA device, and none is visible"),
+        (
+            Environment(packages={**LIGER, "liger-kernel": "0.5.0"}, devices=(H200,)),
+            "liger-kernel 0.5.0 is installed, and it needs",
+        ),
+    ],
+)
+def test_what_can_t_run_is_refused_with_what_is_missing(environment: Environment, reason: str) -> None:
+    with pytest.raises(KernelUnavailableError, match=reason):
+        ops.OpsConfig(rms_norm_implementation="liger_kernel", environment=environment)
+
+
+def test_a_device_that_is_too_old_is_refused_with_what_it_needs() -> None:
+    old = Environment(packages=TORCH, devices=(Device("Tesla P100", (6, 0)),))
+
+    with pytest.raises(KernelUnavailableError, match="capability 7.0 or greater, and there is Tesla P100"):
+        ops.OpsConfig(rms_norm_implementation="triton", environment=old)
+    assert (
+        ops.OpsConfig(rms_norm_implementation="triton", environment=Environment(packages=TORCH, devices=(H200,)))[
+            "rms_norm"
+        ]
+        == "triton"
+    )
+
+
+def test_what_is_written_in_triton_runs_in_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    assert (
+        ops.OpsConfig(rms_norm_implementation="triton", environment=Environment(packages=TORCH))["rms_norm"] == "triton"
+    )
+    with pytest.raises(KernelUnavailableError, match="none is visible"):  # it doesn't run there
+        ops.OpsConfig(rms_norm_implementation="liger_kernel", environment=Environment(packages=LIGER))
+
+
+def test_auto_takes_the_best_and_says_why() -> None:
+    bare = ops.OpsConfig.auto(Environment(packages=TORCH))
+    full = ops.OpsConfig.auto(Environment(packages=LIGER, devices=(H200,)))
+
+    assert bare == ops.OpsConfig(attn_implementation="sdpa", cross_entropy_loss_implementation="chunk_loss")
+    assert bare.reasons["attn_implementation"].endswith("sdpa runs here")
+    assert bare.reasons["cross_entropy_loss_implementation"].startswith("liger_kernel: liger-kernel is not installed")
+    assert bare.reasons["cross_entropy_loss_implementation"].endswith("chunk_loss runs here")
+    assert [full[op] for op in ("cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb")] == [
+        "liger_kernel"
+    ] * 4
+    assert full["load_balancing_loss"] == "triton"
+    assert set(full.reasons) == set(full.values())
+
+
+def test_third_parties_kernels_are_values() -> None:
+    @ops.register_kernel("rms_norm", "standard", "theirs", requires=("some-package>=2",), install="Ask them.")
+    def theirs() -> Any:
+        return lambda x, weight, eps, *, casting: x
+
+    try:
+        with pytest.raises(KernelUnavailableError, match="some-package is not installed.*Ask them"):
+            ops.OpsConfig(rms_norm_implementation="theirs")
+        there = Environment(packages={"some-package": "2.1"})
+        assert ops.OpsConfig(rms_norm_implementation="theirs", environment=there)["rms_norm"] == "theirs"
+        with pytest.raises(ValueError, match="has a kernel 'theirs' for the variant 'standard' already"):
+            ops.register_kernel("rms_norm", "standard", "theirs")(theirs)
+        ops.register_kernel("rms_norm", "standard", "theirs", override=True)(theirs)
+        assert ops.OpsConfig(rms_norm_implementation="theirs")["rms_norm"] == "theirs"
+    finally:
+        ops.unregister_kernel("rms_norm", "standard", "theirs")
+    with pytest.raises(ValueError, match="the values are"):
+        ops.OpsConfig(rms_norm_implementation="theirs")
+    with pytest.raises(ValueError, match="has no kernel 'theirs'"):
+        ops.unregister_kernel("rms_norm", "standard", "theirs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("layer_norm", "standard", "x", print), "is no op"),
+        (("rms_norm", "swapped", "x", print), "has no variant 'swapped'"),
+        (("rms_norm", "standard", "eager", print), "the model's own code"),
+        (("rms_norm", "standard", " ", print), "needs a name"),
+        (("rms_norm", "standard", "x", 3), "factory must be callable"),
+        (("rms_norm", "standard", "x", print, ("a b c",)), "is no requirement"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_refused(arguments: tuple[Any, ...], problem: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=problem):
+        ops.KernelSpec(*arguments)
+
+
+def test_entry_points_bring_kernels_and_a_broken_one_breaks_nothing(tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    (tmp_path / "theirs.py").write_text(
+        "from kernel_compat.ops import KernelSpec\nSPEC = KernelSpec('rms_norm', 'standard', 'theirs', lambda: None)\n"
+    )
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kernel_compat.ops]\ntheirs = theirs:SPEC\nbroken = theirs:NOTHING\n")
+    code = (
+        "from kernel_compat.ops import OpsConfig, registry\n"
+        "print(OpsConfig(rms_norm_implementation='theirs')['rms_norm'], registry.broken())"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.startswith("theirs {'broken': \"AttributeError")
+
+
+def test_a_kernel_that_does_not_import_says_so() -> None:
+    def factory() -> Any:
+        raise OSError("libcuda.so.1 is a text file")
+
+    spec = ops.KernelSpec("rms_norm", "standard", "theirs", factory, install="Install the driver.")
+
+    with pytest.raises(KernelUnavailableError, match="does not import .OSError: libcuda.so.1 is a text file.*driver"):
+        spec.load()
