@@ -9,7 +9,7 @@ report.undo()
 
 from __future__ import annotations
 
-from .apply import Binding, Report, applied, apply_ops, use
+from .apply import Binding, Report, applied, apply_ops, refusal, use
 from .config import OpsConfig
 from .op_slot import OpSlot
 from .registry import OPS, Hardware, KernelSpec, register_kernel, registered_kernels, unregister_kernel
@@ -24,6 +24,7 @@ __all__ = [
     "Report",
     "applied",
     "apply_ops",
+    "refusal",
     "register_kernel",
     "registered_kernels",
     "unregister_kernel",
