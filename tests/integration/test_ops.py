@@ -651,7 +651,10 @@ def test_a_model_that_computes_its_loss_itself_is_refused_before_or_at_its_first
     torch.manual_seed(0)
     model = Own(OPS_MODELS["llama"]())
     model(input_ids=IDS)
-    with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="computes from the logits itself"):
+    with (
+        left_as_it_was(model),
+        pytest.raises(UnsupportedFeatureError, match="computes its loss from the logits itself"),
+    ):
         ops.apply_ops(model, CHUNKED)
 
     with torch.device("meta"):
@@ -661,7 +664,7 @@ def test_a_model_that_computes_its_loss_itself_is_refused_before_or_at_its_first
     late.to_empty(device="cpu")
     late.load_state_dict(model.state_dict())
     late.model.rotary_emb = model.model.rotary_emb
-    with pytest.raises(UnsupportedFeatureError, match="computes from the logits itself"):
+    with pytest.raises(UnsupportedFeatureError, match="computes its loss from the logits itself"):
         late(input_ids=IDS, labels=LABELS)
     assert torch.equal(late(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
@@ -727,6 +730,138 @@ def test_a_part_that_is_bound_otherwise_is_refused() -> None:
         ops.apply_ops(model, EVERYTHING)
     inner.undo()
     assert ops.apply_ops(model, EVERYTHING).active
+
+
+def test_a_part_of_a_bound_model_keeps_what_it_has() -> None:
+    model = build("llama")
+    report = ops.apply_ops(model, config_for("llama"))
+    other = ops.register_kernel("rms_norm", "standard", "other")(lambda: None)
+
+    try:
+        for part in (model.model, copy.deepcopy(model.model)):
+            with (
+                left_as_it_was(part),
+                pytest.raises(ValueError, match="has the kernel 'plain_torch' for rms_norm already"),
+            ):
+                ops.apply_ops(part, ops.OpsConfig(rms_norm_implementation="other"))
+    finally:
+        ops.unregister_kernel("rms_norm", "standard", "other")
+    assert other() is None
+    report.undo()
+    inner = ops.apply_ops(model.model, config_for("llama"))
+    outer = ops.apply_ops(model, config_for("llama"))
+    with pytest.warns(UserWarning, match="undo that one"):
+        inner.undo()
+    assert isinstance(step(model)[0].logits, LazyLogits)
+    outer.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_that_changes_its_logits_in_place_is_refused_however_it_is_bound() -> None:
+    class Masking(transformers.LlamaForCausalLM):
+        """As Chameleon, which masks the tokens of images."""
+
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+            outputs = self.model(input_ids=input_ids)
+            logits = self.lm_head(outputs.last_hidden_state)
+            logits[:, :, [90, 91]] = -10.0
+            loss = self.loss_function(logits, labels, self.config.vocab_size) if labels is not None else None
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Masking(OPS_MODELS["llama"]()).to(dtype)
+        with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="changes its logits in place"):
+            ops.apply_ops(model, CHUNKED)
+    with ops.use(CHUNKED), torch.device("meta"):
+        late = Masking(OPS_MODELS["llama"]())
+    late.to_empty(device="cpu")
+    late.load_state_dict(Masking(OPS_MODELS["llama"]()).state_dict())
+    late.model.rotary_emb = Masking(OPS_MODELS["llama"]()).model.rotary_emb
+    with pytest.raises(UnsupportedFeatureError, match="changes its logits in place"):
+        late(input_ids=IDS, labels=LABELS)
+
+
+def test_hooks_of_the_head_run_once() -> None:
+    model = build("llama")
+    ops.apply_ops(model, CHUNKED)
+    calls = []
+
+    def double(module: Any, args: Any) -> Any:
+        calls.append(1)
+        return (args[0] * 2,)
+
+    model.lm_head.register_forward_pre_hook(double)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+    bound = model(input_ids=IDS, attention_mask=MASK, labels=LABELS)
+    seen = len(calls)
+    logits = bound.logits.compute()
+    report = ops.applied(model)
+    assert report is not None
+    report.undo()
+    eager = model(input_ids=IDS, attention_mask=MASK, labels=LABELS)
+
+    assert seen == 1
+    torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits, eager.logits)
+
+
+def test_logits_read_late_are_those_of_the_forward_or_an_error() -> None:
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with ops.apply_ops(model, CHUNKED):
+        bound = model(input_ids=IDS, labels=LABELS)
+        other = {name: parameter * 2 for name, parameter in model.named_parameters()}
+        doubled = torch.func.functional_call(model, other, (), {"input_ids": IDS, "labels": LABELS})
+    torch.testing.assert_close(bound.logits.compute(), model(input_ids=IDS).logits)  # undone by now
+    expected = torch.func.functional_call(model, other, (), {"input_ids": IDS, "labels": LABELS})
+    torch.testing.assert_close(doubled.logits.compute(), expected.logits)
+    ops.apply_ops(model, CHUNKED)
+    bound = model(input_ids=IDS, labels=LABELS)
+    bound.loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="use them before the optimizer's step"):
+        bound.logits.argmax(-1)
+
+
+def test_labels_for_another_number_of_tokens_are_refused() -> None:
+    model = build("llama")
+    ops.apply_ops(model, CHUNKED)
+
+    with pytest.raises(ValueError, match="labels for 18 tokens, and hidden states of 6"):
+        model(input_ids=IDS, labels=LABELS, logits_to_keep=3)
+
+
+def test_a_batch_without_labels_that_count_moves_nothing() -> None:
+    model = build("llama")
+    ops.apply_ops(model, CHUNKED)
+
+    outputs, gradients = step(model, labels=torch.full_like(LABELS, -100))
+
+    assert outputs.loss.isnan()
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_two_threads_may_run_one_model() -> None:
+    model = build("llama").eval()
+    ops.apply_ops(model, CHUNKED)
+    expected = model(input_ids=IDS, labels=LABELS).loss
+    barrier, found = threading.Barrier(3), []
+    model.model.register_forward_hook(lambda *_: [barrier.wait(30)].clear())
+
+    def run(labels: Any) -> None:
+        with torch.no_grad():
+            found.append(model(input_ids=IDS, labels=labels))
+
+    threads = [threading.Thread(target=run, args=(labels,)) for labels in (LABELS, LABELS, None)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [type(outputs.logits) for outputs in found].count(LazyLogits) == 2
+    for outputs in found:
+        assert outputs.loss is None or torch.equal(outputs.loss, expected.detach())
 
 
 def test_a_forward_that_is_replaced_already_is_refused() -> None:

@@ -177,6 +177,37 @@ def test_it_compiles_in_one_graph() -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
 
 
+def test_a_batch_of_which_nothing_counts_has_a_gradient_of_nothing() -> None:
+    x, weight, bias, labels = problem(20, 4, 9)
+
+    loss = chunk_loss(x, weight, torch.full_like(labels, -100), bias=bias)
+
+    assert loss.isnan()
+    assert all(not gradient.any() for gradient in gradients(loss, x, weight, bias))
+
+
+def test_a_gradient_of_the_gradient_is_refused() -> None:
+    x, weight, bias, labels = problem(20, 4, 9)
+
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(chunk_loss(x, weight, labels, bias=bias), x, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_holds_gradients_that_a_scaler_multiplies(reduction: Any) -> None:
+    x, weight, bias, labels = problem(2000, 16, 40, torch.float16)
+    exact = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
+    factor = 2.0**16 / (1 if reduction == "mean" else 2000)
+
+    found = gradients(chunk_loss(x, weight, labels, bias=bias, reduction=reduction) * factor, x, weight, bias)
+    rough = gradients(expected(x, weight, bias, labels, reduction, (), -100) * factor, x, weight, bias)
+    true = gradients(expected(*exact, labels, reduction, (), -100) * factor, *exact)
+
+    for ours, eager, wanted in zip(found, rough, true, strict=True):
+        error = float((ours.double() - wanted).norm() / wanted.norm())
+        assert error <= 2 * float((eager.double() - wanted).norm() / wanted.norm())
+
+
 def test_labels_that_don_t_fit_are_refused() -> None:
     x, weight, _, labels = problem(6, 4, 9)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,14 @@ def test_auto_takes_the_best_and_says_why() -> None:
     ] * 4
     assert full["load_balancing_loss"] == "triton"
     assert set(full.reasons) == set(full.values())
+
+
+def test_it_is_a_value() -> None:
+    config = ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss")
+
+    assert {config: 1}[ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss")] == 1
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert dataclasses.replace(config, cross_entropy_loss_implementation="eager") == ops.OpsConfig.eager()
 
 
 def test_third_parties_kernels_are_values() -> None:

@@ -82,6 +82,16 @@ NORMS = {
     "groups": norm(
         "RMSNorm", lambda self, x: self.weight * rms(self, x.float().unflatten(-1, (2, -1))).flatten(-2).to(x.dtype)
     ),
+    "clamped": norm("RMSNorm", lambda self, x: self.weight * rms(self, x.float().clamp(-100, 100)).to(x.dtype)),
+    "over another dimension": norm(
+        "RMSNorm",
+        lambda self, x: (
+            self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(min(1, x.dim() - 1), keepdim=True) + 1e-5))
+        ),
+    ),
+    "another in evaluation": norm(
+        "RMSNorm", lambda self, x: self.weight * rms(self, x.float() if self.training else x.float().abs())
+    ),
     "the weight beneath": norm("RMSNorm", lambda self, x: rms(self, self.weight * x.float()).to(x.dtype)),
     "another eps than it says": norm(
         "RMSNorm",
@@ -138,6 +148,7 @@ MLPS = {
     "gelu": mlp(lambda self, x: self.down_proj(gelu(self.gate_proj(x)) * self.up_proj(x))),
     "a steeper silu": mlp(lambda self, x: self.down_proj(silu(1.702 * self.gate_proj(x)) / 1.702 * self.up_proj(x))),
     "clamped": mlp(lambda self, x: self.down_proj(silu(self.gate_proj(x)).clamp(max=0.5) * self.up_proj(x))),
+    "clamped far out": mlp(lambda self, x: self.down_proj(silu(self.gate_proj(x)).clamp(max=10) * self.up_proj(x))),
     "one more": mlp(lambda self, x: self.down_proj(silu(self.gate_proj(x)) * (self.up_proj(x) + 1))),
     "with dropout": mlp(
         lambda self, x: nn.functional.dropout(
@@ -277,6 +288,58 @@ SUBJECTS: list[tuple[str, bool | None, Callable[[], nn.Module], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda: _inside(nn.Dropout(0.0)), lambda: _inside(nn.Dropout(0.5))),
+        (lambda: _with_function(silu), lambda: _with_function(gelu)),
+        (lambda: _inside(nn.Hardtanh(-1e9, 1e9)), lambda: _inside(nn.Hardtanh(-0.1, 0.1))),
+    ],
+    ids=["dropout", "a function", "a child's settings"],
+)
+def test_modules_that_look_alike_are_proven_each(
+    first: Callable[[], nn.Module], second: Callable[[], nn.Module]
+) -> None:
+    ops.apply_ops(nn.Sequential(first(), first()), EVERYTHING).undo()
+
+    with pytest.raises(UnsupportedFeatureError, match="swiglu_mlp .* 1 "):
+        ops.apply_ops(nn.Sequential(first(), second()), EVERYTHING)
+
+
+def _inside(child: nn.Module) -> nn.Module:
+    module = mlp(lambda self, x: self.down_proj(self.child(silu(self.gate_proj(x)) * self.up_proj(x))))()
+    module.child = child
+    return module
+
+
+_WITH_FUNCTION = mlp(lambda self, x: self.down_proj(self.function(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def _with_function(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    module = _WITH_FUNCTION()
+    module.function = function  # type: ignore[assignment]
+    return module
+
+
+def test_what_may_become_another_is_refused_or_followed() -> None:
+    scaled = mlp(lambda self, x: self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x) * self.scale))()
+    scaled.register_buffer("scale", torch.ones(1))
+    with pytest.raises(UnsupportedFeatureError, match="it has buffers, whose values may become others"):
+        ops.apply_ops(nn.Sequential(scaled), EVERYTHING)
+
+    norm_ = NORMS["as Llama"]()
+    model = nn.Sequential(norm_)
+    ops.apply_ops(model, EVERYTHING)
+    norm_.variance_epsilon = 10.0
+    x = torch.randn(2, 3, HIDDEN)
+    torch.testing.assert_close(model(x), type(norm_).forward(norm_, x))
+
+    parametrized = nn.Sequential(NORMS["as Llama"]())
+    nn.utils.parametrize.register_parametrization(parametrized[0], "weight", nn.Identity())
+    with pytest.raises(UnsupportedFeatureError, match="its weight is parametrized"):
+        ops.apply_ops(parametrized, EVERYTHING)
+
+
 @pytest.mark.parametrize(("right", "make", "op"), [s[1:] for s in SUBJECTS], ids=[s[0] for s in SUBJECTS])
 def test_it_is_refused_or_right(right: bool, make: Callable[[], nn.Module], op: str) -> None:
     torch.manual_seed(0)
@@ -289,7 +352,12 @@ def test_it_is_refused_or_right(right: bool, make: Callable[[], nn.Module], op: 
         with suppress(UnsupportedFeatureError):
             assert not ops.apply_ops(model, EVERYTHING).bindings
     x = torch.randn(2, 3, 6, HIDDEN)
-    for row in (x, x * 1e-3, x * 1e-6):  # what is added under a root tells where there is little else
+    for row in (
+        x,
+        x * 1e-3,
+        x * 1e-6,
+        x * 1e3,
+    ):  # what is added under a root tells where there is little else, a clamp where there is much
         torch.manual_seed(1)
         expected = eager(row)
         torch.manual_seed(1)

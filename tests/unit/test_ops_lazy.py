@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,17 @@ def head() -> nn.Linear:
 
 @pytest.fixture
 def lazy(head: nn.Linear) -> Deferred:
-    pending = Pending(SimpleNamespace(get_output_embeddings=lambda: head))
-    setattr(head, losses.PENDING, pending)
-    logits: Deferred = head(torch.randn(2, 3, 4))
-    setattr(head, losses.PENDING, None)
-    return logits
+    return given(head, torch.randn(2, 3, 4))
+
+
+def given(head: nn.Linear, hidden_states: Tensor) -> Deferred:
+    """What a head gives in a forward with labels."""
+    token = losses._waiting.set(Pending(None, head))
+    try:
+        found: Deferred = head(hidden_states)
+    finally:
+        losses._waiting.reset(token)
+    return found
 
 
 @pytest.fixture
@@ -135,9 +140,8 @@ def test_accelerate_casts_them_without_computing_them(lazy: Deferred) -> None:
 
 def test_under_autocast_they_are_what_the_head_would_have_given(head: nn.Linear) -> None:
     hidden_states = torch.randn(2, 3, 4)
-    setattr(head, losses.PENDING, Pending(SimpleNamespace(get_output_embeddings=lambda: head)))
     with torch.autocast("cpu", torch.bfloat16):
-        logits = head(hidden_states)
+        logits = given(head, hidden_states)
         expected = nn.functional.linear(hidden_states, head.weight, head.bias)
 
     assert logits.dtype == expected.dtype == torch.bfloat16
@@ -145,22 +149,53 @@ def test_under_autocast_they_are_what_the_head_would_have_given(head: nn.Linear)
     assert torch.equal((logits * 2).compute(), expected * 2)
 
 
+def test_they_have_gradients_where_the_forward_had(head: nn.Linear) -> None:
+    hidden_states = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        without = given(head, hidden_states)
+    with torch.inference_mode():
+        inferred = given(head, hidden_states.clone())
+    with_them = given(head, hidden_states)
+
+    assert not without.compute().requires_grad
+    assert inferred.compute().is_inference()
+    with torch.no_grad():
+        assert with_them.compute().requires_grad
+
+
+def test_behind_a_step_of_the_optimizer_they_are_gone(head: nn.Linear) -> None:
+    early, late = given(head, torch.randn(2, 3, 4)), given(head, torch.randn(2, 3, 4))
+    expected = early.compute().detach().clone()
+    with torch.no_grad():
+        head.weight.mul_(2)
+
+    assert torch.equal(early.compute(), expected)
+    with pytest.raises(RuntimeError, match="the weight of the head has changed since"):
+        late.compute()
+
+
+def test_changed_in_place_they_stay_changed(lazy: Deferred, real: Tensor) -> None:
+    with torch.no_grad():
+        lazy[..., 2] = 7.0
+    expected = real.detach().clone()
+    expected[..., 2] = 7.0
+
+    assert torch.equal((lazy * 2), expected * 2)
+    assert torch.equal(LazyLogits(lazy).float(), expected)
+    assert lazy.pending.changed
+
+
 def test_copied_or_pickled_they_are_logits(lazy: Deferred, real: Tensor) -> None:
     with torch.no_grad():
-        detached = Deferred(lazy.hidden_states, 7, lazy.pending)
+        detached = Deferred(lazy.hidden_states, lazy.weight, lazy.bias, lazy.pending)
         assert torch.equal(copy.deepcopy(detached), real)  # type: ignore[arg-type]
         assert torch.equal(pickle.loads(pickle.dumps(detached)), real)
 
 
-def test_within_the_forward_too_they_can_be_computed(head: nn.Linear) -> None:
-    pending = Pending(SimpleNamespace(get_output_embeddings=lambda: head))
-    setattr(head, losses.PENDING, pending)
-    hidden_states = torch.randn(1, 2, 4)
+def test_a_copy_of_them_elsewhere_changes_nothing(lazy: Deferred) -> None:
+    lazy[:, :1].clone().zero_()
 
-    found = head(hidden_states)[:, :1]
-
-    assert torch.equal(found, nn.functional.linear(hidden_states, head.weight, head.bias)[:, :1])
-    assert not pending.used
+    assert not lazy.pending.changed
 
 
 def test_steps_are_done_as_they_were_noted() -> None:

@@ -62,6 +62,7 @@ class Report:
     notes: tuple[str, ...] = ()
     _model: Any = field(default=None, repr=False)
     _changes: list[Any] = field(default_factory=list, repr=False)
+    _whole: Report | None = field(default=None, repr=False)
 
     @property
     def active(self) -> bool:
@@ -94,6 +95,10 @@ class Report:
         """
         with _lock:
             model, self._model = self._model, None
+            if model is None and self._whole is not None and self._whole.active:
+                warnings.warn(
+                    "these kernels are among those of the report of the whole model by now: undo that one", stacklevel=2
+                )
             if model is None:
                 return
             vars(model).pop(RECORD, None)
@@ -174,7 +179,7 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
             )
             report._changes[:0] = part._changes
             vars(part._model).pop(RECORD)
-            part._model = None
+            part._model, part._whole = None, report
         vars(model)[RECORD] = report
         return report
 
@@ -196,7 +201,7 @@ def refusal(model: Any, op: str, value: str) -> str:
 
     try:
         Plan(model, {f"{op}_implementation": value})
-    except (UnsupportedFeatureError, KernelUnavailableError) as error:
+    except (UnsupportedFeatureError, KernelUnavailableError, ValueError) as error:
         return str(error)
     return ""
 

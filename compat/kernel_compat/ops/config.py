@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from os import PathLike
-from types import MappingProxyType
 from typing import Any
 
 from ..environment import Environment
@@ -77,7 +76,7 @@ class OpsConfig:
     environment: InitVar[Environment | None] = None
 
     def __post_init__(self, environment: Environment | None) -> None:
-        object.__setattr__(self, "reasons", MappingProxyType(dict(self.reasons)))
+        object.__setattr__(self, "reasons", dict(self.reasons))
         for name, value in self.values().items():
             if name == "attn_implementation" and value is None:
                 continue

@@ -62,7 +62,7 @@ def prove(module: nn.Module) -> GatedNorm:
         values = torch.randn(size, generator=generator)
         rows, gate = torch.randn(4, size, generator=generator), torch.randn(4, size, generator=generator)
         probe = clone(module, {parameter: nn.Parameter(values, requires_grad=False)}, {})
-        for eps in epsilons(module):
+        for eps in epsilons(module).values():
             x = rows * torch.tensor([1.0, 1.0, eps**0.5, eps]).unsqueeze(-1)
             given = run(probe, x.clone(), gate.clone())
             expected = reference(x, gate, values, eps)

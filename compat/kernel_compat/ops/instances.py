@@ -6,7 +6,7 @@ module leaves it out: what is unpickled is the class's own again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..errors import UnsupportedFeatureError
 from ..models.sdpa import covered, put_beneath, slip_beneath
 
-#: On functions of ours: the ops that they are for.
+#: On functions of ours: the ops that they are for, with the config's value.
 MARK = "__kernel_compat_op__"
 
 
@@ -100,10 +100,10 @@ def replaced(module: Any) -> Any:
     return found
 
 
-def ops_of(module: Any, method: str = "forward") -> frozenset[str]:
-    """The ops that this library has put into the place of a module's method."""
+def ops_of(module: Any, method: str = "forward") -> Mapping[str, str]:
+    """The ops that this library has put into the place of a module's method, with the config's value."""
     found = _own(module) if method == "forward" else vars(module).get(method)
-    return getattr(getattr(found, "__func__", found), MARK, frozenset())
+    return getattr(getattr(found, "__func__", found), MARK, {})
 
 
 def _own(module: Any) -> Any:
@@ -137,9 +137,9 @@ def whose(method: Any) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(method).__name__)}"
 
 
-def ours(function: F, op: str) -> F:
+def ours(function: F, op: str, value: str) -> F:
     """Mark a function as put there by this library, for `op` besides what it is marked for."""
-    setattr(function, MARK, getattr(function, MARK, frozenset()) | {op})
+    setattr(function, MARK, {**getattr(function, MARK, {}), op: value})
     return function
 
 

@@ -7,7 +7,8 @@ they are a tensor, they are one: `LazyLogits`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,45 +35,92 @@ class Pending:
 
     Attributes:
         model: whose forward it is.
+        head: its head.
         used: whether the loss has taken them.
+        computed: those that were computed all the same, with the count of changes that torch keeps.
     """
 
     model: Any
+    head: Any
     used: bool = False
+    computed: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model has changed logits in place, which a loss over hidden states knows nothing of."""
+        return any(logits._version != version for logits, version in self.computed)
 
 
 class Deferred:
     """Stands for the logits (batch, length, vocabulary) of one forward, which it computes when they are used.
 
     Nearly everything that can be done with a tensor can be done with it. What is pointwise (a factor, tanh, another dtype) is
-    noted, for the loss to do the same; anything else computes them, once.
+    noted, for the loss to do the same; anything else computes them, once, as they would have been in the forward.
     """
 
     def __init__(
-        self, hidden_states: Tensor, size: int, pending: Pending, pointwise: tuple[Pointwise, ...] = ()
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        pending: Pending,
+        pointwise: tuple[Pointwise, ...] = (),
     ) -> None:
         self.hidden_states = hidden_states
-        self.vocab_size = size
+        self.weight = weight
+        self.bias = bias
+        self.vocab_size = weight.shape[0]
         self.pending = pending
         self.pointwise = pointwise
-        kind = hidden_states.device.type
-        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._autocast = _autocast(hidden_states.device.type)
+        self._gradients = torch.is_grad_enabled()
+        self._version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
         self._computed: Tensor | None = None
 
     def compute(self) -> Tensor:
-        """The logits themselves."""
+        """The logits themselves.
+
+        Raises:
+            RuntimeError: the weight of the head has changed since the forward: they can't be had any more.
+        """
         if self._computed is None:
-            with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
-                logits: Tensor = self.pending.model.get_output_embeddings()(self.hidden_states, {})
+            weight, bias = self._parameters()
+            inference = torch.inference_mode() if self.hidden_states.is_inference() else nullcontext()
+            autocast = torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
+            with inference, torch.set_grad_enabled(self._gradients), autocast:
+                logits: Tensor = torch.nn.functional.linear(self.hidden_states, weight, bias)
                 for one in self.pointwise:
                     logits = one(logits)
             self._computed = logits
+            if not torch.compiler.is_compiling() and not logits.is_inference():
+                self.pending.computed.append((logits, logits._version))
+            return logits
         return self._computed
 
-    def _then(self, *more: Pointwise) -> Deferred:
-        other = Deferred(self.hidden_states, self.vocab_size, self.pending, (*self.pointwise, *more))
-        other._autocast = self._autocast
+    def _parameters(self) -> tuple[Tensor, Tensor | None]:
+        if self.weight.untyped_storage().size() == 0 or hasattr(self.weight, "full_tensor"):
+            # FSDP2 has taken what it had gathered for the forward. All ranks gather it again.
+            head = self.pending.head
+            return tuple(p if p is None else p.full_tensor() for p in (head.weight, head.bias))  # type: ignore[return-value]
+        if self._version is not None and self.weight._version != self._version:
+            raise RuntimeError(
+                "these logits were not computed in the forward, and the weight of the head has changed since: use them "
+                "before the optimizer's step"
+            )
+        return self.weight, self.bias
+
+    def _then(self, one: Pointwise) -> Any:
+        if self._computed is not None and not self._as_computed():
+            return one(self._computed)
+        other = Deferred(self.hidden_states, self.weight, self.bias, self.pending, (*self.pointwise, one))
+        other._autocast, other._gradients, other._version = self._autocast, self._gradients, self._version
         return other
+
+    def _as_computed(self) -> bool:
+        """Whether nobody has changed the logits since they were computed."""
+        versions = {id(logits): (logits._version, version) for logits, version in self.pending.computed}
+        now, then = versions.get(id(self._computed), (0, 1))
+        return bool(now == then)
 
     @property
     def shape(self) -> torch.Size:
@@ -98,10 +146,10 @@ class Deferred:
     def device(self) -> torch.device:
         return self.hidden_states.device
 
-    def float(self) -> Deferred:
+    def float(self) -> Any:
         return self._then(Pointwise("to", torch.float32))
 
-    def tanh(self) -> Deferred:
+    def tanh(self) -> Any:
         return self._then(Pointwise("tanh"))
 
     def contiguous(self) -> Deferred:
@@ -142,6 +190,13 @@ class Deferred:
             return args[0].tanh()
         args, kwargs = torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """The dtype of autocast, where that is on for a type of device that has it."""
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def _is_number(value: Any) -> bool:

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,25 +119,21 @@ def prove(module: Any) -> CausalLoss:
 
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
-    """The forward of a head: lazy logits within a forward with labels; the loss, where that is requested."""
+    """The forward of a head: logits to come within a forward with labels; the loss, where that is requested."""
 
     def forward(self: Any, input: Tensor, request: dict[str, Any] | None = None) -> Any:
-        if request:
-            # Here, and not in the model: what shards parameters has them whole within the forward of their module.
+        if request is not None:
             return kernel(input, self.weight, bias=self.bias, **request)
-        pending = getattr(self, PENDING, None)
-        if pending is not None and request is None:
-            return Deferred(input, self.out_features, pending)
-        return functional.linear(input, _whole(self.weight, input), _whole(self.bias, input))
+        pending = getattr(self, PENDING, None) if torch.compiler.is_compiling() else _waiting.get()
+        if pending is not None and pending.head is self:
+            return Deferred(input, self.weight, self.bias, pending)
+        return functional.linear(input, self.weight, self.bias)
 
     return forward
 
 
-def _whole(parameter: Any, input: Tensor) -> Any:
-    """A parameter that is sharded, whole: of a head in FSDP2's root, behind the forward, it is."""
-    if hasattr(parameter, "full_tensor") and not hasattr(input, "full_tensor"):
-        return parameter.full_tensor()
-    return parameter
+#: The forward with labels that this thread is in. What is compiled can't ask for it, and finds it on the head.
+_waiting: ContextVar[Pending | None] = ContextVar("kernel_compat_pending", default=None)
 
 
 class Loss:
@@ -168,9 +165,22 @@ class Loss:
             "reduction": "mean" if num_items_in_batch is None else "sum",
             "pointwise": logits.pointwise,
         }
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if request["labels"].shape[0] != rows.shape[0]:
+            raise ValueError(
+                f"there are labels for {request['labels'].shape[0]} tokens, and hidden states of {rows.shape[0]}"
+            )
+        if not torch.compiler.is_compiling() and logits.pending.changed:
+            raise _itself(self.model, "changes its logits in place before the loss")
         logits.pending.used = True
-        head = self.model.get_output_embeddings()
-        return divided(head(hidden_states.reshape(-1, hidden_states.shape[-1]), request), num_items_in_batch)
+        return divided(self._of(rows, request), num_items_in_batch)
+
+    def _of(self, rows: Tensor, request: dict[str, Any]) -> Any:
+        head, outer = getattr(self.model, HEAD)[0], self.model.get_output_embeddings()
+        if outer is head and not hasattr(head.weight, "full_tensor"):
+            return head.forward(rows, request)  # its hooks have run
+        # What shards its parameters has them whole within its forward.
+        return outer(rows, request)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
         return Loss(copy.deepcopy(self.model, memo))
@@ -192,12 +202,17 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
         labels = args[position] if len(args) > position else kwargs.get("labels")
         if labels is None:
             return inner(self, *args, **kwargs)
-        head, pending = getattr(self, HEAD)[0], Pending(self)
+        head = getattr(self, HEAD)[0]
+        pending, before = Pending(self, head), getattr(head, PENDING, None)
+        compiling = torch.compiler.is_compiling()
+        token = None if compiling else _waiting.set(pending)
         setattr(head, PENDING, pending)
         try:
             outputs = inner(self, *args, **kwargs)
         finally:
-            setattr(head, PENDING, None)
+            setattr(head, PENDING, before)
+            if token is not None:
+                _waiting.reset(token)
         if not pending.used and self.get_output_embeddings() is not head:
             raise UnsupportedFeatureError(
                 f"the head of {type(self).__name__}, which has been replaced since the ops were applied",
@@ -205,14 +220,18 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
                 "Undo the ops, and apply them to the model as it is now.",
             )
         if not pending.used:
-            raise UnsupportedFeatureError(
-                f"the loss of {type(self).__name__}, which its forward computes from the logits itself",
-                f"cross_entropy_loss {name!r}",
-                "Set cross_entropy_loss_implementation='eager'.",
-            )
-        return outputs if torch.compiler.is_compiling() else _with_tensors(outputs)
+            raise _itself(self, "computes its loss from the logits itself")
+        return outputs if compiling else _with_tensors(outputs)
 
     return forward
+
+
+def _itself(model: Any, what: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        f"the forward of {type(model).__name__}, which {what}",
+        "a cross_entropy_loss over hidden states",
+        "Set cross_entropy_loss_implementation='eager'.",
+    )
 
 
 def _with_tensors(outputs: Any) -> Any:

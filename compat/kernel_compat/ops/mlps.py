@@ -84,6 +84,10 @@ def prove(module: nn.Module) -> SwiGlu:
     Raises:
         Unproven: it is no SwiGLU.
     """
+    linear_layers = _projections(module)
+    others = [module, *(child for name, child in module._modules.items() if child and name not in linear_layers)]
+    if any(buffer is not None for one in others for buffer in one._buffers.values()):
+        raise Unproven("it has buffers, whose values may become others")
     nearest = float("inf")
     with quiet() as generator:
         for layout in _layouts(module):
@@ -106,13 +110,15 @@ def _difference(module: nn.Module, layout: SwiGlu, generator: torch.Generator, t
         name: small[name] if name in small else child and clone(child, {}, child._modules, training)
         for name, child in module._modules.items()
     }
-    x = torch.randn(2, 5, HIDDEN, generator=generator)
+    rows = torch.randn(2, 5, HIDDEN, generator=generator)
     state = torch.get_rng_state()  # dropout draws from it
     try:
-        given = run(clone(module, {}, children, training), x.clone())
+        return max(
+            difference(run(clone(module, {}, children, training), x.clone()), reference(small, layout, x))
+            for x in (rows, rows * 30, rows * 1000)  # so large that a clamp tells
+        )
     finally:
         torch.set_rng_state(state)
-    return difference(given, reference(small, layout, x))
 
 
 class _Linear(nn.Module):  # type: ignore[misc]

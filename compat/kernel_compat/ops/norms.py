@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ class RmsNorm:
 
     Attributes:
         variant: ``standard`` or ``offset``.
+        eps_name: the attribute that has it; empty where none has.
         casting: what is rounded in half precision. ``llama``: statistics in float32, the normalized value before it is
             multiplied by the weight. ``gemma``: the product alone. ``none``: everything.
         parameter: the name of the weight.
@@ -27,6 +28,7 @@ class RmsNorm:
 
     variant: str
     eps: float
+    eps_name: str
     casting: Casting
     parameter: str
 
@@ -67,29 +69,41 @@ def prove(module: nn.Module) -> RmsNorm:
     size = weight.shape[0]
     with quiet() as generator:
         values = torch.randn(size, generator=generator)
-        rows = torch.randn(8, size, generator=generator)
+        rows = torch.randn(2, 5, size, generator=generator)
         nearest = float("inf")
-        single = clone(module, {parameter: nn.Parameter(values, requires_grad=False)}, {})
-        for eps in epsilons(module):
-            # Some rows so small that what is added under the root tells.
-            x = rows * torch.tensor([1.0, 1.0, 1.0, 1.0, eps**0.5, eps**0.5, eps, eps]).unsqueeze(-1)
-            given = run(single, x.clone())
+        probes = [
+            clone(module, {parameter: nn.Parameter(values, requires_grad=False)}, {}, training)
+            for training in (True, False)
+        ]
+        for name, eps in epsilons(module).items():
+            # Some rows so small that what is added under the root tells, some so large that a clamp does.
+            x = rows * torch.tensor([1.0, 1e4, 1.0, eps**0.5, eps]).unsqueeze(-1)
             for variant in ("standard", "offset"):
+                expected = reference(x, values, eps, variant == "offset", "gemma")
                 worst = max(
-                    difference(given[i] if isinstance(given, Tensor) else given, one)
-                    for i, one in enumerate(reference(x, values, eps, variant == "offset", "gemma"))
+                    _row_difference(run(probe, given.clone()), wanted)
+                    for probe in probes
+                    for given, wanted in ((x, expected), (x[0], expected[0]))
                 )
                 if worst < SAME:
                     casting = _casting(module, parameter, values, eps, variant == "offset", generator)
-                    return RmsNorm(variant, eps, casting, parameter)
+                    return RmsNorm(variant, eps, name, casting, parameter)
                 nearest = min(nearest, worst)
     raise Unproven(f"it differs from every formula by {nearest:.1e} or more (float32, relative)")
 
 
-def epsilons(module: nn.Module) -> Iterator[float]:
-    """The numbers among a module's attributes that may be the one under the root."""
-    seen = dict.fromkeys(v for v in vars(module).values() if isinstance(v, float) and 0 < v <= 1e-2)
-    yield from seen or (1e-6,)
+def _row_difference(found: Any, expected: Tensor) -> float:
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return float("inf")
+    size = expected.shape[-1]
+    return max(
+        difference(one, other) for one, other in zip(found.reshape(-1, size), expected.reshape(-1, size), strict=True)
+    )
+
+
+def epsilons(module: nn.Module) -> dict[str, float]:
+    """The numbers among a module's attributes that may be the one under the root, by name; one by no name where there are none."""
+    return {k: v for k, v in vars(module).items() if isinstance(v, float) and 0 < v <= 1e-2} or {"": 1e-6}
 
 
 def _casting(
@@ -113,18 +127,12 @@ def _casting(
 
 def forward_of(norm: RmsNorm, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     """A forward that calls a kernel."""
-    eps, casting, parameter = norm.eps, norm.casting, norm.parameter
-    if parameter == "weight":
+    fixed, eps_name, casting, parameter = norm.eps, norm.eps_name, norm.casting, norm.parameter
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            (hidden_states,) = args or kwargs.values()
-            return kernel(hidden_states, self.weight, eps, casting=casting)
-
-    else:
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            (hidden_states,) = args or kwargs.values()
-            return kernel(hidden_states, getattr(self, parameter), eps, casting=casting)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        (hidden_states,) = args or kwargs.values()
+        eps = getattr(self, eps_name) if eps_name else fixed
+        return kernel(hidden_states, getattr(self, parameter), eps, casting=casting)
 
     return forward
 

@@ -130,6 +130,8 @@ class Plan:
             if self._has(module, op):
                 continue
             if not norms.is_candidate(module):
+                if named and "parametrizations" in module._modules:
+                    raise self._refused(op, value, path, module, "its weight is parametrized")
                 if named and not any(p is not None for p in module._parameters.values()):
                     weightless.add(type(module).__name__)
                 continue
@@ -293,7 +295,7 @@ class Plan:
             self.changes.append(Change(module, losses.INNER, (own,)))
             inner = _inner_of(inner)
         self.changes += [
-            Change(loss.head, "forward", ours(losses.head_forward(kernel), op)),
+            Change(loss.head, "forward", ours(losses.head_forward(kernel), op, value)),
             Change(loss.head, losses.PENDING, None),
             Change(module, losses.HEAD, (loss.head,)),
             Change(module, "_loss_function", losses.Loss(module)),
@@ -329,16 +331,27 @@ class Plan:
         return self._kernels[spec]
 
     def _has(self, module: nn.Module, op: str, method: str = "forward") -> bool:
-        """Whether a part of the model was bound before it, with the same config."""
-        if op in ops_of(module, method):
-            self._bound.add(op)
-            return True
-        return any(isinstance(value, OpSlot) and value.op == op for value in vars(module).values())
+        """Whether a part of the model was bound before it.
+
+        Raises:
+            ValueError: to another kernel.
+        """
+        found = ops_of(module, method).get(op)
+        wanted = self.config[f"{op}_implementation"]
+        if found is None:
+            return any(isinstance(value, OpSlot) and value.op == op for value in vars(module).values())
+        if found != wanted:
+            raise ValueError(
+                f"a {type(module).__name__} has the kernel {found!r} for {op} already, by apply_ops on what it is a part of: "
+                f"undo that before applying {wanted!r}"
+            )
+        self._bound.add(op)
+        return True
 
     def _bind(self, path: str, module: nn.Module, spec: KernelSpec, forward: Callable[..., Any], proven: str) -> None:
         if why := self._hub.refuse(path):
             raise self._refused(spec.op, spec.name, path, module, why)
-        self.changes.append(Change(module, "forward", ours(forward, spec.op)))
+        self.changes.append(Change(module, "forward", ours(forward, spec.op, spec.name)))
         self.bindings.append(Binding(path, spec.op, spec.variant, spec.name, proven))
 
     def _rewrite(
@@ -355,7 +368,7 @@ class Plan:
         function = pending.value if pending is not None else inspect.getattr_static(type(module), method)
         key = (function, *sorted((name, id(value)) for name, value in replacements.items()))
         if key not in made:
-            made[key] = ours(rewriting.with_globals(function, replacements), spec.op)
+            made[key] = ours(rewriting.with_globals(function, replacements), spec.op, spec.name)
         if pending is not None:
             self.changes.remove(pending)
         self.changes.append(Change(module, method, made[key]))

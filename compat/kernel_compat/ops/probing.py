@@ -90,10 +90,20 @@ def difference(found: Any, expected: Tensor) -> float:
     return float("inf") if value != value else value
 
 
+#: What every module has among its attributes.
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
 def kind(module: nn.Module) -> tuple[Any, ...]:
-    """Modules with the same are alike: same class, same shapes, same settings."""
+    """Modules with the same are alike: same class, same shapes, same settings, and so their children.
+
+    What is no plain value (a function, a tensor, an object) is the same only if it is the very same one.
+    """
     shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
     simple = (bool, int, float, str, type(None))
-    settings = tuple((k, v) for k, v in vars(module).items() if isinstance(v, simple) and k != "training")
-    children = tuple((name, type(child)) for name, child in module._modules.items())
-    return (type(module), shapes, settings, children)
+    settings = tuple(
+        (k, v if isinstance(v, simple) else id(v)) for k, v in vars(module).items() if k not in _OF_MODULES
+    )
+    buffers = tuple((name, id(value)) for name, value in module._buffers.items())
+    children = tuple((name, child and kind(child)) for name, child in module._modules.items())
+    return (type(module), shapes, settings, buffers, children)

@@ -47,6 +47,9 @@ def chunk_loss(
         dtype = torch.get_autocast_dtype(kind)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+    if not torch.is_grad_enabled():
+        hidden_states, weight = hidden_states.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     loss: Tensor = _ChunkLoss.apply(hidden_states, weight, bias, labels, ignore_index, reduction, tuple(pointwise))
     return loss
 
@@ -93,8 +96,6 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
             gradient = (logits - normalizer).exp_()
             gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand(targets.shape))
             gradient.masked_fill_(~counts.unsqueeze(-1), 0.0)
-            if divisor is not None:
-                gradient /= divisor
             gradient = gradient.to(steps[-1].dtype)
             for one, before, after in zip(reversed(pointwise), reversed(steps[:-1]), reversed(steps[1:]), strict=True):
                 gradient = _backward(one, gradient, before, after)
@@ -104,17 +105,22 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
                 weight_gradient += gradient.mT @ rows
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=wide)
-        ctx.save_for_backward(
-            hidden_gradient,
-            None if weight_gradient is None else weight_gradient.to(weight.dtype),
-            None if bias_gradient is None or bias is None else bias_gradient.to(bias.dtype),
-        )
+        # Of the sum, which half precision holds; divided and multiplied by what comes from behind it is in float32.
+        ctx.save_for_backward(divisor, hidden_gradient, weight_gradient, bias_gradient)
+        ctx.dtypes = (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype)
         return loss if divisor is None else loss / divisor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise RuntimeError("chunk_loss has no second derivative: its gradients are computed with the loss")
         (factor,) = gradients
-        scaled = (None if saved is None else saved * factor.to(saved.dtype) for saved in ctx.saved_tensors)
+        divisor, *saved = ctx.saved_tensors
+        if divisor is not None:
+            factor = factor / divisor.clamp_min(1)  # of no tokens the loss is nan, and the gradient nothing
+        scaled = (
+            None if one is None else (one * factor).to(dtype) for one, dtype in zip(saved, ctx.dtypes, strict=True)
+        )
         return (*scaled, None, None, None, None)
 
 

@@ -42,8 +42,17 @@ def swiglu() -> Callable[..., Tensor]:
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
     from liger_kernel.transformers.functional import liger_rope
 
-    kernel: Callable[..., tuple[Tensor, Tensor]] = liger_rope
+    def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotated: tuple[Tensor, Tensor] = liger_rope(_apart(query), _apart(key), cos, sin)
+        return rotated
+
     return kernel
+
+
+def _apart(x: Tensor) -> Tensor:
+    """A copy, where Liger would write into what it is given: what a projection gave, which somebody may have saved."""
+    exchanged = x.transpose(1, 2)
+    return exchanged.clone().transpose(1, 2) if exchanged.is_contiguous() else x
 
 
 def cross_entropy() -> Callable[..., Tensor]:
