@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -374,6 +374,29 @@ def test_a_function_of_the_hub_is_not_called_where_ours_is_bound_before_or_after
     assert ran(model) == {"their rotary_pos_emb": 2}
 
 
+# What only wraps ours ------------------------------------------------------------------------------------------------
+
+
+def test_what_calls_ours_does_not_replace_it() -> None:
+    """As accelerate wraps the forward of a model for mixed precision, and a module's with a hook."""
+    accelerate = pytest.importorskip("accelerate")
+    model = build()
+    report = ops.apply_ops(
+        model, ops.OpsConfig(rms_norm_implementation=OURS, cross_entropy_loss_implementation="chunk_loss")
+    )
+
+    accelerate.hooks.add_hook_to_module(model.model.norm, accelerate.hooks.ModelHook())
+    mixed = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
+    model.forward = MethodType(accelerate.utils.convert_outputs_to_fp32(mixed), model)
+
+    runs.clear()
+    outputs = model(input_ids=IDS, labels=IDS)
+    assert isinstance(outputs.logits, LazyLogits)
+    assert runs["rms_norm"] == 5
+    assert report.replaced == ()
+    assert ops.apply_ops(model, report.config) is report
+
+
 # The attention interface ---------------------------------------------------------------------------------------------
 
 
@@ -409,11 +432,10 @@ def test_the_config_s_name_goes_before_that_of_from_pretrained(tmp_path: Path) -
 
 
 @pytest.fixture
-def theirs_counted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def theirs_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     interface = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     for name in ("grouped_mm", "batched_mm"):
         monkeypatch.setitem(interface._global_mapping, name, _counted(f"their {name}", interface[name])())
-    return SimpleNamespace()
 
 
 @since_5

@@ -133,6 +133,7 @@ def require_unreplaced(module: Any, path: str, op: str, kernel: str) -> None:
 
 
 def whose(method: Any) -> str:
+    """Where a method comes from, for people."""
     function = getattr(method, "__func__", method)
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(method).__name__)}"
 
