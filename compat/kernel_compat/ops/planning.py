@@ -245,16 +245,22 @@ class Plan:
                             equal = _attempt(rotary.require_equal_halves, self.model) or True
                         if isinstance(equal, Unproven):
                             raise self._refused(op, value, path, module, str(equal))
-                    replacements[name] = self._rotary_function(found, spec)
+                    forgotten = rewriting.forgets_arguments(inspect.getattr_static(type(module), method), name)
+                    replacements[name] = self._rotary_function(found, spec, forgotten)
                     variants.append(found.variant)
                 if method == "forward":
                     require_unreplaced(module, path, op, value)
                 self._rewrite(path, module, method, replacements, made, spec, "+".join(dict.fromkeys(variants)))
 
-    def _rotary_function(self, found: rotary.Rotary, spec: KernelSpec) -> Callable[..., Any]:
-        function: Callable[..., Any] = self._functions.setdefault(
-            (found, spec), rotary.function_of(found, self._kernel(spec))
-        )
+    def _rotary_function(self, found: rotary.Rotary, spec: KernelSpec, forgotten: bool) -> Callable[..., Any]:
+        kernel = self._kernel(spec)
+        consuming = getattr(kernel, "consuming", None) if forgotten else None
+        function: Callable[..., Any] | None = self._functions.get((found, spec, consuming is not None))
+        if function is None:
+            function = rotary.function_of(found, consuming or kernel)
+            if consuming is not None:
+                rotary.teach(function)
+            self._functions[found, spec, consuming is not None] = function
         return function
 
     def _balancing(self, op: str, value: str) -> None:

@@ -8,9 +8,12 @@ torch.compile.
 
 from __future__ import annotations
 
+import ast
 import dis
+import inspect
 import itertools
 import re
+import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
@@ -39,6 +42,31 @@ def callers(class_: type, pattern: re.Pattern[str]) -> dict[str, dict[str, Any]]
             methods = {**vars(one), **methods}
     found = {name: asks_for(method, pattern) for name, method in methods.items()}
     return {name: functions for name, functions in found.items() if functions}
+
+
+def forgets_arguments(function: Any, name: str) -> bool:
+    """Whether every call of a global in a function, or in one that it wraps, is ``a, b = name(a, b, ...)``: nobody can read what
+    `a` and `b` were before. Without its source it isn't known, and the answer is no."""
+    asking = [one for one in _layers(function, set()) if _global_names(one.__code__, name.__eq__)]
+    for one in asking:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
+        except (OSError, TypeError, SyntaxError):
+            return False
+        forgetting = {id(a.value) for a in ast.walk(tree) if isinstance(a, ast.Assign) and _takes_place(a)}
+        named = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node.func) in set(map(id, named))]
+        if len(calls) != len(named) or not all(id(call) in forgetting for call in calls):
+            return False
+    return bool(asking)
+
+
+def _takes_place(assignment: ast.Assign) -> bool:
+    value, targets = assignment.value, assignment.targets
+    if not isinstance(value, ast.Call) or len(targets) != 1 or not isinstance(targets[0], ast.Tuple):
+        return False
+    given = [one.id for one in value.args[:2] if isinstance(one, ast.Name)]
+    return len(given) == 2 and given == [one.id for one in targets[0].elts if isinstance(one, ast.Name)]
 
 
 def with_globals(function: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .ownership import guard_backward, untraced
+
 
 def rms_norm_gated() -> Callable[..., Tensor]:
     from fla.modules import FusedRMSNormGated
@@ -17,6 +19,7 @@ def rms_norm_gated() -> Callable[..., Tensor]:
 
     def kernel(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed: Tensor = function(hidden_states, gate, weight, None, activation="swish", eps=eps)
+        guard_backward(normed, "rms_norm_gated_implementation='fla'")
         return normed
 
-    return kernel
+    return untraced(kernel)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
 from ..lazy import Pointwise
+from .ownership import Alone, guard_backward, is_learning, learning, untraced
 
 
 def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
@@ -17,13 +18,13 @@ def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
 
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
         dtype = hidden_states.dtype
+        wide = torch.promote_types(dtype, weight.dtype)
         if weight.dtype != dtype:
-            wide = torch.promote_types(dtype, weight.dtype)
-            normed: Tensor = liger_rms_norm(hidden_states.to(wide), weight.to(wide), eps, offset, casting, False)
-            return normed.to(dtype) if casting == "gemma" else normed  # upstream's product has the wider dtype
+            hidden_states, weight = hidden_states.to(wide), weight.to(wide)
         # In place it would write gradients over those that another branch may need: Gemma 2 norms behind the layer, too.
-        normed = liger_rms_norm(hidden_states, weight, eps, offset, casting, False)
-        return normed
+        normed: Tensor = liger_rms_norm(hidden_states, weight, eps, offset, casting, False)
+        guard_backward(normed, "rms_norm_implementation='liger_kernel'")
+        return normed.to(dtype) if casting == "gemma" else normed  # upstream's product has the wider dtype
 
     return kernel
 
@@ -35,22 +36,47 @@ def rms_norm_offset() -> Callable[..., Tensor]:
 def swiglu() -> Callable[..., Tensor]:
     from liger_kernel.transformers.functional import liger_swiglu
 
-    kernel: Callable[..., Tensor] = liger_swiglu
+    def kernel(gate: Tensor, up: Tensor) -> Tensor:
+        product: Tensor = liger_swiglu(gate, up)
+        guard_backward(product, "swiglu_mlp_implementation='liger_kernel'", once=True)
+        return product
+
     return kernel
 
 
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
     from liger_kernel.transformers.functional import liger_rope
 
+    alone, alone_gradient = Alone(), Alone()
+
+    def own_gradients(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(x if x is None or alone_gradient(x) else _apart(x) for x in gradients)
+
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = liger_rope(_apart(query), _apart(key), cos, sin)
+        return rotate(_apart(query), _apart(key), cos, sin)
+
+    def consuming(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        own = (alone(query), alone(key))
+        if is_learning():
+            return query, key
+        return rotate(query if own[0] else _apart(query), key if own[1] else _apart(key), cos, sin)
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotated: tuple[Tensor, Tensor] = liger_rope(query, key, cos, sin)
+        guard_backward(rotated[0], "rotary_pos_emb_implementation='liger_kernel'", prepare=own_gradients)
         return rotated
 
+    with learning(), torch.enable_grad():
+        x = torch.ones(1, 1, 1, 2, requires_grad=True)
+        turned = x.neg()
+        guard_backward(turned, "", prepare=own_gradients)
+        turned.sin().sum().backward()
+    kernel.consuming = consuming  # type: ignore[attr-defined]
     return kernel
 
 
 def _apart(x: Tensor) -> Tensor:
-    """A copy, where Liger would write into what it is given: what a projection gave, which somebody may have saved."""
+    """A copy, where Liger would write into what it is given."""
     exchanged = x.transpose(1, 2)
     return exchanged.clone().transpose(1, 2) if exchanged.is_contiguous() else x
 
@@ -86,9 +112,14 @@ def cross_entropy() -> Callable[..., Tensor]:
             reduction=reduction,
             softcap=softcap,
         )
-        return loss if isinstance(loss, Tensor) else loss[0]
+        if not isinstance(loss, Tensor):
+            loss = loss[0]
+        guard_backward(loss, "cross_entropy_loss_implementation='liger_kernel'", once=True)
+        if reduction == "mean":  # of no tokens, where Liger has 0
+            loss = loss.masked_fill((labels == ignore_index).all(), torch.nan)
+        return loss
 
-    return kernel
+    return untraced(kernel)
 
 
 def _as_liger_has_it(pointwise: Sequence[Pointwise]) -> tuple[float, float | None]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
+from .ownership import guard_backward, untraced
 from .routing import counted
 
 
@@ -22,9 +23,10 @@ def experts() -> Callable[..., Tensor]:
         there = counted(top_k_index, len(gate_up))
         index = top_k_index.where(there, 0).to(torch.int32)
         result: Tensor = LigerFusedMoEFunction.apply(hidden_states, gate_up, down, index, top_k_weights.where(there, 0))
+        guard_backward(result, "moe_implementation='fused_triton'")
         return result
 
-    return kernel
+    return untraced(kernel)
 
 
 def _require(hidden_states: Tensor) -> None:

@@ -1,0 +1,228 @@
+"""A kernel that writes into query and key, as Liger's does: only where nobody can see it, and the gradients likewise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import OPS_MODELS, VOCAB
+from torch import Tensor
+
+from kernel_compat import ops
+from kernel_compat.ops import rotary
+from kernel_compat.ops.kernels.ownership import Alone, guard_backward, is_learning, learning
+
+NAME = "in_place"
+
+
+class Turned(torch.autograd.Function):
+    """Writes into its inputs and into the gradients that it gets, and tells nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return tuple(
+            _write(x, new) for x, new in zip((query, key), rotary.reference(query, key, cos, sin), strict=True)
+        )  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        back = rotary.reference(*gradients, cos, -sin)
+        return (*(_write(x, new) for x, new in zip(gradients, back, strict=True)), None, None)
+
+
+def _write(x: Tensor, new: Tensor) -> Tensor:
+    x.data.copy_(new)
+    return x.detach()
+
+
+@pytest.fixture
+def counts() -> Iterator[list[str]]:
+    """Registers the kernel; says of every query, key and gradient whether it was written into."""
+    seen: list[str] = []
+
+    def factory() -> Callable[..., Any]:
+        alone, alone_gradient = Alone(), Alone()
+
+        def own(x: Tensor, what: str, is_alone: bool) -> Tensor:
+            seen.append(f"{what} {'written' if is_alone else 'copied'}")
+            return x if is_alone else x.clone()
+
+        def own_gradients(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(own(x, "gradient", alone_gradient(x)) for x in gradients)
+
+        def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            return rotate(own(query, "input", False), own(key, "input", False), cos, sin)
+
+        def consuming(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            mine = (alone(query), alone(key))
+            if is_learning():
+                return query, key
+            return rotate(own(query, "input", mine[0]), own(key, "input", mine[1]), cos, sin)
+
+        def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            rotated = Turned.apply(query, key, cos, sin)
+            guard_backward(rotated[0], "this", prepare=own_gradients)
+            return rotated
+
+        with learning(), torch.enable_grad():
+            turned = torch.ones(1, 1, 1, 2, requires_grad=True).neg()
+            guard_backward(turned, "", prepare=own_gradients)
+            turned.sin().sum().backward()
+        kernel.consuming = consuming  # type: ignore[attr-defined]
+        seen.clear()
+        return kernel
+
+    ops.register_kernel("rotary_pos_emb", "full", NAME)(factory)
+    yield seen
+    ops.unregister_kernel("rotary_pos_emb", "full", NAME)
+
+
+def build(name: str = "llama") -> Any:
+    torch.manual_seed(0)
+    config = OPS_MODELS[name]()
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+
+
+def apply(model: Any) -> ops.Report:
+    return ops.apply_ops(model, ops.OpsConfig(rotary_pos_emb_implementation=NAME))
+
+
+def gradients(model: Any, add: Callable[[Any], Any] = lambda _: 0.0) -> list[Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCAB, (2, 9))
+    model.zero_grad()
+    (model(input_ids=ids, labels=ids, use_cache=False).loss + add(model)).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def require_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", [n for n in ("llama", "qwen2", "qwen3", "gemma3") if n in OPS_MODELS])
+def test_nothing_is_copied_where_nobody_looks(counts: list[str], name: str) -> None:
+    model = build(name)
+    expected = gradients(copy.deepcopy(model))
+    apply(model)
+    require_same(gradients(model), expected)
+    assert counts.count("input written") == 2 * model.config.num_hidden_layers
+    assert counts.count("input copied") == 0
+    assert counts.count("gradient written") + counts.count("gradient copied") == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1)[3:]], ids=["it", "detached", "a part"]
+)
+def test_what_a_hook_has_kept_stays(counts: list[str], keep: Callable[[Tensor], Tensor]) -> None:
+    model = build()
+    kept: list[tuple[Tensor, Tensor]] = []
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda m, a, out: kept.append((keep(out), keep(out).clone())))
+    apply(model)
+    gradients(model)
+    assert counts.count("input copied") == 2  # the queries, and not the keys
+    assert all(torch.equal(now, before) for now, before in kept)
+    assert len(kept) == 2
+
+
+def test_what_autograd_has_saved_stays(counts: list[str]) -> None:
+    model = build()
+    squares: list[Tensor] = []
+
+    def regularized(model: Any) -> Any:
+        total = sum(squares)
+        squares.clear()
+        return total
+
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.register_forward_hook(lambda m, a, out: squares.append(out.square().sum()))
+    expected = gradients(copy.deepcopy(model), regularized)
+    apply(model)
+    require_same(gradients(model, regularized), expected)
+    assert counts.count("input copied") == 2
+
+
+def test_other_names_in_the_caller(counts: list[str]) -> None:
+    """What the caller reads again, or has under a second name, stays."""
+    from transformers.models.llama import modeling_llama
+
+    class Reads(modeling_llama.LlamaAttention):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+            key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+            turned, other = apply_rotary_pos_emb(query, key, *position_embeddings)
+            return self.o_proj(
+                (turned + other.sum(1, True) + query * 2 + key.sum(1, True)).transpose(1, 2).flatten(2)
+            ), None
+
+    class Renames(modeling_llama.LlamaAttention):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+            key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+            before = query
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            return self.o_proj((query + key.sum(1, True) + before * 2).transpose(1, 2).flatten(2)), None
+
+    for written, class_ in ((0, Reads), (2, Renames)):  # of the second, the keys
+        model = build()
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn = class_(model.config, number).double()
+        expected = gradients(copy.deepcopy(model))
+        counts.clear()
+        with apply(model):
+            require_same(gradients(model), expected)
+        assert counts.count("input written") == written
+        assert counts.count("input copied") == 4 - written
+
+
+def test_a_gradient_that_goes_two_ways_stays(counts: list[str]) -> None:
+    """``rotated + other`` hands both the same tensor."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            query, key = x * 2, x * 3
+            one, other = x * 5, x * 7
+            query, key = apply_rotary_pos_emb(query, key, cos, sin)
+            return (query + one).square() + (key + other).square()
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 3, 4).double().requires_grad_()
+    cos, sin = torch.randn(2, 1, 3, 2).double().repeat(1, 1, 1, 2)  # as of angles: two equal halves
+    layer = Layer()
+    (expected,) = torch.autograd.grad(layer(x, cos, sin).sum(), x)
+    with apply(layer):
+        (found,) = torch.autograd.grad(layer(x, cos, sin).sum(), x)
+    torch.testing.assert_close(found, expected)
+    assert counts.count("gradient copied") == 2
+
+
+def apply_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotary.rotate_half(q) * sin, k * cos + rotary.rotate_half(k) * sin
+
+
+def test_a_second_backward_and_a_second_derivative_are_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    guard_backward(y, "this kernel", once=True)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="this kernel changes what it has saved"):
+        y.sum().backward()
+    y = x.exp()
+    guard_backward(y, "this kernel")
+    with pytest.raises(RuntimeError, match="this kernel has no second derivative"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    torch.autograd.grad(y.sum(), x)
