@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 
 from ..lazy import Pointwise
 
-#: The fewest tokens of a chunk: fewer keep a GPU's matrix units waiting.
-SMALLEST = 128
+#: The fewest and the most tokens of a chunk. Fewer keep a GPU's matrix units waiting.
+SMALLEST, LARGEST = 256, 2048
 
 
 def chunk_loss(
@@ -54,9 +54,13 @@ def chunk_loss(
     return loss
 
 
-def chunk_size(tokens: int, hidden: int, vocabulary: int) -> int:
-    """So many tokens that the logits of a chunk take about as much as all hidden states."""
-    return max(SMALLEST, -(-tokens * hidden // max(1, vocabulary)) // SMALLEST * SMALLEST)
+def chunk_size(hidden: int, with_weight: bool) -> int:
+    """The tokens of a chunk.
+
+    Where the weight has a gradient, so many that a chunk's logits take half of what the weight takes: with fewer, what each
+    chunk adds to the gradient is read and written more often than there is work for.
+    """
+    return max(SMALLEST, min(hidden // 2, LARGEST) // SMALLEST * SMALLEST) if with_weight else 2 * SMALLEST
 
 
 class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
@@ -79,28 +83,31 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
         weight_gradient = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
         loss = torch.zeros((), dtype=wide, device=hidden_states.device)
-        size = chunk_size(hidden_states.shape[0], hidden_states.shape[1], weight.shape[0])
+        size = chunk_size(hidden_states.shape[1], needs_weight)
         for start in range(0, hidden_states.shape[0], size):
             part = slice(start, start + size)
-            rows, counts = hidden_states[part], counted[part]
-            targets = torch.where(counts, labels[part], 0).unsqueeze(-1)
+            counts = counted[part].unsqueeze(-1)
+            # Instead of the gradient's rows, which are so much longer.
+            rows = hidden_states[part].masked_fill(~counts, 0.0)
+            targets = labels[part].unsqueeze(-1).where(counts, 0)
             steps = [linear(rows, weight, bias)]
             for one in pointwise:
                 steps.append(one(steps[-1]))
-            logits = steps[-1].to(wide)
-            normalizer = logits.logsumexp(-1, keepdim=True)
-            losses = (normalizer - logits.gather(-1, targets)).squeeze(-1)
-            loss += losses.masked_fill(~counts, 0.0).sum()
+            logarithms = steps[-1].log_softmax(-1, dtype=wide)
+            of_targets = logarithms.gather(-1, targets)
+            loss -= of_targets.masked_fill(~counts, 0.0).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
-            gradient = (logits - normalizer).exp_()
-            gradient.scatter_add_(-1, targets, gradient.new_full((), -1.0).expand(targets.shape))
-            gradient.masked_fill_(~counts.unsqueeze(-1), 0.0)
-            gradient = gradient.to(steps[-1].dtype)
+            # What is one less, of the targets, before it is rounded: near 1 nothing would be left.
+            gradient = torch.exp(logarithms, out=torch.empty_like(steps[-1]))
+            gradient.scatter_(-1, targets, torch.expm1(of_targets).to(gradient.dtype))
+            del logarithms
+            if bias_gradient is not None:
+                gradient.masked_fill_(~counts, 0.0)
             for one, before, after in zip(reversed(pointwise), reversed(steps[:-1]), reversed(steps[1:]), strict=True):
                 gradient = _backward(one, gradient, before, after)
             if hidden_gradient is not None:
-                hidden_gradient[part] = gradient @ weight
+                hidden_gradient[part] = (gradient @ weight).masked_fill_(~counts, 0.0)
             if weight_gradient is not None:
                 weight_gradient += gradient.mT @ rows
             if bias_gradient is not None:
@@ -119,7 +126,8 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
         if divisor is not None:
             factor = factor / divisor.clamp_min(1)  # of no tokens the loss is nan, and the gradient nothing
         scaled = (
-            None if one is None else (one * factor).to(dtype) for one, dtype in zip(saved, ctx.dtypes, strict=True)
+            None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=dtype))
+            for one, dtype in zip(saved, ctx.dtypes, strict=True)
         )
         return (*scaled, None, None, None, None)
 
