@@ -320,15 +320,19 @@ def _require_positions(
         _require(positions, ("begin", first, weakref.ref(beginnings)), at_a_beginning, message, wait)
 
 
+#: What a device can print of an assertion.
+_LONGEST = 254
+
+
 def _require(tensor: Tensor, purpose: tuple[Any, ...], holds: Callable[[], Tensor], message: str, wait: bool) -> None:
     """Check what is on the device, once for a tensor; without waiting for the answer unless it is to `wait`, or on a CPU."""
     if fixed_shapes(tensor):
-        torch._assert_async(holds(), message)
+        torch._assert_async(holds(), message[:_LONGEST])
         return
 
     def check() -> None:
         if not wait and tensor.device.type != "cpu":
-            torch._assert_async(holds(), message)
+            torch._assert_async(holds(), message[:_LONGEST])
         elif not bool(holds()):
             raise ValueError(message)
 

@@ -35,7 +35,7 @@ def found(folder: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", cases(2))
 def test_same_numbers_as_one_process(found: dict[str, Any], folder: Path, name: str) -> None:
-    assert_same_as_one_process(found, folder, name, ALONE)
+    assert_same_as_one_process(found, folder, name, ALONE, "cuda")
 
 
 def test_functions(found: dict[str, Any]) -> None:
