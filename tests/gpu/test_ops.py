@@ -7,6 +7,8 @@ twice that.
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,11 +43,27 @@ class Result(NamedTuple):
     logits: Tensor
 
 
+@pytest.fixture(autouse=True)
+def linear_attention_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which fla, where it is installed, refuses to differentiate on Hopper with the Triton that torch 2.11 has."""
+    if "qwen3_5_moe" in OPS_MODELS:
+        module = importlib.import_module("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
+        plain = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", plain)
+        if hasattr(module, "chunk_gated_delta_rule"):
+            monkeypatch.setattr(module, "chunk_gated_delta_rule", plain)
+
+
 def build(name: str) -> Any:
-    """With weights that bfloat16 holds exactly, and experts as upstream's own loop computes them."""
+    """With weights that bfloat16 holds exactly, and experts as upstream's own loop computes them.
+
+    Every token goes to every expert: to how many it goes else would depend on how the router's inputs were rounded.
+    """
     torch.manual_seed(0)
     options = {"experts_implementation": "eager"} if TRANSFORMERS.major >= 5 else {}
     config = OPS_MODELS[name]()
+    if hasattr(config, "num_experts_per_tok"):
+        config.num_experts_per_tok = 4
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
     return randomize(model).to(torch.bfloat16).float().to("cuda").train()
 
@@ -122,3 +140,123 @@ def test_logits_never_take_memory() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         peaks[value] = torch.cuda.max_memory_allocated() - before
     assert peaks["chunk_loss"] <= peaks["eager"] / 5
+
+
+LIGER = [
+    ("rms_norm", "liger_kernel"),
+    ("swiglu_mlp", "liger_kernel"),
+    ("rotary_pos_emb", "liger_kernel"),
+    ("cross_entropy_loss", "liger_kernel"),
+]
+
+
+def bound(op: str, value: str) -> Any:
+    try:
+        config = ops.OpsConfig.from_dict({f"{op}_implementation": value})
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    model = build("llama").bfloat16()
+    ops.apply_ops(model, config)
+    return model
+
+
+def loss_of(model: Any, **more: Any) -> Tensor:
+    torch.manual_seed(0)
+    ids = torch.randint(3, VOCAB, (2, 64), device="cuda")
+    loss: Tensor = model(**{"input_ids": ids, "labels": ids, "use_cache": False, **more}).loss
+    return loss
+
+
+@pytest.mark.parametrize(("op", "value"), LIGER)
+def test_what_liger_cannot_do_is_refused(op: str, value: str) -> None:
+    model = bound(op, value)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(loss_of(model), weight, create_graph=True)
+    loss = loss_of(model)
+    (first,) = torch.autograd.grad(loss * 3, weight, retain_graph=True)
+    if op in ("swiglu_mlp", "cross_entropy_loss"):
+        with pytest.raises(RuntimeError, match="can't run a second time"):
+            torch.autograd.grad(loss * 3, weight)
+    else:
+        (again,) = torch.autograd.grad(loss * 3, weight)
+        assert torch.equal(first, again)
+
+
+def test_of_no_tokens_the_mean_is_not_a_number() -> None:
+    model = bound("cross_entropy_loss", "liger_kernel")
+    labels = torch.full((2, 64), -100, device="cuda")
+    assert loss_of(model, labels=labels).isnan()
+    assert not loss_of(model).isnan()
+
+
+def test_liger_writes_where_nobody_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into what a projection gave, if nothing has kept that."""
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    attention, places = module.eager_attention_forward, []
+
+    def watched(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        places.append(query.data_ptr())
+        return attention(layer, query, *args, **kwargs)
+
+    monkeypatch.setattr(module, "eager_attention_forward", watched)
+    model, kept, projected = bound("rotary_pos_emb", "liger_kernel"), [], []
+    first, second = (layer.self_attn.q_proj for layer in model.model.layers)
+    first.register_forward_hook(lambda module, given, out: kept.append((out, out.clone())))
+    second.register_forward_hook(lambda module, given, out: projected.append(out.data_ptr()))
+
+    loss_of(model).backward()
+
+    ((now, before),) = kept
+    assert torch.equal(now, before)
+    assert places[0] != now.data_ptr()
+    assert places[1:] == projected
+
+
+def test_gated_rms_norm_by_fla() -> None:
+    """By itself: where fla is installed, transformers takes its class, too."""
+    try:
+        config = ops.OpsConfig(rms_norm_gated_implementation="fla")
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    torch.manual_seed(0)
+    norm = module.Qwen3NextRMSNormGated(128).to("cuda")
+    torch.nn.init.normal_(norm.weight)
+    x, gate, gradient = (torch.randn(500, 128, device="cuda").bfloat16() for _ in range(3))
+
+    def step(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_(), gate.to(dtype).requires_grad_()]
+        module = copy.deepcopy(norm).bfloat16().to(dtype)
+        out = module(*leaves)
+        return [out, *torch.autograd.grad(out, [*leaves, module.weight], gradient.to(dtype))]
+
+    exact, rough = step(torch.float64), step(torch.bfloat16)
+    with ops.apply_ops(norm, config):
+        found = step(torch.bfloat16)
+
+    assert not torch.equal(found[0], rough[0]), "the kernel has not run"
+    for ours, theirs, right in zip(found, rough, exact, strict=True):
+        require_as_close(ours.double(), theirs.double(), right)
+
+
+@pytest.mark.parametrize("value", ["liger_kernel", "triton"])
+def test_compiled(value: str) -> None:
+    """As without torch.compile, but for what inductor rounds less often."""
+    fields = {"rms_norm": value, "rotary_pos_emb": value, "cross_entropy_loss": "chunk_loss"}
+    if value == "liger_kernel":
+        fields |= {"swiglu_mlp": value, "cross_entropy_loss": value}
+    try:
+        config = ops.OpsConfig.from_dict({f"{op}_implementation": name for op, name in fields.items()})
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    truth = build("llama")
+    model = copy.deepcopy(truth).bfloat16()
+    ops.apply_ops(model, config)
+    torch._dynamo.reset()
+
+    exact, plain, compiled = run(truth), run(model), run(torch.compile(model))
+
+    for what in ("gradient", "logits"):
+        require_as_close(getattr(compiled, what), getattr(plain, what), getattr(exact, what))
+    assert abs(float(compiled.loss - plain.loss)) <= 1e-2 * float(plain.loss)
