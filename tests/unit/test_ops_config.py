@@ -130,14 +130,15 @@ def test_what_is_written_in_triton_runs_in_its_interpreter(monkeypatch: pytest.M
 def test_auto_takes_the_best_and_says_why() -> None:
     bare = ops.OpsConfig.auto(Environment(packages=TORCH))
     full = ops.OpsConfig.auto(Environment(packages=LIGER, devices=(H200,)))
+    old = ops.OpsConfig.auto(Environment(packages=LIGER, devices=(Device("Tesla P100", (6, 0)),)))
 
     assert bare == ops.OpsConfig(attn_implementation="sdpa", cross_entropy_loss_implementation="chunk_loss")
     assert bare.reasons["attn_implementation"].endswith("sdpa runs here")
     assert bare.reasons["cross_entropy_loss_implementation"].startswith("liger_kernel: liger-kernel is not installed")
     assert bare.reasons["cross_entropy_loss_implementation"].endswith("chunk_loss runs here")
-    assert [full[op] for op in ("cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb")] == [
-        "liger_kernel"
-    ] * 4
+    assert [full[op] for op in ("cross_entropy_loss", "swiglu_mlp")] == ["liger_kernel"] * 2
+    assert [full[op] for op in ("rms_norm", "rotary_pos_emb")] == ["triton"] * 2
+    assert [old[op] for op in ("rms_norm", "rotary_pos_emb")] == ["liger_kernel"] * 2
     assert full["load_balancing_loss"] == "triton"
     assert set(full.reasons) == set(full.values())
 

@@ -27,13 +27,13 @@ _VEOMNI = {
     "qat_implementation": ("none",),
 }
 
-#: What `OpsConfig.auto` prefers, best first.
+#: What `OpsConfig.auto` prefers: first what took the least time on an H200, forward and backward (docs/benchmarks.md).
 _PREFERRED = {
-    "moe": ("fused_triton", "fused_quack", "fused_npu"),
+    "moe": ("fused_quack", "fused_triton", "fused_npu"),
     "cross_entropy_loss": ("liger_kernel", "chunk_loss", "npu"),
-    "rms_norm": ("liger_kernel", "npu"),
+    "rms_norm": ("triton", "liger_kernel", "npu"),
     "swiglu_mlp": ("liger_kernel",),
-    "rotary_pos_emb": ("liger_kernel", "npu"),
+    "rotary_pos_emb": ("triton", "liger_kernel", "npu"),
     "load_balancing_loss": ("triton",),
     "rms_norm_gated": ("fla",),
 }
