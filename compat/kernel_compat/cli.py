@@ -1,7 +1,8 @@
 """The command line: ``kernel-compat check | status | explain NAME | plan | ops``.
 
 Exit codes: 0, everything usable is right; 1, a usable kernel is wrong, a shim failed, a name was refused, torch or
-transformers is broken, or nothing here would do what was planned; 2, bad arguments.
+transformers is broken, nothing here would do what was planned, or a matrix service knows that this environment is bad; 2, bad
+arguments, or a service that was to be asked gives no answer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # rich takes a good part of `status`: it is imported where ta
     from rich.console import Console
 
     from .ops.table import Table
+    from .service import ServiceReport
 
 __all__ = ["main"]
 
@@ -49,6 +51,10 @@ class _BadArgumentsError(Exception):
     """Arguments that don't go together."""
 
 
+class _NoAnswerError(Exception):
+    """Somebody else who was to be asked gives no answer."""
+
+
 class _Command(NamedTuple):
     """A subcommand: what finds the answer, and what makes JSON or tables of it."""
 
@@ -70,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = command.find(arguments)
         except (check.UnknownNameError, _BadArgumentsError) as error:
             parser.error(str(error))
+        except _NoAnswerError as error:
+            print(f"{parser.prog}: {error}", file=sys.stderr)
+            return 2
     try:
         if arguments.json:
             print(json.dumps(_plain(command.as_json(found)), indent=2, allow_nan=False))
@@ -96,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kernel-compat",
         description="Which attention implementations work in this environment, and why the others don't.",
-        epilog="Exit codes: 0 everything usable is right; 1 something is wrong or failed; 2 bad arguments.",
+        epilog="Exit codes: 0 everything usable is right; 1 something is wrong or failed; 2 bad arguments, or no answer.",
     )
     commands = parser.add_subparsers(metavar="check | status | explain | plan | ops", required=True)
     one = commands.add_parser(
@@ -106,6 +115,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--torch-flash-backend", choices=("FA3", "FA4"), help="what flash_attention_torch and sdpa run on meanwhile"
     )
+    one.add_argument(
+        "--service", metavar="URL", help="run nothing: ask this matrix service what is known of this environment"
+    )
+    one.add_argument("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help="for its answer (default: 10)")
     one.set_defaults(command=_Command(_find_check, _check_as_json, _show_check))
     one = commands.add_parser(
         "status", parents=[common], help="the environment, the shims and the attention names; runs nothing"
@@ -145,14 +158,39 @@ def _import(module: str, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--import {module}: {type(error).__name__}: {error}")
 
 
-def _find_check(arguments: argparse.Namespace) -> check.CheckReport:
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"seconds up to 3600, not {text!r}")
+    return seconds
+
+
+def _find_check(arguments: argparse.Namespace) -> check.CheckReport | ServiceReport:
     names = arguments.names or None
+    if arguments.service is not None:
+        if names or arguments.torch_flash_backend:
+            raise _BadArgumentsError("--service asks about the whole environment: it takes neither names nor a backend")
+        return _ask_service(arguments.service, arguments.timeout)
     if arguments.json or not sys.stderr.isatty():
         return check.run(names, torch_flash_backend=arguments.torch_flash_backend)
     return _with_progress(names, arguments.torch_flash_backend)
 
 
-def _check_as_json(report: check.CheckReport) -> dict[str, Any]:
+def _ask_service(url: str, timeout: float) -> ServiceReport:
+    from . import service
+
+    try:
+        return service.ask(url, timeout=timeout)
+    except service.ServiceError as error:
+        raise _NoAnswerError(str(error)) from None
+
+
+def _check_as_json(report: check.CheckReport | ServiceReport) -> dict[str, Any]:
+    if not isinstance(report, check.CheckReport):
+        return {"ok": report.ok, **_fields(report)}
     return {
         "ok": report.ok,
         "environment": report.environment,
@@ -165,7 +203,10 @@ def _check_as_json(report: check.CheckReport) -> dict[str, Any]:
     }
 
 
-def _show_check(console: Console, report: check.CheckReport) -> None:
+def _show_check(console: Console, report: check.CheckReport | ServiceReport) -> None:
+    if not isinstance(report, check.CheckReport):
+        _show_service(console, report)
+        return
     _print_environment(console, report.environment, report.torch_flash_backend)
     _print_shims(console, [shim for shim in report.installation.shims if shim.state != "not needed"])
     _print_cases(console, report.names)
@@ -188,6 +229,28 @@ def _show_check(console: Console, report: check.CheckReport) -> None:
         _print(console, f"Everything usable is right ({right} of {len(report.names)} names).", "green")
     else:
         _print(console, "Something is WRONG or failed: see above.", "bold red")
+
+
+def _show_service(console: Console, report: ServiceReport) -> None:
+    from . import service
+
+    _print_environment(console, report.environment, None)
+    _print(console, "")
+    for answer in report.answers:
+        colour = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
+        verdict, *evidence = service.describe(answer)
+        _print(console, verdict, colour)
+        for line in evidence:
+            _print(console, line)
+        shims = [
+            (service.line(shim.get("name")), service.line(shim.get("state")), service.line(shim.get("reason")))
+            for shim in answer.shims
+            if shim.get("state") != "not needed"
+        ]
+        if shims:
+            _print_table(console, "Shims there", ("shim", "state", "reason"), shims)
+    if not report.ok:
+        _print(console, "This environment is known to be bad: see above.", "bold red")
 
 
 def _with_progress(names: Sequence[str] | None, backend: Literal["FA3", "FA4"] | None) -> check.CheckReport:

@@ -1,0 +1,213 @@
+"""Asking a matrix service what is known of this environment. The standard library alone; nothing is imported of what is asked about.
+
+Environment variables:
+    KERNEL_COMPAT_SERVICE_TOKEN: sent to a service that wants one for reading.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+from .environment import Environment
+from .errors import KernelCompatError
+
+__all__ = ["KnownVerdict", "ServiceAnswer", "ServiceError", "ServiceReport", "ask"]
+
+KnownVerdict = Literal["passed", "wrong", "failed", "refused", "unknown"]
+
+#: Verdicts that are reason enough not to go on.
+BAD: tuple[KnownVerdict, ...] = ("wrong", "failed", "refused")
+
+#: Seconds for one answer, all of it.
+TIMEOUT = 10.0
+_LARGEST = 4 * 2**20
+
+#: Which FlashAttention a distribution is.
+_KINDS = {"flash-attn": "fa2", "flash-attn-3": "fa3", "fa3-fwd": "fa3", "flash-attn-4": "fa4"}
+
+
+class ServiceError(KernelCompatError):
+    """A service gave no answer that can be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class ServiceAnswer:
+    """What a service says of one combination.
+
+    Attributes:
+        asked: the combination, as the parameters of its question.
+        verdict: of exactly what was asked; ``unknown`` where that wasn't tested.
+        match: ``exact``, ``nearest`` or ``none``: of what the evidence is.
+        reason: of the verdict.
+        tested: the evidence, as the service gave it: `cell`, `verdict`, `run`, `started`, the versions, `shims`, and what `differs`
+            from what was asked.
+    """
+
+    asked: Mapping[str, str]
+    verdict: KnownVerdict
+    match: str
+    reason: str
+    tested: tuple[Mapping[str, Any], ...]
+
+    @property
+    def bad(self) -> bool:
+        return self.verdict in BAD
+
+    @property
+    def shims(self) -> tuple[Mapping[str, Any], ...]:
+        """Those of the first of the evidence: `name`, `state` and `reason`."""
+        found = self.tested[0].get("shims") if self.tested else ()
+        return tuple(one for one in (found if isinstance(found, list) else ()) if isinstance(one, dict))
+
+
+@dataclass(frozen=True)
+class ServiceReport:
+    """What a service says of an environment: an answer for each FlashAttention that is installed."""
+
+    url: str
+    environment: Environment
+    answers: tuple[ServiceAnswer, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is known to be bad."""
+        return not any(answer.bad for answer in self.answers)
+
+
+def ask(url: str, environment: Environment | None = None, *, timeout: float = TIMEOUT) -> ServiceReport:
+    """Ask a service about an environment.
+
+    Args:
+        url: where the service is, such as ``https://matrix.example``.
+        environment: this one by default.
+        timeout: in seconds, for each answer.
+
+    Raises:
+        ServiceError: the URL is none, the service can't be reached or gives no answer; or torch or transformers isn't installed,
+            so that there is nothing to ask about.
+    """
+    base = _base(url)
+    environment = Environment.detect() if environment is None else environment
+    return ServiceReport(base, environment, tuple(_ask(base, question, timeout) for question in questions(environment)))
+
+
+def questions(environment: Environment) -> list[dict[str, str]]:
+    """The combinations that an environment stands for, one for each FlashAttention that a GPU could use.
+
+    Without a GPU none of them is used. With one and without any FlashAttention it makes no difference: the device isn't asked about.
+
+    Raises:
+        ServiceError: torch or transformers isn't installed.
+    """
+    question = {}
+    for name in ("transformers", "torch"):
+        version = environment.version(name)
+        if version is None:
+            raise ServiceError(f"there is no {name} here whose version is known: nothing can be asked about it")
+        question[name] = str(version)
+    question["python"] = ".".join(environment.python.split(".")[:2])
+    if not environment.devices:
+        return [{**question, "flash_attn": "none", "device": "cpu"}]
+    kinds = dict.fromkeys(kind for name, kind in _KINDS.items() if name in environment.packages)
+    return [{**question, "flash_attn": kind, "device": "cuda"} for kind in kinds] or [
+        {**question, "flash_attn": "none"}
+    ]
+
+
+def describe(answer: ServiceAnswer) -> Iterator[str]:
+    """An answer in lines: the verdict, then the evidence."""
+    asked = ", ".join(f"{name} {value}" for name, value in answer.asked.items())
+    reason = f": {line(answer.reason)}" if answer.reason else ""
+    yield f"{asked}: {answer.verdict}{reason}"
+    for one in answer.tested:
+        found = {name: line(one.get(name)) for name in ("cell", "verdict", "run", "started")}
+        differs = one.get("differs")
+        others = [
+            f"{line(other.get('axis'))} {line(other.get('tested'))}"
+            for other in (differs if isinstance(differs, list) else ())
+            if isinstance(other, dict)
+        ]
+        near = f", with {', '.join(others)}" if others else ""
+        yield f"  {found['verdict']}: {found['cell']}{near}, in run {found['run']} of {found['started'][:10] or 'unknown date'}"
+
+
+def _base(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        known = False
+    if not known or any(ord(character) <= 32 or ord(character) == 127 for character in url):
+        raise ServiceError(f"{url!r} is no address of a service, such as https://matrix.example")
+    return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
+
+
+def _ask(base: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer:
+    url = f"{base}/api/v1/compat?{urlencode(question)}"
+    try:
+        request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "kernel-compat"})
+        if token := os.environ.get("KERNEL_COMPAT_SERVICE_TOKEN"):
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        found = json.loads(_read(request, timeout))
+    except urllib.error.HTTPError as error:
+        raise ServiceError(f"{_shown(base)} answers {error.code}{_detail(error)}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ServiceError(f"{_shown(base)} can't be reached: {_why(error)}") from None
+    except ValueError:
+        raise ServiceError(f"{_shown(base)} gives no JSON: it is no matrix service") from None
+    verdict: Any = found.get("verdict") if isinstance(found, dict) else None
+    if verdict not in get_args(KnownVerdict):
+        raise ServiceError(f"{_shown(base)} gives no verdict: it is no matrix service, or a newer one")
+    tested = found.get("tested")
+    evidence = tuple(one for one in (tested if isinstance(tested, list) else ()) if isinstance(one, dict))
+    return ServiceAnswer(question, verdict, str(found.get("match")), str(found.get("reason") or ""), evidence)
+
+
+def _read(request: urllib.request.Request, timeout: float) -> bytes:
+    """The answer's body, within the time: a server that sends a byte now and then is ended too."""
+    end = time.monotonic() + timeout
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        body = b""
+        while piece := response.read1(65536):
+            body += piece
+            if len(body) > _LARGEST:
+                raise OSError(f"its answer is longer than {_LARGEST} bytes")
+            if time.monotonic() > end:
+                raise TimeoutError
+        return body
+
+
+def _why(error: Exception) -> str:
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, TimeoutError):
+        return "it didn't answer in time"
+    return str(reason) or type(reason).__name__
+
+
+def _detail(error: urllib.error.HTTPError) -> str:
+    """What the service said of it."""
+    try:
+        detail = json.loads(error.read(65536))["detail"]
+        return f": {line(detail if isinstance(detail, str) else '; '.join(one['msg'] for one in detail))}"
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return ""
+
+
+def line(text: object) -> str:
+    """What a service sent, as one line of a terminal."""
+    return "".join(character if character.isprintable() else " " for character in str(text or ""))[:500]
+
+
+def _shown(url: str) -> str:
+    """An address without credentials."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -1,0 +1,108 @@
+"""A server that answers as the matrix service does, for where that can't be installed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+#: What the real service said of a wrong result, and of something near it.
+SHIMS = [
+    {"name": "tf5", "state": "applied", "reason": "transformers 5"},
+    {"name": "torch2_11", "state": "not needed", "reason": "needs torch 2.11"},
+]
+EVIDENCE = {
+    "cell": "py312-tf5.9-torch2.11",
+    "verdict": "wrong",
+    "kind": "wrong",
+    "reason": "test_generate: off by 3",
+    "python": "3.12.1",
+    "transformers": "5.9.0",
+    "torch": "2.11.0",
+    "flash_attention": "none",
+    "device": "cpu",
+    "run": "20261121-114502-7f3a",
+    "run_label": "nightly",
+    "revision": "0cddbda4d5e6",
+    "attempt": 1,
+    "started": "2026-11-21T11:45:09Z",
+    "tests": {"passed": 70, "failed": 2, "error": 0, "skipped": 3, "xfailed": 0, "xpassed": 0},
+    "shims": SHIMS,
+    "differs": [],
+}
+WRONG = {
+    "asked": {"device": "cpu", "flash_attention": "none", "transformers": "5.9.0", "torch": "2.11.0", "python": "3.12"},
+    "match": "exact",
+    "verdict": "wrong",
+    "reason": "test_generate: off by 3",
+    "counts": {"wrong": 1},
+    "tested": [EVIDENCE],
+    "refusals": [],
+}
+PASSED = WRONG | {"verdict": "passed", "reason": "", "tested": [EVIDENCE | {"verdict": "passed"}]}
+NEAREST = WRONG | {
+    "match": "nearest",
+    "verdict": "unknown",
+    "reason": "another patch of it was tested",
+    "tested": [
+        EVIDENCE | {"differs": [{"axis": "transformers", "asked": "5.9.1", "tested": "5.9.0"}]},
+    ],
+}
+
+
+class Service:
+    """
+    Attributes:
+        answer: what it says, as JSON or as bytes.
+        status: with which it says so.
+        slow: seconds before it does.
+        drip: seconds between the bytes of an answer.
+        asked: the parameters of each question, with the path and the headers.
+    """
+
+    def __init__(self, answer: Any = PASSED) -> None:
+        self.answer, self.status, self.slow, self.drip = answer, 200, 0.0, 0.0
+        self.headers: dict[str, str] = {}
+        self.asked: list[tuple[str, dict[str, str], Mapping[str, str]]] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                parts = urlsplit(self.path)
+                service.asked.append((parts.path, dict(parse_qsl(parts.query)), dict(self.headers)))
+                time.sleep(service.slow)
+                body = service.answer if isinstance(service.answer, bytes) else json.dumps(service.answer).encode()
+                try:
+                    self.send_response(service.status)
+                    for name, value in {"Content-Type": "application/json", **service.headers}.items():
+                        self.send_header(name, value)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    for piece in [body[i : i + 1] for i in range(len(body))] if service.drip else [body]:
+                        self.wfile.write(piece)
+                        self.wfile.flush()
+                        time.sleep(service.drip)
+                except OSError:  # the client has gone
+                    pass
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()

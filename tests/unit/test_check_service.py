@@ -1,0 +1,218 @@
+"""``kernel-compat check --service``: a process of its own, asking a real server about an environment of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_service import EVIDENCE, NEAREST, PASSED, WRONG, Service
+
+import kernel_compat
+from kernel_compat.environment import Device, Environment
+from kernel_compat.service import ServiceError, ask, questions
+
+COMPAT = Path(kernel_compat.__file__).parents[1]
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    service = Service()
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """The command where there is only the metadata of torch and transformers: to import one would fail."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in ("packaging", "pynvml", "rich", "markdown_it", "mdurl", "pygments", "typing_extensions"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            origin = Path(spec.origin)
+            source = origin.parent if spec.submodule_search_locations else origin
+            (site / source.name).symlink_to(source)
+    for name, version in (("torch", "2.11.0+cu130"), ("transformers", "5.9.0")):
+        install(site, name, version)
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-S", "-m", "kernel_compat", "check", *arguments],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(str, (COMPAT, site))),
+                "CUDA_VISIBLE_DEVICES": "",
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+def install(site: Path, name: str, version: str) -> None:
+    (site / name).mkdir()
+    (site / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_it_asks_about_the_environment_it_stands_in(service: Service, cli: Cli) -> None:
+    done = cli("--service", service.url, KERNEL_COMPAT_SERVICE_TOKEN="secret")
+    assert done.returncode == 0, done.stderr
+    ((path, asked, headers),) = service.asked
+    assert path == "/api/v1/compat"
+    assert asked == {
+        "transformers": "5.9.0",
+        "torch": "2.11.0+cu130",
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "flash_attn": "none",
+        "device": "cpu",
+    }
+    assert headers["Authorization"] == "Bearer secret"
+    assert "device cpu: passed" in done.stdout
+    assert "passed: py312-tf5.9-torch2.11, in run 20261121-114502-7f3a of 2026-11-21" in done.stdout
+    assert "transformers 5" in done.stdout  # the shim's reason
+
+
+def test_what_is_known_to_be_bad_is_1(service: Service, cli: Cli) -> None:
+    service.answer = WRONG
+    done = cli("--service", service.url)
+    assert done.returncode == 1
+    assert "wrong: test_generate: off by 3" in done.stdout
+    assert "known to be bad" in done.stdout
+    service.answer = WRONG | {"verdict": "refused", "reason": "needs C++20"}
+    assert cli("--service", service.url).returncode == 1
+
+
+def test_what_only_something_near_is_known_of_is_not_bad(service: Service, cli: Cli) -> None:
+    service.answer = NEAREST
+    done = cli("--service", f"{service.url}/")
+    assert done.returncode == 0
+    assert "unknown: another patch of it was tested" in done.stdout
+    assert "wrong: py312-tf5.9-torch2.11, with transformers 5.9.0, in run" in done.stdout
+
+
+def test_json(service: Service, cli: Cli) -> None:
+    service.answer = WRONG
+    done = cli("--service", service.url, "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["ok"], found["answers"][0]["tested"]) == (1, False, [EVIDENCE])
+    assert found["environment"]["packages"]["torch"] == "2.11.0+cu130"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://127.0.0.1:1", "can't be reached: .*refused"),
+        ("matrix.example", "is no address of a service"),
+        ("file:///etc/passwd", "is no address of a service"),
+        ("http://:80", "is no address of a service"),
+        ("http://a b/", "is no address of a service"),
+        ("http://host:99999", "is no address of a service"),
+        ("http://me:secret@127.0.0.1:1", "^kernel-compat: http://127.0.0.1:1 can't be reached"),
+    ],
+)
+def test_a_service_that_is_not_there_is_2(cli: Cli, url: str, says: str) -> None:
+    done = cli("--service", url, "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(says, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "says"),
+    [
+        (200, b"<html>", "gives no JSON"),
+        (200, b"\xff\xfe", "gives no JSON"),
+        (200, [], "gives no verdict"),
+        (200, {"verdict": "splendid"}, "gives no verdict"),
+        (200, b" " * 5_000_000, "longer than"),
+        (404, b"", "answers 404"),
+        (401, {"detail": "a token is needed"}, "answers 401: a token is needed"),
+        (422, {"detail": [{"msg": "no release", "loc": ["query", "torch"]}]}, "answers 422: no release"),
+        (503, {"detail": "the database\x1b[31m doesn't answer"}, r"answers 503: the database \[31m doesn't answer"),
+        (500, {"detail": {"a": 1}}, "answers 500"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error(service: Service, status: int, answer: Any, says: str) -> None:
+    service.status, service.answer = status, answer
+    with pytest.raises(ServiceError, match=says):
+        ask(service.url, here())
+
+
+@pytest.mark.parametrize("how", ["slow", "drip"])
+def test_a_service_that_takes_its_time_is_given_up(service: Service, how: str) -> None:
+    setattr(service, how, 0.4)
+    with pytest.raises(ServiceError, match="it didn't answer in time"):
+        ask(service.url, here(), timeout=0.2)
+
+
+def test_a_redirect_doesn_t_take_the_token_along(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNEL_COMPAT_SERVICE_TOKEN", "secret")
+    elsewhere = Service()
+    try:
+        service.status, service.headers = 302, {"Location": f"{elsewhere.url}/api/v1/compat"}
+        assert ask(service.url, here()).ok
+        assert [("Authorization" in headers) for _, _, headers in service.asked + elsewhere.asked] == [True, False]
+        service.headers = {"Location": "file:///etc/passwd"}
+        with pytest.raises(ServiceError, match="answers 302"):
+            ask(service.url, here())
+    finally:
+        elsewhere.stop()
+
+
+def test_odd_evidence_is_shown_as_far_as_it_goes(service: Service, cli: Cli) -> None:
+    service.answer = PASSED | {
+        "tested": [3, {"cell": "\x1b[2J", "started": None, "differs": [1, {"axis": []}], "shims": [{"name": 1}, 2]}]
+    }
+    done = cli("--service", service.url)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+
+
+def test_arguments_that_do_not_go_together(cli: Cli) -> None:
+    assert cli("--service", "http://127.0.0.1:1", "sdpa").returncode == 2
+    assert "--service asks about the whole environment" in cli("--service", "http://127.0.0.1:1", "sdpa").stderr
+    assert cli("--service", "http://127.0.0.1:1", "--timeout", "0").returncode == 2
+
+
+def here(devices: tuple[Device, ...] = (), **packages: str) -> Environment:
+    named = {name.replace("_", "-"): version for name, version in packages.items()}
+    return Environment(python="3.12.7", packages={"torch": "2.11.0", "transformers": "5.9.0", **named}, devices=devices)
+
+
+def test_what_is_asked_depends_on_what_a_gpu_could_use() -> None:
+    gpu = (Device("H200", (9, 0)),)
+
+    def kinds(environment: Environment) -> list[tuple[str, str | None]]:
+        return [(question["flash_attn"], question.get("device")) for question in questions(environment)]
+
+    assert kinds(here()) == [("none", "cpu")]
+    assert kinds(here(flash_attn="2.8.3")) == [("none", "cpu")]  # installed, and of no use without a GPU
+    assert kinds(here(gpu)) == [("none", None)]
+    assert kinds(here(gpu, flash_attn_4="4.0.0b36")) == [("fa4", "cuda")]
+    assert kinds(here(gpu, flash_attn="2.8.3", flash_attn_3="3.0", fa3_fwd="0.0.3")) == [
+        ("fa2", "cuda"),
+        ("fa3", "cuda"),
+    ]
+
+
+def test_without_torch_or_transformers_there_is_nothing_to_ask(service: Service) -> None:
+    for packages in ({"torch": "2.11.0"}, {"torch": "2.11.0", "transformers": "of somebody's own"}):
+        with pytest.raises(ServiceError, match="there is no transformers here whose version is known"):
+            ask(service.url, Environment(packages=packages))
+    assert service.asked == []

@@ -1,0 +1,141 @@
+"""The pytest plugin, in the suite of a project of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recorded_service import NEAREST, PASSED, WRONG, Service
+
+import kernel_compat
+
+pytest_plugins = ["pytester"]
+
+COMPAT = Path(kernel_compat.__file__).parents[1]
+PLUGIN = ("-p", "kernel_compat.pytest_plugin")
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    service = Service()
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project whose environment has metadata of torch and transformers; whatever collects its test says so."""
+    for name, version in (("torch", "2.11.0"), ("transformers", "5.9.0")):
+        (pytester.path / "site" / f"{name}-{version}.dist-info").mkdir(parents=True)
+        metadata = pytester.path / "site" / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (pytester.path / "site" / name).mkdir()
+        (pytester.path / "site" / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(pytester.path / "site"), str(COMPAT)]))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makepyfile(test_it="open('collected', 'a').write('x')\ndef test_it(): pass\n")
+    return pytester
+
+
+def collected(project: pytest.Pytester) -> bool:
+    return (project.path / "collected").exists()
+
+
+def test_a_suite_whose_environment_is_known_to_be_bad_does_not_begin(
+    service: Service, project: pytest.Pytester
+) -> None:
+    service.answer = WRONG
+    found = project.runpytest_subprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines(
+        [
+            f"ERROR: {service.url} knows that this environment is bad:",
+            "*transformers 5.9.0, torch 2.11.0*: wrong: test_generate: off by 3",
+            "  wrong: py312-tf5.9-torch2.11, in run 20261121-114502-7f3a of 2026-11-21",
+        ]
+    )
+    assert not collected(project)
+
+
+def test_the_ini_option_names_the_service_too(service: Service, project: pytest.Pytester) -> None:
+    service.answer = WRONG
+    project.makeini(f"[pytest]\nkernel_compat_service = {service.url}\n")
+    assert project.runpytest_subprocess(*PLUGIN).ret == pytest.ExitCode.USAGE_ERROR
+    assert project.runpytest_subprocess(*PLUGIN, "--kernel-compat-service=").ret == pytest.ExitCode.OK
+    assert len(service.asked) == 1
+
+
+@pytest.mark.parametrize(("answer", "says"), [(PASSED, "passed"), (NEAREST, "unknown: another patch of it was tested")])
+def test_any_other_suite_runs_and_its_header_says_what_is_known(
+    service: Service, project: pytest.Pytester, answer: object, says: str
+) -> None:
+    service.answer = answer
+    found = project.runpytest_subprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    found.assert_outcomes(passed=1)
+    found.stdout.fnmatch_lines([f"kernel-compat: transformers 5.9.0, torch 2.11.0, *, device cpu: {says}"])
+
+
+def test_a_service_that_does_not_answer_is_a_warning_unless_it_is_required(
+    service: Service, project: pytest.Pytester
+) -> None:
+    service.stop()
+    found = project.runpytest_subprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    found.assert_outcomes(passed=1, warnings=1)
+    found.stdout.fnmatch_lines(["*ServiceWarning: nothing is known of this environment: *can't be reached*"])
+    required = (*PLUGIN, "--kernel-compat-service", service.url, "--kernel-compat-service-required")
+    (project.path / "collected").unlink()
+    found = project.runpytest_subprocess(*required)
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines(["ERROR: kernel-compat: *can't be reached*"])
+    assert not collected(project)
+
+
+def test_with_several_processes_it_asks_once(service: Service, project: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
+    found = project.runpytest_subprocess(*PLUGIN, "-p", "xdist", "-n", "2", "--kernel-compat-service", service.url)
+    found.assert_outcomes(passed=1)
+    assert len(service.asked) == 1
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_inactive_it_imports_nothing_and_active_neither_torch_nor_transformers(
+    service: Service, project: pytest.Pytester, active: bool
+) -> None:
+    project.makepyfile(
+        test_it="""
+        import json, sys
+        def test_it():
+            open("modules", "w").write(json.dumps(sorted(sys.modules)))
+        """
+    )
+    options = ("--kernel-compat-service", service.url) if active else ()
+    project.runpytest_subprocess(*PLUGIN, *options).assert_outcomes(passed=1)
+    modules = set(json.loads((project.path / "modules").read_text()))
+    ours = {name for name in modules if name.startswith("kernel_compat")}
+    assert ("kernel_compat.service" in ours) == active
+    assert not {"torch", "transformers", "numpy"} & modules
+    if not active:
+        assert ours == {"kernel_compat", "kernel_compat.pytest_plugin"}
+        assert "urllib.request" not in modules
+
+
+@pytest.mark.parametrize("file", ["pytest.ini", "conftest.py"])
+def test_a_project_loads_it_by_a_line_of_its_own(service: Service, project: pytest.Pytester, file: str) -> None:
+    service.answer = WRONG
+    loads = {"pytest.ini": "addopts = -p kernel_compat.pytest_plugin\n", "conftest.py": ""}[file]
+    project.makeini(f"[pytest]\nkernel_compat_service = {service.url}\n{loads}")
+    if file == "conftest.py":
+        project.makeconftest('pytest_plugins = ["kernel_compat.pytest_plugin"]')
+    assert project.runpytest_subprocess().ret == pytest.ExitCode.USAGE_ERROR
+    assert len(service.asked) == 1
+    assert not collected(project)
+
+
+def test_who_does_not_ask_for_it_does_not_pay_for_it() -> None:
+    """pytest imports every plugin that it finds, and rewrites the assertions of all that its distribution has."""
+    assert "pytest11" not in (Path(__file__).parents[2] / "pyproject.toml").read_text()
