@@ -65,7 +65,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def types(session: nox.Session) -> None:
     """mypy --strict on everything that is installed; torch and transformers are not needed for it."""
-    session.install("--editable", ".", "--editable", "matrix[tox]", "--group", "types")
+    session.install("--editable", ".", "--editable", "matrix[service,tox]", "--group", "types")
     session.run("mypy", *session.posargs)
 
 
@@ -86,9 +86,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def matrix(session: nox.Session) -> None:
     """The tests of the matrix itself. Arguments after -- go to pytest."""
-    session.install(
-        "--editable", ".", "--editable", "matrix[postgres,tox]", "--group", "pytest", "pytest-reportlog>=1.0"
-    )
+    session.install("--editable", ".", "--editable", "matrix[postgres,service,tox]", "--group", "matrix")
     session.run("pytest", "-n", "2", "tests/matrix", *session.posargs, env=ENVIRONMENT)
 
 

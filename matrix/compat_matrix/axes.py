@@ -69,6 +69,7 @@ PART_AXES = {
 
 Requirement = Annotated[str, AfterValidator(_requirement)]
 Condition = Annotated[str, AfterValidator(_condition)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")]
 Releases = Annotated[list[Annotated[str, AfterValidator(_release)]], Field(min_length=1), AfterValidator(_distinct)]
 
 
@@ -145,6 +146,7 @@ class Tests(_Table):
         minutes: after which it is ended.
         gpus: how many a cell leases; each gets a pytest worker of its own.
         memory: in GiB, for schedulers.
+        labels: those that a worker of the service must have.
         environment: variables beside those of the runner.
     """
 
@@ -156,6 +158,7 @@ class Tests(_Table):
     minutes: Annotated[float, Field(gt=0, strict=False)] = 30
     gpus: Annotated[int, Field(ge=0)] = 0
     memory: Annotated[float, Field(gt=0, strict=False)] = 4
+    labels: Annotated[list[Label], AfterValidator(_distinct)] = []
     environment: dict[str, str] = {}
 
 
@@ -222,6 +225,11 @@ class Axes(_Table):
         if not cells:
             raise MatrixError(f"the rules of {self.path.name} leave no cell")
         return cover(cells) if pairwise else cells
+
+    def excluded(self, only: str | None = None) -> dict[Cell, str]:
+        """What belongs to a selection, and can't be, with the reason."""
+        wanted = Expression(only) if only else None
+        return {cell: why for cell, why in self.all_cells.items() if why and (wanted is None or wanted(cell))}
 
     def tests_of(self, cell: Cell, suite: str = "default") -> Tests | None:
         """What a cell runs in a suite: the first entry that fits; None where there is none.

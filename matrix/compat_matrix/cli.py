@@ -28,6 +28,10 @@ COMMANDS = {
     "export": ("views.export", "write runs into a store of their own"),
     "atlas": ("atlas.command", "when the seams appeared, changed and vanished upstream"),
     "emit": ("commands.emit", "the matrix for a CI service"),
+    "serve": ("commands.serve", "put the store on the network, and hand out cells to run"),
+    "work": ("commands.work", "run the cells that a service hands out"),
+    "token": ("commands.token", "who may submit runs to a service, and work for it"),
+    "watch": ("commands.watch", "look for new releases, and run the cells that they touch"),
     "bisect": ("commands.bisect", "the first release that broke a test or a shim"),
 }
 

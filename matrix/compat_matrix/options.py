@@ -14,12 +14,13 @@ from .cells import Cell, shard
 from .errors import MatrixError
 from .work import Job
 
-_AXES = Path("matrix") / "axes.toml"
+AXES = Path("matrix") / "axes.toml"
+_TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cells", nargs="*", metavar="CELL", help="by name; all of them if none is given")
-    parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file ({_AXES})")
+    parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file ({AXES})")
     parser.add_argument("--only", metavar="EXPRESSION", help='such as "transformers>=5.4 and torch==2.11"')
     parser.add_argument("--pairwise", action="store_true", help="so few that every two values still meet")
     parser.add_argument("--shard", metavar="N/OF", help="this part of them, such as 3/8")
@@ -27,14 +28,18 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 def add_working(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", default="default", help="which tests (default)")
-    parser.add_argument("--pins", type=Path, metavar="DIR", help="where the pins are (pins, beside the axes file)")
     parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
+    add_environments(parser)
+    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for pytest, in one string")
+
+
+def add_environments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pins", type=Path, metavar="DIR", help="where the pins are (pins, beside the axes file)")
     parser.add_argument(
         "--offline", type=Path, metavar="DIR", help="install from what `fetch` wrote, without a network"
     )
     parser.add_argument("--base-python", type=Path, metavar="PATH", help="stand on the torch of this Python")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="where environments are kept")
-    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for pytest, in one string")
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +51,27 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_token(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"where the token for it is (${_TOKEN})")
+
+
+def token_of(options: argparse.Namespace, scope: str) -> str:
+    """The token for a service; not left where cells could see it.
+
+    Raises:
+        MatrixError: there is none.
+    """
+    found = os.environ.pop(_TOKEN, "").strip()
+    if options.token_file is not None:
+        try:
+            found = options.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise MatrixError(f"--token-file {options.token_file}: {error}") from None
+    if not found or not found.isascii() or not found.isprintable():
+        raise MatrixError(f"this needs a token with the scope {scope}: --token-file or ${_TOKEN}")
+    return found
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a number from 1 on, not {text!r}")
@@ -55,7 +81,7 @@ def positive(text: str) -> int:
 def axes_of(options: argparse.Namespace) -> Axes:
     if options.axes is not None:
         return load(options.axes)
-    return load(next((path for path in (_AXES, Path("axes.toml"), OWN) if path.exists()), _AXES))
+    return load(next((path for path in (AXES, Path("axes.toml"), OWN) if path.exists()), AXES))
 
 
 def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import platform
@@ -15,13 +14,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import __version__, gpus, work
+from . import gpus, work
 from .cells import Cell, parse
 from .errors import MatrixError
+from .fingerprint import fingerprint
 from .processes import Hosts
 from .results import CellResult
 from .runner import default_root
-from .wheelhouse import sources
 from .work import Job
 
 try:
@@ -175,15 +174,6 @@ def _reachable(address: str) -> None:
         raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
 
 
-def fingerprint(folder: Path) -> str:
-    """Of a project's Python files and its pyproject.toml, and of this command."""
-    digest = hashlib.sha256(__version__.encode())
-    for path in [*sources(folder), folder / "pyproject.toml"]:
-        digest.update(f"\n{path.relative_to(folder)}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:
     error = done.exception()
     if error is None:
@@ -212,4 +202,4 @@ def _lacking(needs: Mapping[str, float]) -> str | None:
     return f"it needs {' and '.join(wanted)}, and no node of the Ray cluster has that"
 
 
-__all__ = ["RETRIES", "RayExecutor", "fingerprint"]
+__all__ = ["RETRIES", "RayExecutor"]

@@ -25,7 +25,11 @@ from .processes import INSIDE, Fresh, Hosts, Process, end
 from .results import CellResult, Kind, Verdict
 
 #: Of the runner's environment. A cell that mayn't keep what it compiles would compile torch and transformers for 10 s each time.
-_NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
+#: Nor is it told what the runner may write to.
+_NOT_INHERITED = (
+    *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
+    *("KERNEL_COMPAT_MATRIX_TOKEN", "KERNEL_COMPAT_MATRIX_STORE"),
+)
 
 #: Seconds that a process has to end by itself.
 _GRACE = 5.0

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from postgresql import Postgres
 from small import Small
+from sqlalchemy import create_engine, text
+
+from compat_matrix.store import Store, database
 
 settings.register_profile(
     "matrix", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -18,3 +23,39 @@ def small(tmp_path: Path) -> Iterator[Small]:
     small = Small.make(tmp_path / "small")
     yield small
     small.kill(small.processes())  # nothing outlives a test that failed
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Postgres]:
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(Postgres.running())
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres(postgres_server: Postgres) -> str:
+    """The URL of a server."""
+    return postgres_server.url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database."""
+    if request.param == "sqlite":
+        return str(tmp_path / "store.db")
+    server: str = request.getfixturevalue("postgres")
+    engine = create_engine(database.parse(server))
+    with engine.begin() as connection:  # a database of its own would be a thousand files
+        connection.execute(text("DROP SCHEMA public CASCADE"))
+        connection.execute(text("CREATE SCHEMA public"))
+    engine.dispose()
+    return server
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as store:
+        yield store

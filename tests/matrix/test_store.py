@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pwd
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,65 +27,6 @@ from compat_matrix.store.models import metadata
 TESTS = Path(__file__).parents[1]
 CELLS = cells()
 ODD = "\x1b[31mred\x1b[0m <b> \x00 \udc80 \u202e\n"
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """The URL of a server in a folder of its own, on a socket there."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    if not found:
-        pytest.skip("PostgreSQL's server is not installed")
-    programs = found[-1].parent
-    # Not in pytest's folder: that belongs to root where root runs this, and the server refuses to run as root.
-    with tempfile.TemporaryDirectory(prefix="pg") as name:
-        user = {}
-        if os.geteuid() == 0:
-            nobody = pwd.getpwnam("nobody")
-            os.chown(name, nobody.pw_uid, nobody.pw_gid)
-            user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-        data, log = f"{name}/data", f"{name}/log"
-        initdb = [
-            programs / "initdb",
-            "-D",
-            data,
-            "-U",
-            "matrix",
-            "-A",
-            "trust",
-            "--no-sync",
-            "-E",
-            "UTF8",
-            "--locale=C",
-        ]
-        subprocess.run(initdb, check=True, capture_output=True, cwd=name, **user)
-        options = f"-k {name} -c listen_addresses= -c fsync=off"
-        start = [programs / "pg_ctl", "-D", data, "-l", log, "-w", "-o", options, "start"]
-        subprocess.run(start, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=name, **user)
-        try:
-            yield f"postgresql://matrix@/postgres?host={name}"
-        finally:
-            stop = [programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"]
-            subprocess.run(stop, check=True, capture_output=True, cwd=name, **user)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database."""
-    if request.param == "sqlite":
-        return str(tmp_path / "store.db")
-    server: str = request.getfixturevalue("postgres")
-    engine = create_engine(database.parse(server))
-    with engine.begin() as connection:  # a database of its own would be a thousand files
-        connection.execute(text("DROP SCHEMA public CASCADE"))
-        connection.execute(text("CREATE SCHEMA public"))
-    engine.dispose()
-    return server
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    with Store.open(url) as store:
-        yield store
 
 
 @pytest.fixture

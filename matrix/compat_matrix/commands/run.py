@@ -13,7 +13,6 @@ from .. import gpus, runner
 from ..axes import Axes
 from ..cells import Cell, one_and_more
 from ..errors import MatrixError
-from ..expressions import Expression
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, partial, positive, revision
 from ..progress import Progress
 from ..store import Store
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         if new:
             run = store.new_run(
                 cells,
-                excluded=_refused(axes, options),
+                excluded={} if options.cells else axes.excluded(options.only),
                 axes=axes.path.read_text(encoding="utf-8"),
                 command=shlex.join(options.words),
                 label=options.label,
@@ -99,11 +98,3 @@ def _left(store: Store, run: str, axes: Axes, failed: bool) -> tuple[list[Cell],
             f"{axes.path} has no {one_and_more(gone)} any more, which {run} planned: go on with the axes file that it began with"
         )
     return cells, {cell: summary[cell].attempt for cell in again}
-
-
-def _refused(axes: Axes, options: argparse.Namespace) -> dict[Cell, str]:
-    """What belongs to the selection, and can't be."""
-    if options.cells:
-        return {}
-    wanted = Expression(options.only) if options.only else None
-    return {cell: because for cell, because in axes.all_cells.items() if because and (wanted is None or wanted(cell))}

@@ -77,7 +77,7 @@ def connect(url: URL, *, create: bool) -> Engine:
     elif path and not path.exists():
         raise MatrixError("there is none")
     try:
-        engine = create_engine(url)
+        engine = create_engine(url, hide_parameters=True, **_pool(url))  # errors are logged; among them are secrets
     except NoSuchModuleError as error:
         raise MatrixError(f"SQLAlchemy knows no such database: {error}") from error
     except ModuleNotFoundError as error:
@@ -124,6 +124,13 @@ def _file(url: URL) -> Path | None:
     if url.get_backend_name() != "sqlite" or not database or database == ":memory:" or database.startswith("file:"):
         return None
     return Path(database)
+
+
+def _pool(url: URL) -> dict[str, Any]:
+    """As many connections as a service has threads. One to a server that was away is noticed, and made anew."""
+    if url.get_backend_name() == "sqlite":
+        return {"pool_size": 10, "max_overflow": 40} if _file(url) else {}
+    return {"pool_size": 10, "max_overflow": 40, "pool_pre_ping": True}
 
 
 def _set_up_sqlite(engine: Engine) -> None:

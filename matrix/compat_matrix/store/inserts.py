@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, TypeVar
@@ -34,6 +36,29 @@ def key(connection: Connection, name: str) -> int:
     return found
 
 
+def begin(
+    connection: Connection,
+    cells: Iterable[Cell],
+    *,
+    excluded: Mapping[Cell, str],
+    axes: str,
+    command: str,
+    label: str,
+    host: str,
+    revision: str,
+    partial: bool,
+) -> tuple[int, str]:
+    """Begin a run; returns its key and its name."""
+    started = datetime.now(timezone.utc)
+    name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
+        name = f"{name[:15]}-{secrets.token_hex(2)}"
+    label, command, host, revision = map(plain, (label, command, host, revision))
+    run_key = new_run(connection, Run(name, started, None, "running", label, command, host, revision, partial), axes)
+    plan(connection, run_key, [*dict.fromkeys(cells)], excluded)
+    return run_key, name
+
+
 def new_run(connection: Connection, values: Run, axes: str) -> int:
     """Insert a run without cells; returns its key."""
     row = {"name" if field == "id" else field: value for field, value in values._asdict().items()}
@@ -44,7 +69,7 @@ def new_run(connection: Connection, values: Run, axes: str) -> int:
 def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> None:
     """Put cells that a run doesn't have yet behind those that it has."""
     every = [*dict.fromkeys([*cells, *excluded])]
-    keys = _cells(connection, every)
+    keys = cell_keys(connection, every)
     first = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == key)) or 0
     rows = [
         {
@@ -59,12 +84,12 @@ def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapp
         connection.execute(PLANNED.insert(), rows)
 
 
-def add_result(connection: Connection, key: int, found: CellResult) -> None:
-    """Insert a result; nothing where the run has that attempt at the cell."""
-    cell_key = _cells(connection, [found.cell])[found.cell.name]
+def add_result(connection: Connection, key: int, found: CellResult) -> int | None:
+    """Insert a result; nothing where the run has that attempt at the cell. Returns its key."""
+    cell_key = cell_keys(connection, [found.cell])[found.cell.name]
     own = and_(RESULT.c.run_id == key, RESULT.c.cell_id == cell_key, RESULT.c.attempt == found.attempt)
     if connection.scalar(select(RESULT.c.id).where(own)) is not None:
-        return
+        return None
     place = select(PLANNED.c.position).where(PLANNED.c.run_id == key, PLANNED.c.cell_id == cell_key)
     if connection.scalar(place) is None:
         plan(connection, key, [found.cell], {})
@@ -104,6 +129,7 @@ def add_result(connection: Connection, key: int, found: CellResult) -> None:
         connection.execute(TEST.insert(), tests)
     if found.log:
         connection.execute(LOG.insert().values(result_id=result_key, content=found.log))
+    return result_key
 
 
 def _inserted(connection: Connection, table: Table, row: Mapping[str, Any]) -> int:
@@ -112,7 +138,8 @@ def _inserted(connection: Connection, table: Table, row: Mapping[str, Any]) -> i
     return int(key[0])
 
 
-def _cells(connection: Connection, cells: Iterable[Cell]) -> dict[str, int]:
+def cell_keys(connection: Connection, cells: Iterable[Cell]) -> dict[str, int]:
+    """The keys of cells, by their names."""
     rows = {one.name: {"name": one.name} | {field: getattr(one, field) for field in AXES} for one in cells}
     return _keys(connection, CELL.c.name, rows)
 

@@ -60,10 +60,18 @@ class Packed(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> bytes | None:
-        return None if value is None else zlib.compress(value.encode("utf-8", "surrogatepass"))
+        return None if value is None else pack(value)
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> str | None:
-        return None if value is None else zlib.decompress(value).decode("utf-8", "surrogatepass")
+        return None if value is None else unpack(value)
+
+
+def pack(text: str) -> bytes:
+    return zlib.compress(text.encode("utf-8", "surrogatepass"))
+
+
+def unpack(content: bytes) -> str:
+    return zlib.decompress(content).decode("utf-8", "surrogatepass")
 
 
 metadata = MetaData(
@@ -181,4 +189,118 @@ LOG = Table(
     metadata,
     Column("result_id", ForeignKey("result.id"), primary_key=True),
     Column("content", Packed, nullable=False),
+)
+
+# The service's: what is to be run, who runs it, and who may ask for it.
+
+#: Who may write. A token itself is nowhere kept.
+TOKEN = Table(
+    "token",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", String(100), nullable=False, unique=True),
+    Column("digest", String(64), nullable=False, unique=True),
+    Column("scopes", String(100), nullable=False),
+    Column("created", Utc, nullable=False),
+    Column("expires", Utc),
+    Column("revoked", Utc),
+    Column("used", Utc),
+)
+
+WORKER = Table(
+    "worker",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", String(100), nullable=False, unique=True),
+    Column("token", String(100), nullable=False),
+    Column("began", Utc, nullable=False),
+    Column("seen", Utc, nullable=False, index=True),
+    Column("machine", Text, nullable=False),
+)
+
+#: A cell to run. `lease`, `worker` and `until` are those of the lease it is under, or null.
+#: `low` and `high` are compute capabilities, as in sm_90; `rank` is what is handed out first, the least.
+TASK = Table(
+    "task",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("run_id", ForeignKey("run.id"), nullable=False),
+    Column("cell_id", ForeignKey("cell.id"), nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("suite", Text, nullable=False),
+    Column("fingerprint", String(64), nullable=False),
+    Column("python", String(40), nullable=False),
+    Column("gpus", Integer, nullable=False),
+    Column("memory", Float, nullable=False),
+    Column("low", Integer, nullable=False),
+    Column("high", Integer, nullable=False),
+    Column("labels", Text, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("state", String(20), nullable=False),
+    Column("tries", Integer, nullable=False),
+    Column("lease", String(64), unique=True),
+    Column("worker", String(100)),
+    Column("until", Utc),
+    UniqueConstraint("run_id", "cell_id", "attempt"),
+    Index("ix_task_state", "state", "rank", "id"),
+    Index("ix_task_state_until", "state", "until"),
+)
+
+#: Every lease there was; `how` it ended is null while it goes on. Who knows an `id` may report for it: it isn't to be shown.
+LEASE = Table(
+    "lease",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("task_id", ForeignKey("task.id"), nullable=False, index=True),
+    Column("worker", String(100), nullable=False),
+    Column("token", String(100), nullable=False),
+    Column("begun", Utc, nullable=False),
+    Column("ended", Utc),
+    Column("how", String(20)),
+)
+
+#: The log of a lease whose result isn't there yet; packed as `Packed` has it.
+UPLOAD = Table(
+    "upload",
+    metadata,
+    Column("lease", ForeignKey("lease.id"), primary_key=True),
+    Column("received", Utc, nullable=False),
+    Column("content", LargeBinary, nullable=False),
+)
+
+#: Results of leases that were over. They count for nothing, and are kept.
+LATE = Table(
+    "late",
+    metadata,
+    Column("lease", ForeignKey("lease.id"), primary_key=True),
+    Column("task_id", ForeignKey("task.id"), nullable=False, index=True),
+    Column("received", Utc, nullable=False),
+    Column("verdict", String(20), nullable=False),
+    Column("kind", String(20)),
+    Column("reason", Text, nullable=False),
+    Column("started", Utc, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("content", Packed, nullable=False),
+    Column("log", LargeBinary),
+)
+
+# What `watch` knows.
+
+#: Texts by name, such as the atlas as JSON; the newest of a name is the one that counts.
+DOCUMENT = Table(
+    "document",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", String(100), nullable=False, index=True),
+    Column("made", Utc, nullable=False),
+    Column("content", Packed, nullable=False),
+)
+
+RELEASE_SEEN = Table(
+    "release_seen",
+    metadata,
+    Column("distribution", String(100), primary_key=True),
+    Column("version", String(100), primary_key=True),
+    Column("seen", Utc, nullable=False),
+    sqlite_with_rowid=False,
 )

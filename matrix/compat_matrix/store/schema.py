@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it takes longer to import than a store that needs no migrat
     from alembic.config import Config
 
 #: The last revision in ``migrations/versions``.
-HEAD = "0002"
+HEAD = "0004"
 
 #: The table that says which revision a database has. Not alembic's default, which others may use in the same database.
 VERSIONS = "kernel_compat_matrix_schema"

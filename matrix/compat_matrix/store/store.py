@@ -58,6 +58,11 @@ class Store:
                 raise
         return cls(engine, name)
 
+    @property
+    def dialect(self) -> str:
+        """``"sqlite"``, ``"postgresql"``."""
+        return self._engine.dialect.name
+
     def close(self) -> None:
         self._engine.dispose()
 
@@ -89,15 +94,18 @@ class Store:
             label: a name to find it by; need not be unique.
             partial: it says less of its cells than what they run by default: `current` leaves it out, and ``latest`` isn't it.
         """
-        started = datetime.now(timezone.utc)
-        with self._write() as connection:
-            name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-            while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
-                name = f"{name[:15]}-{secrets.token_hex(2)}"
-            label, command, host, revision = map(inserts.plain, (label, command, host, revision))
-            values = Run(name, started, None, "running", label, command, host, revision, partial)
-            key = inserts.new_run(connection, values, axes)
-            inserts.plan(connection, key, [*dict.fromkeys(cells)], excluded)
+        with self.writing() as connection:
+            _, name = inserts.begin(
+                connection,
+                cells,
+                excluded=excluded,
+                axes=axes,
+                command=command,
+                label=label,
+                host=host,
+                revision=revision,
+                partial=partial,
+            )
         return name
 
     def add(self, run: str, found: CellResult) -> None:
@@ -106,16 +114,16 @@ class Store:
         A cell that the run didn't plan joins it.
         """
         try:
-            with self._write() as connection:
+            with self.writing() as connection:
                 inserts.add_result(connection, inserts.key(connection, run), found)
         except IntegrityError:  # another process has stored it since we looked
-            with self._write() as connection:
+            with self.writing() as connection:
                 inserts.add_result(connection, inserts.key(connection, run), found)
 
     def finish(self, run: str, state: str) -> None:
         """Say how a run ended, such as ``finished`` or ``interrupted``; ``running``: it goes on."""
         finished = None if state == "running" else datetime.now(timezone.utc)
-        with self._write() as connection:
+        with self.writing() as connection:
             key = inserts.key(connection, run)
             connection.execute(update(RUN).where(RUN.c.id == key).values(state=state, finished=finished))
 
@@ -123,7 +131,7 @@ class Store:
 
     def runs(self) -> list[Run]:
         """All runs, the newest first."""
-        with self._read() as connection:
+        with self.reading() as connection:
             query = select(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST)
             return [Run(*row) for row in connection.execute(query)]
 
@@ -154,7 +162,7 @@ class Store:
 
     def run(self, run: str) -> Run:
         """One run, by its id."""
-        with self._read() as connection:
+        with self.reading() as connection:
             row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == run)).one_or_none()
         if row is None:
             raise MatrixError(f"the store {self.name} has no run {run!r}")
@@ -163,12 +171,12 @@ class Store:
     def axes(self, run: str) -> str:
         """The axes that `new_run` got."""
         query = select(TEXT.c.content).join(RUN).where(RUN.c.name == run)
-        with self._read() as connection:
+        with self.reading() as connection:
             return connection.scalar(query) or ""
 
     def summary(self, run: str) -> dict[Cell, Summary]:
         """Every cell of a run, in the order planned, with its latest result. One query."""
-        with self._read() as connection:
+        with self.reading() as connection:
             rows = connection.execute(queries.summary().where(RUN.c.name == run).order_by(PLANNED.c.position)).all()
             if not rows:
                 inserts.key(connection, run)
@@ -177,7 +185,7 @@ class Store:
     def compare(self, old: str, new: str) -> dict[Cell, tuple[Summary | None, Summary | None]]:
         """The cells that ended differently in two runs, and those that failed in both; None where a run lacks the cell."""
         found: dict[Cell, tuple[Summary | None, Summary | None]] = {}
-        with self._read() as connection:
+        with self.reading() as connection:
             ends: list[dict[int, tuple[str | None, str | None]]] = []
             for name in (old, new):
                 inserts.key(connection, name)
@@ -202,14 +210,14 @@ class Store:
 
         A run on a machine that lacked what the cell needs, or that didn't get to it, counts where no other had it.
         """
-        with self._read() as connection:
+        with self.reading() as connection:
             rows = connection.execute(queries.newest(runs)).all()
         return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
 
     def totals(self) -> dict[str, Counter[State]]:
         """How many cells of each run are in which state."""
         totals: dict[str, Counter[State]] = {one.id: Counter() for one in self.runs()}
-        with self._read() as connection:
+        with self.reading() as connection:
             for name, found, count in connection.execute(queries.totals()):
                 totals.setdefault(name, Counter())[found] = count
         return totals
@@ -218,8 +226,11 @@ class Store:
         """The planned cells without a result, in the order planned."""
         return [found for found, summary in self.summary(run).items() if summary.state == "unfinished"]
 
-    def result(self, run: str, cell: Cell, attempt: int | None = None) -> CellResult:
+    def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
         """All that a cell gave: its latest attempt in a run, or that one.
+
+        Args:
+            log: with its log, which may be large.
 
         Raises:
             MatrixError: the run has no result of it.
@@ -227,7 +238,9 @@ class Store:
         query = queries.result(run, cell)
         if attempt is not None:
             query = query.where(RESULT.c.attempt == attempt)
-        with self._read() as connection:
+        if not log:
+            query = query.with_only_columns(*(one for one in query.selected_columns if one.key != "log"))
+        with self.reading() as connection:
             row = connection.execute(query).one_or_none()
             if row is None:
                 inserts.key(connection, run)
@@ -244,20 +257,20 @@ class Store:
                 environment=json.loads(row.environment or "{}"),
                 pins=row.pins or "",
                 command=tuple(json.loads(row.command or "[]")),
-                log=row.log or "",
+                log=(row.log or "") if log else "",
                 attempt=row.attempt,
             )
 
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
         """What a cell said of itself in its latest attempt; empty where there is none."""
-        with self._read() as connection:
+        with self.reading() as connection:
             found = connection.scalar(queries.environment(run, cell))
         return dict(json.loads(found or "{}"))
 
     def failures(self, run: str) -> dict[Cell, dict[str, Outcome]]:
         """The tests that failed in a run, by cell and node id. One query, without the tests that passed."""
         failures: dict[Cell, dict[str, Outcome]] = {}
-        with self._read() as connection:
+        with self.reading() as connection:
             for row in connection.execute(queries.outcomes(run).where(text(f"test.{models.FAILED}"))):
                 failures.setdefault(queries.cell_of(row), {})[row[5]] = row[6]
         return failures
@@ -265,17 +278,20 @@ class Store:
     def outcomes(self, run: str, cells: Iterable[Cell]) -> dict[Cell, dict[str, Outcome]]:
         """How all tests of some cells ended, by node id."""
         found: dict[Cell, dict[str, Outcome]] = {one: {} for one in cells}
-        with self._read() as connection:
+        with self.reading() as connection:
             for names in inserts.chunks(one.name for one in found):
                 keys = select(CELL.c.id).where(CELL.c.name.in_(names))
                 for row in connection.execute(queries.outcomes(run).where(PLANNED.c.cell_id.in_(keys))):
                     found[queries.cell_of(row)][row[5]] = row[6]
         return found
 
-    def history(self, cell: Cell) -> list[Past]:
-        """Every attempt at a cell, the newest run and its latest attempt first."""
-        with self._read() as connection:
-            rows = connection.execute(queries.history(cell)).all()
+    def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
+        """Every attempt at a cell, of one run or of all, the newest run and its latest attempt first; at most so many."""
+        query = queries.history(cell).limit(limit)
+        if run is not None:
+            query = query.where(RUN.c.name == run)
+        with self.reading() as connection:
+            rows = connection.execute(query).all()
         return [queries.past_of(row) for row in rows]
 
     # Between stores.
@@ -313,7 +329,7 @@ class Store:
                 left.unlink()
 
     def _merge(self, other: Store, theirs: Run) -> bool:
-        with self._write() as connection:
+        with self.writing() as connection:
             ours = connection.execute(
                 select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.name == theirs.id)
             ).one_or_none()
@@ -323,7 +339,7 @@ class Store:
                 values = {"state": theirs.state, "finished": theirs.finished}
                 connection.execute(update(RUN).where(RUN.c.id == key).values(values))
                 changed = True
-            with other._read() as connection_:
+            with other.reading() as connection_:
                 planned_there = connection_.execute(queries.planned(theirs.id)).all()
                 attempts_there = connection_.execute(queries.attempts(theirs.id)).all()
             here = {row[:5] for row in connection.execute(queries.planned(theirs.id))}
@@ -337,12 +353,14 @@ class Store:
             return changed or bool(lacking)
 
     @contextmanager
-    def _read(self) -> Iterator[Connection]:
+    def reading(self) -> Iterator[Connection]:
+        """A connection, with errors of the driver as our own."""
         with database.explained(self.name), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
-    def _write(self) -> Iterator[Connection]:
+    def writing(self) -> Iterator[Connection]:
+        """A transaction: all that is written in it, or nothing."""
         with database.explained(self.name), database.writing(self._engine).begin() as connection:
             yield connection
 

@@ -36,7 +36,8 @@ STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "unfinis
 ORDER = ("passed", "failed", "error", "not run", "skipped", "xfailed", "xpassed", "unfinished", "excluded")
 
 # Of a terminal: a sequence with its parameters, a string with its end, or a single character.
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\)|[ -/]*[0-~])", re.DOTALL)
+# No string has another sequence within: text that begins a thousand of them is read once.
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 # Control characters but tab and newline, what reorders text, and what no encoding takes.
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -201,7 +202,7 @@ def reproduce(cell: Cell, run: Run) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for option in ("--axes", "--suite", "--pytest"):
         parser.add_argument(option)
-    command = f"kernel-compat-matrix run {cell}"
+    command = f"kernel-compat-matrix run {shlex.quote(cell.name)}"  # a store from elsewhere may have any name
     try:
         verb, *words = shlex.split(run.command)
         options = vars(parser.parse_known_args(words)[0]) if verb == "run" else {}

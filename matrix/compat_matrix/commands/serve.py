@@ -1,0 +1,182 @@
+"""The service: the store on the network, and a queue of cells for workers."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..axes import Axes
+from ..errors import MatrixError
+from ..options import AXES, add_environments, add_store, axes_of, pin_folder, positive
+from ..store import Store
+
+if TYPE_CHECKING:
+    from ..service.queue import Queue
+
+#: Seconds that requests have to end by themselves.
+_GRACE = 10
+#: Seconds after which a thread lets others run Python. The default is 5 ms, which each thread that comes back from the database
+#: waits for those that compute.
+_SWITCH = 0.0005
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_store(parser)
+    parser.add_argument("--axes", type=Path, metavar="FILE", help="whose cells may be run (matrix/axes.toml)")
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (8000)")
+    parser.add_argument("--root-path", default="", metavar="PATH", help="where a proxy has it, such as /matrix")
+    parser.add_argument("--read", choices=["open", "token"], default="open", help="who may read: all, or any token")
+    parser.add_argument(
+        "--lease", type=positive, default=60, metavar="SECONDS", help="a lost worker has its cell so long (60)"
+    )
+    parser.add_argument("--local", type=positive, metavar="N", help="run cells here too, so many at a time")
+    parser.add_argument(
+        "--executor", choices=["queue", "ray"], default="queue", help="who runs cells: workers, or Ray ($RAY_ADDRESS)"
+    )
+    parser.add_argument("--no-fork", action="store_true", help="start every cell afresh, with its own import of torch")
+    add_environments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        import uvicorn
+
+        from ..service.app import create_app
+        from ..service.protocol import Impatient
+    except ModuleNotFoundError as error:
+        raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
+    from ..service import tokens
+    from ..service.settings import Settings
+
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", options.root_path):
+        raise MatrixError(f"--root-path takes a path such as /matrix, not {options.root_path!r}")
+    axes = _axes(options)
+    pins = pin_folder(options, axes) if axes and options.offline is None else None
+    settings = Settings(read=options.read, pins=pins if pins and pins.is_dir() else None, lease_seconds=options.lease)
+    with Store.open(options.store) as store, _listening(options.host, options.port) as listening:
+        app = create_app(store, axes, settings)
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        config = uvicorn.Config(
+            app,
+            http=Impatient,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            root_path=options.root_path.rstrip("/"),
+            timeout_graceful_shutdown=_GRACE,
+        )
+        sys.setswitchinterval(_SWITCH)
+        server = _server(uvicorn)(config)
+        with _worker(options, axes, app.state.queue), _ended_by(server):
+            host, port = listening.getsockname()[:2]
+            print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
+            if axes is None:
+                print(f"there is no {AXES} here, and no --axes: it shows what is stored, and runs nothing", flush=True)
+            elif not tokens.every(store):
+                print(
+                    "nobody may write yet: `kernel-compat-matrix token add NAME --scope submit --scope work` makes a token",
+                    flush=True,
+                )
+            server.run(sockets=[listening])
+    return 0
+
+
+def _axes(options: argparse.Namespace) -> Axes | None:
+    """The axes file; None where there is none, and none is asked for."""
+    try:
+        return axes_of(options)
+    except MatrixError:
+        if options.axes is not None or options.local or options.executor == "ray":
+            raise
+        return None
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """
+    Raises:
+        MatrixError: nothing can listen there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = (
+            os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        )  # of a name: not errno's
+        raise MatrixError(f"{host}:{port}: {reason}") from None
+    except OverflowError as error:
+        raise MatrixError(f"{host}:{port}: {error}") from None
+    # Connections have it from here. asyncio sets it on sockets that say they are TCP's, which this one doesn't; without it an
+    # answer's second packet waits 40 ms for the first one's acknowledgement.
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with found:
+        yield found
+
+
+def _server(uvicorn: Any) -> Any:
+    class Server(uvicorn.Server):  # type: ignore[misc]
+        """Without handlers of its own, which would end this process by the signal once more."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server
+
+
+@contextmanager
+def _ended_by(server: Any) -> Iterator[None]:
+    """Ctrl-C and SIGTERM let the server end in order."""
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _worker(options: argparse.Namespace, axes: Axes | None, queue: Queue) -> Iterator[None]:
+    """A worker beside the server, where one is asked for: of this machine, or one that hands cells to Ray."""
+    if axes is None or not (options.local or options.executor == "ray"):
+        yield
+        return
+    from ..service.client import Direct
+    from ..service.standing import worker
+
+    executor = None
+    if options.executor == "ray":
+        if options.local:
+            raise MatrixError("--local runs cells here, and --executor ray where Ray says: one of them")
+        from ..ray_executor import RayExecutor
+
+        executor = RayExecutor(None, options.cache, fork=not options.no_fork)
+    name = options.executor if executor else "local"
+    note = lambda text: print(text, flush=True)  # noqa: E731
+    found = worker(options, axes, Direct(queue, name), queue.store.name, note, jobs=options.local, executor=executor)
+
+    def work() -> None:
+        try:
+            found.work()
+        except MatrixError as error:
+            print(f"no cell is run here any more: {error}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=work, name="worker")
+    thread.start()
+    try:
+        yield
+    finally:
+        found.stop()
+        thread.join()

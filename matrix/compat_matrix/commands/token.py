@@ -1,0 +1,58 @@
+"""The tokens of a service."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import datetime, timezone
+
+from rich.console import Console
+from rich.table import Table
+
+from ..options import add_store, positive
+from ..service import tokens
+from ..store import Store
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    add = verbs.add_parser("add", help="make one: it is shown now, and never again")
+    add.add_argument("name", metavar="NAME", help="by which it is listed and revoked")
+    add.add_argument("--scope", action="append", choices=tokens.SCOPES, required=True, help="what it allows")
+    add.add_argument("--days", type=positive, metavar="N", help="it expires (it doesn't)")
+    listing = verbs.add_parser("list", help="all of them")
+    revoke = verbs.add_parser("revoke", help="from now on it allows nothing")
+    revoke.add_argument("name", metavar="NAME")
+    for verb in (add, listing, revoke):
+        add_store(verb)
+
+
+def run(options: argparse.Namespace) -> int:
+    with Store.open(options.store, create=options.verb == "add") as store:
+        if options.verb == "add":
+            print(tokens.add(store, options.name, options.scope, options.days), flush=True)
+            print("keep it: it is nowhere kept here", file=sys.stderr)
+        elif options.verb == "revoke":
+            tokens.revoke(store, options.name)
+            print(f"{options.name} is revoked")
+        else:
+            _list(tokens.every(store))
+    return 0
+
+
+def _list(found: list[tokens.Token]) -> None:
+    now = datetime.now(timezone.utc)
+    table = Table("name", "scopes", "state", "made", "used", box=None, pad_edge=False, header_style="")
+    for one in found:
+        if one.revoked is not None:
+            state = f"revoked {one.revoked:%Y-%m-%d}"
+        elif one.expires is None:
+            state = "valid"
+        else:
+            state = f"{'valid until' if one.valid(now) else 'expired'} {one.expires:%Y-%m-%d}"
+        used = f"{one.used:%Y-%m-%d %H:%M}" if one.used else "never"
+        table.add_row(one.name, " ".join(sorted(one.scopes)), state, f"{one.created:%Y-%m-%d}", used)
+    if found:
+        Console(soft_wrap=True).print(table)
+    else:
+        print("no tokens")

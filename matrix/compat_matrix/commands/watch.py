@@ -1,0 +1,141 @@
+"""Look for new releases; read them into the atlas, run the cells that they touch, and tell what broke."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from .. import gpus, runner
+from ..atlas.cache import Cache, default_folder
+from ..atlas.index import Index
+from ..axes import Axes, cover
+from ..cells import Cell
+from ..errors import MatrixError
+from ..expressions import Expression
+from ..options import add_environments, add_store, add_token, axes_of, jobs_of, positive, revision, token_of
+from ..progress import Progress
+from ..service import watch
+from ..store import Store
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"Asks the package index for releases of {', '.join(watch.DISTRIBUTIONS)} that came out since the last time. Exit codes: "
+        "0, nothing is new or all is well; 1, something broke; 2, bad input, or the index can't be asked."
+    )
+    parser.add_argument("--axes", type=Path, metavar="FILE", help="the axes file (matrix/axes.toml)")
+    parser.add_argument("--only", metavar="EXPRESSION", help='of the cells touched only those, such as "device==cpu"')
+    parser.add_argument("--pairwise", action="store_true", help="of them so few that every two values still meet")
+    add_store(parser)
+    parser.add_argument("--index", metavar="URL", help="this index, instead of the one that pip or uv would ask")
+    parser.add_argument("--dry-run", action="store_true", help="list the releases and the cells, and keep nothing")
+    parser.add_argument("--submit", metavar="URL", help="let the workers of this service run the cells")
+    add_token(parser)
+    parser.add_argument("--webhook", metavar="URL", help="POST what was found there, as JSON")
+    parser.add_argument("--every", type=positive, metavar="MINUTES", help="look again and again")
+    parser.add_argument("--suite", default="default", help="which tests (default)")
+    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for pytest, in one string")
+    parser.add_argument("-j", "--jobs", type=positive, help="cells at a time (as many as there are cores)")
+    add_environments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.index is not None:
+        os.environ["UV_DEFAULT_INDEX"] = options.index  # for what is installed, too
+    if options.webhook is not None:
+        watch.checked_url(options.webhook, "--webhook")
+    if options.submit is not None:
+        watch.checked_url(options.submit, "--submit")
+    token = token_of(options, "submit") if options.submit is not None else ""
+    axes = axes_of(options)
+    if options.only is not None:
+        Expression(options.only)
+    while options.every is not None:
+        try:
+            _look(options, axes, token)
+        except MatrixError as error:  # the index is gone, and may be back the next time
+            print(f"kernel-compat-matrix: {error}", file=sys.stderr)
+        time.sleep(options.every * 60)
+    return _look(options, axes, token)
+
+
+def _look(options: argparse.Namespace, axes: Axes, token: str) -> int:
+    console = Console(highlight=False)
+
+    def note(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    with Store.open(options.store) as store:
+        index = Index(Cache(default_folder(), note), note)
+        new = watch.new_releases(store, index, note, learn=not options.dry_run)
+        if not new:
+            note("no release is new")
+            return 0
+        for distribution, versions in new.items():
+            note(f"{distribution}: {', '.join(map(str, versions))} came out")
+        extended, touches = watch.touched(axes, new, note)
+        cells = _chosen(extended, options, touches)
+        if options.dry_run:
+            for cell in cells:
+                print(cell)
+            return 0
+        disagreements, no_atlas = watch.read_atlas(store, index, new, None)
+        if options.submit is not None:
+            label = f"watch {', '.join(f'{name} {versions[-1]}' for name, versions in new.items())}"
+            run = watch.submit(options.submit, token, cells, options.suite, label) if cells else None
+            report = watch.reported(new, run, options.submit, len(cells), 0, (), disagreements, no_atlas)
+        elif cells:
+            before, known = watch.before(store, cells)
+            run = _run(options, extended, cells, store, new, touches, console)
+            report = watch.judge(new, run, watch.results(store, run), before, known, disagreements, no_atlas)
+        else:
+            report = watch.reported(new, None, None, 0, 0, (), disagreements, no_atlas)
+        watch.publish(store, report)
+        watch.remember(store, index, new)
+    note(report.text)
+    if options.webhook is not None and (failure := watch.call(options.webhook, report)):
+        print(f"kernel-compat-matrix: {failure}", file=sys.stderr)
+    return 0 if report.ok else 1
+
+
+def _chosen(axes: Axes, options: argparse.Namespace, touches: watch.Touches) -> list[Cell]:
+    only = Expression(options.only) if options.only is not None else None
+    cells = [cell for cell in axes.cells if touches(cell) and (only is None or only(cell))]
+    return cover(cells) if options.pairwise else cells
+
+
+def _run(
+    options: argparse.Namespace,
+    axes: Axes,
+    cells: list[Cell],
+    store: Store,
+    new: watch.New,
+    touches: watch.Touches,
+    console: Console,
+) -> str:
+    options.latest = True
+    jobs = jobs_of(options, axes, cells, {})
+    executor = runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible())
+    releases = ", ".join(f"{name} {version}" for name, versions in new.items() for version in versions)
+    run = store.new_run(
+        cells,
+        excluded={cell: why for cell, why in axes.excluded(options.only).items() if touches(cell)},
+        axes=f"# With {releases}.\n{axes.path.read_text(encoding='utf-8')}",
+        # Not as it was typed: addresses may hold secrets, and this is shown to everybody.
+        command=shlex.join(["watch", *(["--only", options.only] if options.only else [])]),
+        label=f"watch {releases}",
+        host=platform.node(),
+        revision=revision(axes.folder),
+        partial=options.suite != "default" or bool(options.pytest),
+    )
+    console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
+    with Progress(len(cells), executor.jobs, console) as progress:
+        runner.execute(run, jobs, store, executor, progress)
+    return run

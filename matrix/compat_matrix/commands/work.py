@@ -1,0 +1,60 @@
+"""A worker of a service: leases cells that this machine can run, runs them, and reports."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..axes import Label
+from ..errors import MatrixError
+from ..expressions import Expression
+from ..options import add_environments, add_token, axes_of, positive, token_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Ctrl-C and SIGTERM end it: what it runs is given back. 1 if a cell that it ran didn't pass."
+    parser.add_argument("url", metavar="URL", help="of the service")
+    add_token(parser)
+    parser.add_argument("--axes", type=Path, metavar="FILE", help="the axes file, as the service has it")
+    add_environments(parser)
+    parser.add_argument("-j", "--jobs", type=positive, help="cells at a time (as many as there are cores)")
+    parser.add_argument("--label", action="append", default=[], metavar="NAME", help="that cells may ask for")
+    parser.add_argument("--only", metavar="EXPRESSION", help="take such cells alone")
+    parser.add_argument("--until-empty", action="store_true", help="end when there is nothing more for this machine")
+    parser.add_argument("--spool", type=Path, metavar="DIR", help="where results wait until the service has them")
+    parser.add_argument("--no-fork", action="store_true", help="start every cell afresh, with its own import of torch")
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..service.client import Remote
+    from ..service.standing import worker
+
+    axes = axes_of(options)
+    try:
+        labels = TypeAdapter(list[Label]).validate_python(options.label)
+    except ValidationError as error:
+        raise MatrixError(f"--label {error.errors()[0]['input']!r} is none: letters, digits, dots and dashes") from None
+    if options.only is not None:
+        Expression(options.only)
+    service = Remote(options.url, token_of(options, "work"))
+    found = worker(
+        options,
+        axes,
+        service,
+        service.url,
+        lambda text: print(text, flush=True),
+        jobs=options.jobs,
+        labels=labels,
+        only=options.only,
+        spool=options.spool,
+    )
+    before = signal.signal(signal.SIGTERM, lambda *_: found.stop())
+    try:
+        found.work(until_empty=options.until_empty)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print(", ".join(f"{count} {verdict}" for verdict, count in found.counts.items()) or "no cell was run")
+    return 0 if set(found.counts) <= {"passed"} else 1

@@ -1,0 +1,34 @@
+"""Whether two checkouts of a project are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from . import __version__
+from .axes import Axes
+from .errors import MatrixError
+from .wheelhouse import sources
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a project's Python files and its pyproject.toml, and of this command."""
+    digest = hashlib.sha256(__version__.encode())
+    for path in [*sources(folder), folder / "pyproject.toml"]:
+        digest.update(f"\n{path.relative_to(folder)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def of_axes(axes: Axes) -> str:
+    """Of a project and of the axes file that says what its cells run.
+
+    Raises:
+        MatrixError: one of them can't be read.
+    """
+    try:
+        digest = hashlib.sha256(fingerprint(axes.folder).encode())
+        digest.update(axes.path.read_bytes())
+    except OSError as error:
+        raise MatrixError(f"the project of {axes.path} can't be read: {error}") from None
+    return digest.hexdigest()

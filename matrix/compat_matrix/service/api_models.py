@@ -1,0 +1,260 @@
+"""What the reading part of the API answers with, as its OpenAPI document says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, JsonValue
+
+from ..cells import AXES, Cell
+from ..results import CellResult, Kind, Outcome
+from ..results import Verdict as Ended
+from ..store import Run as StoredRun
+from ..store import State, Summary
+from ..views.common import clean
+from ..views.diff import Change, Diff
+
+
+class Error(BaseModel):
+    """Why there is no answer."""
+
+    detail: str
+
+
+class Page(BaseModel):
+    """
+    Attributes:
+        next: the `cursor` of the next page; null on the last one.
+    """
+
+    next: str | None
+
+
+class Run(BaseModel):
+    id: str
+    started: datetime
+    finished: datetime | None
+    state: str
+    label: str
+    command: str
+    host: str
+    revision: str
+    partial: bool
+
+    @classmethod
+    def of(cls, run: StoredRun) -> Run:
+        texts = {name: clean(getattr(run, name)) for name in ("state", "label", "command", "host", "revision")}
+        return cls(id=run.id, started=run.started, finished=run.finished, partial=run.partial, **texts)
+
+
+class WholeRun(Run):
+    """
+    Attributes:
+        cells: how many of its cells are in which state.
+    """
+
+    cells: dict[State, int]
+
+
+class Runs(Page):
+    runs: list[Run]
+
+
+class CellState(BaseModel):
+    """A cell in a run; what it has no result for is null.
+
+    Attributes:
+        tests: how many ended how.
+    """
+
+    cell: str
+    python: str
+    transformers: str
+    torch: str
+    flash_attention: str
+    device: str
+    run: str
+    state: State
+    kind: Kind | None
+    reason: str
+    started: datetime | None
+    seconds: float | None
+    attempt: int | None
+    tests: dict[Outcome, int] | None
+
+    @classmethod
+    def of(cls, cell: Cell, run: str, summary: Summary) -> CellState:
+        there = summary.verdict is not None
+        return cls(
+            cell=cell.name,
+            **{axis: getattr(cell, axis) for axis in AXES},
+            run=run,
+            state=summary.state,
+            kind=summary.kind,
+            reason=clean(summary.reason),
+            started=summary.started,
+            seconds=finite(summary.seconds) if there else None,
+            attempt=summary.attempt if there else None,
+            tests=dict(summary.counts.items()) if there else None,
+        )
+
+
+class Cells(Page):
+    cells: list[CellState]
+
+
+class LateResult(BaseModel):
+    """A result of a lease that was over: it counts for nothing."""
+
+    run: str
+    worker: str
+    received: datetime
+    verdict: Ended
+    kind: Kind | None
+    reason: str
+
+    @classmethod
+    def of(cls, run: str, worker: str, received: datetime, found: CellResult) -> LateResult:
+        kind, reason = found.kind, clean(found.reason)
+        return cls(run=run, worker=clean(worker), received=received, verdict=found.verdict, kind=kind, reason=reason)
+
+
+class History(Cells):
+    late: list[LateResult]
+
+
+class TestOutcome(BaseModel):
+    name: str
+    outcome: Outcome
+    seconds: float | None
+    message: str
+
+
+class Result(BaseModel):
+    """All that a cell gave but its log."""
+
+    cell: str
+    run: str
+    verdict: Ended
+    kind: Kind | None
+    reason: str
+    started: datetime
+    seconds: float | None
+    attempt: int
+    command: list[str]
+    pins: str
+    environment: dict[str, JsonValue]
+    tests: list[TestOutcome]
+
+    @classmethod
+    def of(cls, run: str, found: CellResult) -> Result:
+        return cls(
+            cell=found.cell.name,
+            run=run,
+            verdict=found.verdict,
+            kind=found.kind,
+            reason=clean(found.reason),
+            started=found.started,
+            seconds=finite(found.seconds),
+            attempt=found.attempt,
+            command=[clean(word) for word in found.command],
+            pins=clean(found.pins),
+            environment={clean(str(name)): plain(value) for name, value in found.environment.items()},
+            tests=[
+                TestOutcome(
+                    name=clean(test.nodeid),
+                    outcome=test.outcome,
+                    seconds=finite(test.seconds),
+                    message=clean(test.message),
+                )
+                for test in found.tests
+            ],
+        )
+
+
+class ChangedState(BaseModel):
+    state: State
+    kind: Kind | None
+    reason: str
+
+
+class CellChange(BaseModel):
+    """A cell before and after; null where the run doesn't have it."""
+
+    cell: str
+    old: ChangedState | None
+    new: ChangedState | None
+
+
+class Changes(BaseModel):
+    """
+    Attributes:
+        broke, mended, changed, gone, appeared: cells that failed where they passed, passed where they failed, failed in another
+            way, and ended in the old or in the new run alone.
+        tests_broke, tests_mended: by cell, in those that failed both times.
+    """
+
+    old: Run
+    new: Run
+    broke: list[CellChange]
+    mended: list[CellChange]
+    changed: list[CellChange]
+    gone: list[CellChange]
+    appeared: list[CellChange]
+    tests_broke: dict[str, list[str]]
+    tests_mended: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, old: StoredRun, new: StoredRun, found: Diff) -> Changes:
+        return cls(
+            old=Run.of(old),
+            new=Run.of(new),
+            broke=_changes(found.broke),
+            mended=_changes(found.mended),
+            changed=_changes(found.changed),
+            gone=_changes(found.gone),
+            appeared=_changes(found.new),
+            tests_broke=_tests(found.tests_broke),
+            tests_mended=_tests(found.tests_mended),
+        )
+
+
+class Atlas(BaseModel):
+    """The seams of the releases that were read, as ``kernel-compat-matrix atlas --check --json`` prints them."""
+
+    made: datetime
+    atlas: dict[str, JsonValue]
+
+
+def _changes(found: Sequence[Change]) -> list[CellChange]:
+    return [CellChange(cell=one.cell.name, old=_state(one.old), new=_state(one.new)) for one in found]
+
+
+def _tests(found: Mapping[Cell, Sequence[str]]) -> dict[str, list[str]]:
+    return {cell.name: [clean(test) for test in tests] for cell, tests in found.items()}
+
+
+def _state(summary: Summary | None) -> ChangedState | None:
+    return summary and ChangedState(state=summary.state, kind=summary.kind, reason=clean(summary.reason))
+
+
+def plain(value: Any, depth: int = 20) -> JsonValue:
+    """What a cell said, without what JSON or UTF-8 can't have."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, float):
+        return finite(value)
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if depth and isinstance(value, Mapping):
+        return {clean(str(key)): plain(inner, depth - 1) for key, inner in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [plain(inner, depth - 1) for inner in value]
+    return "..."
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

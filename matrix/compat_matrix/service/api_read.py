@@ -1,0 +1,475 @@
+"""The reading part of the API: what works, and what says so. Every answer but the metrics has an ETag, made without the answer."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from sqlalchemy.exc import SQLAlchemyError
+
+from .. import __version__
+from ..cells import AXES, Cell, parse
+from ..errors import MatrixError
+from ..results import Kind
+from ..store import State, Store
+from ..store.documents import ATLAS, kept
+from ..views import diff
+from . import badge, details, feed, metrics, reading, verdicts
+from .api_models import (
+    Atlas,
+    Cells,
+    CellState,
+    Changes,
+    Error,
+    History,
+    LateResult,
+    Result,
+    Run,
+    Runs,
+    WholeRun,
+    plain,
+)
+from .board import Board
+from .queue import Queue
+from .verdicts import Answer, Wanted
+
+_BROKEN = (SQLAlchemyError, zlib.error, UnicodeDecodeError)
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_ATLAS = TypeAdapter(dict[str, Any])
+
+#: Answers of one version of the store that are kept.
+_KEPT = 1000
+
+
+def _once(request: Request) -> None:
+    """Each parameter once: of two values one would be ignored."""
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if count > 1:
+            raise _invalid("query", name, f"it is there {count} times, and may be there once")
+
+
+def _invalid(place: str, name: str, message: str) -> RequestValidationError:
+    return RequestValidationError([{"type": "value_error", "loc": (place, name), "msg": message, "input": None}])
+
+
+router = APIRouter(
+    dependencies=[Depends(_once)],
+    responses={
+        401: {"model": Error, "description": "Reading needs a token here, and there is none that is valid."},
+        429: {"model": Error, "description": "Too many requests: `Retry-After` says how many seconds to wait."},
+        503: {"model": Error, "description": "The database doesn't answer."},
+    },
+    tags=["read"],
+)
+_MISSING: dict[int | str, dict[str, Any]] = {404: {"model": Error, "description": "There is no such thing."}}
+_UNCHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "What the client has is still right."}}
+
+
+# What is asked.
+
+
+def _version(text: str) -> str:
+    try:
+        return verdicts.checked(text)
+    except MatrixError as error:
+        raise ValueError(str(error)) from None
+
+
+Version = Annotated[
+    str, AfterValidator(_version), WithJsonSchema({"type": "string", "pattern": verdicts.VERSION, "maxLength": 100})
+]
+Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
+Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
+Device = Literal["cpu", "cuda"]
+_CELL = (
+    r"^py[0-9][0-9]{1,3}-tf[0-9]{1,6}(\.[0-9]{1,6}){0,3}-torch[0-9]{1,6}(\.[0-9]{1,6}){0,3}"
+    r"(-(fa2|fa3|fa4|fatorch))?(-cuda)?$"
+)
+CellPath = Annotated[str, Path(pattern=_CELL, description="A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda.")]
+RunPath = Annotated[
+    str, Path(min_length=1, max_length=100, description="A run's id or its beginning, its label, latest or latest~1.")
+]
+
+
+class _Asked(BaseModel):
+    """A parameter that isn't known is an error: it would be taken for one that says nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Nothing(_Asked):
+    pass
+
+
+class _Combination(_Asked):
+    transformers: Version | None = Field(None, description="A release such as 5.9.0, or 5.9 for any of its patches.")
+    torch: Version | None = Field(None, description="As transformers; what follows a plus sign makes no difference.")
+    flash_attn: Kernel | None = Field(None, description="Which FlashAttention.")
+    python: Version | None = Field(None, description="Such as 3.12.")
+    device: Device | None = None
+    limit: int = Field(5, ge=1, le=100, description="Of the tested combinations in the answer.")
+
+
+class _OnAxes(_Asked):
+    python: Release | None = Field(None, description="As the cells' names have it.")
+    transformers: Release | None = None
+    torch: Release | None = None
+    flash_attention: Kernel | None = None
+    device: Device | None = None
+
+    @property
+    def axes(self) -> dict[str, str]:
+        return {axis: value for axis in AXES if (value := getattr(self, axis)) is not None}
+
+
+class _RunPage(_Asked):
+    label: Annotated[str, Field(max_length=200)] | None = None
+    state: Annotated[str, Field(max_length=40)] | None = None
+    partial: bool | None = None
+    limit: int = Field(50, ge=1, le=500)
+    cursor: Annotated[str, Field(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9-]{1,40}$")] | None = Field(
+        None, description="`next` of the page before."
+    )
+
+
+class _CellPage(_OnAxes):
+    state: State | None = None
+    kind: Kind | None = None
+    limit: int = Field(100, ge=1, le=1000)
+    cursor: int | None = Field(None, ge=0, le=10**9, description="`next` of the page before.")
+
+
+class _NewestPage(_OnAxes):
+    state: State | None = None
+    limit: int = Field(100, ge=1, le=1000)
+    cursor: Annotated[str, Field(pattern=_CELL)] | None = Field(None, description="`next` of the page before.")
+
+
+class _HistoryPage(_Asked):
+    limit: int = Field(50, ge=1, le=500)
+    cursor: Annotated[str, Field(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9-]{1,40}\.[0-9]{1,9}$")] | None = Field(
+        None, description="`next` of the page before."
+    )
+
+
+class _Attempt(_Asked):
+    attempt: int | None = Field(None, ge=1, le=1_000_000, description="The latest if none is given.")
+
+
+class _Two(_Asked):
+    old: Annotated[str, Field(min_length=1, max_length=100)] = Field("latest~1", description="As in /runs/{run}.")
+    new: Annotated[str, Field(min_length=1, max_length=100)] = "latest"
+
+
+Nothing = Annotated[_Nothing, Query()]
+_AttemptOf = Annotated[_Attempt, Query()]
+Axis = Literal["python", "transformers", "torch", "flash_attention", "device"]
+BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9.]{1,30}$", description="As the cells' names have it.")]
+
+
+# How it is answered.
+
+
+def _answered(
+    request: Request,
+    make: Callable[[Store], BaseModel | bytes | Iterator[bytes]],
+    *,
+    media: str = "application/json",
+    of: Callable[[Store], str] | None = None,
+    version: str | None = None,
+) -> Response:
+    """The answer, unless the client has it.
+
+    Args:
+        make: the answer.
+        of: what an answer that never changes is one of; its tag is a strong one. Of others the tag is weak, and changes with
+            the store.
+        version: of what the answer is made, where that isn't the store as it is now.
+
+    Raises:
+        HTTPException: 404, 503.
+    """
+    store: Store = request.app.state.store
+    with _explained(store):
+        tag = _tag(request, of(store) if of is not None else version or reading.version(store))
+        tag = tag if of is not None else f"W/{tag}"
+        wanted = [one.strip().removeprefix("W/") for one in request.headers.get("If-None-Match", "").split(",")]
+        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        if tag.removeprefix("W/") in wanted:
+            return Response(status_code=304, headers=headers)
+        found = make(store)
+    if "*" in wanted:
+        return Response(status_code=304, headers=headers)
+    if isinstance(found, BaseModel):
+        if cursor := getattr(found, "next", None):
+            more = urlencode({**dict(request.query_params.items()), "cursor": cursor})
+            headers["Link"] = f'<?{more}>; rel="next"'  # relative: a path may have what a header can't
+        found = found.model_dump_json().encode()
+    if not isinstance(found, bytes):
+        return StreamingResponse(found, media_type=media, headers=headers)
+    return Response(found, media_type=media, headers=headers)
+
+
+def _tag(request: Request, version: str) -> str:
+    asked = f"{__version__} {version} {request.url.path}?{request.url.query}"
+    return f'"{hashlib.sha256(asked.encode()).hexdigest()[:32]}"'
+
+
+@contextmanager
+def _explained(store: Store) -> Iterator[None]:
+    """What the store raises, as an answer. What a driver said, and the store's name, are of the machine, and not for clients."""
+    try:
+        yield
+    except (MatrixError, SQLAlchemyError) as error:
+        if not isinstance(error, MatrixError) or isinstance(error.__cause__, _BROKEN):
+            raise HTTPException(503, "the database doesn't answer", {"Retry-After": "5"}) from error
+        raise HTTPException(404, str(error).replace(f"the store {store.name}", "the store")) from error
+
+
+def _cursor(when: datetime, *names: object) -> str:
+    return ".".join(map(str, ((when - _EPOCH) // timedelta(microseconds=1), *names)))
+
+
+# The answers.
+
+
+@router.get("/compat", response_model=Answer, responses=_UNCHANGED)
+def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Response:
+    """What is known of a combination, or of the nearest tested ones. A parameter left out stands for every value."""
+    wanted = Wanted(asked.python, asked.transformers, asked.torch, asked.flash_attn, asked.device)
+    board: Board = request.app.state.board
+    with _explained(request.app.state.store):
+        picture = board.look()
+
+    def make(store: Store) -> bytes:
+        key = ("compat", wanted, asked.limit)
+        if (found := picture.made.get(key)) is None:
+            found = verdicts.answer(store, wanted, asked.limit, picture.cells).model_dump_json().encode()
+            if len(picture.made) < _KEPT:
+                picture.made[key] = found
+        return found
+
+    return _answered(request, make, version=picture.version)
+
+
+@router.get("/runs", response_model=Runs, responses=_UNCHANGED)
+def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
+    """The runs, the newest first."""
+
+    def make(store: Store) -> Runs:
+        after = None
+        if asked.cursor is not None:
+            when, _, name = asked.cursor.partition(".")
+            after = (_EPOCH + timedelta(microseconds=int(when)), name)
+        where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
+        found = reading.run_page(store, asked.limit + 1, after, where)
+        page = found[: asked.limit]
+        more = _cursor(page[-1].started, page[-1].id) if len(found) > asked.limit else None
+        return Runs(next=more, runs=[Run.of(one) for one in page])
+
+    return _answered(request, make)
+
+
+@router.get("/runs/{run}", response_model=WholeRun, responses=_UNCHANGED | _MISSING)
+def one_run(request: Request, run: RunPath, nothing: Nothing) -> Response:
+    """A run, and how many of its cells are in which state."""
+
+    def make(store: Store) -> WholeRun:
+        found = store.run(store.resolve(run))
+        states = Counter(summary.state for summary in store.summary(found.id).values())
+        return WholeRun(**dict(Run.of(found)), cells=dict(states))
+
+    return _answered(request, make)
+
+
+@router.get("/runs/{run}/cells", response_model=Cells, responses=_UNCHANGED | _MISSING)
+def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
+    """The cells of a run, in its order, with what each gave."""
+
+    def make(store: Store) -> Cells:
+        name = store.resolve(run)
+        after = -1 if asked.cursor is None else asked.cursor
+        found = reading.cell_page(store, name, asked.limit + 1, after, asked.axes, asked.state, asked.kind)
+        page = found[: asked.limit]
+        more = str(page[-1][0]) if len(found) > asked.limit else None
+        return Cells(next=more, cells=[CellState.of(cell, name, summary) for _, cell, summary in page])
+
+    return _answered(request, make)
+
+
+@router.get("/runs/{run}/cells/{cell}", response_model=Result, responses=_UNCHANGED | _MISSING)
+def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+    """All that a cell gave in a run, with its tests; its log is apart."""
+    wanted = parse(cell)
+
+    def make(store: Store) -> Result:
+        name = store.resolve(run)
+        return Result.of(name, store.result(name, wanted, asked.attempt, log=False))
+
+    return _answered(request, make, of=lambda store: _key(store, run, wanted, asked.attempt))
+
+
+@router.get(
+    "/runs/{run}/cells/{cell}/log",
+    response_class=Response,
+    responses=_UNCHANGED | _MISSING | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+    """What a cell printed, without what would move a cursor or hide something in a terminal."""
+    wanted = parse(cell)
+
+    def make(store: Store) -> Iterator[bytes]:
+        return details.plain(details.packed_log(store, store.resolve(run), wanted, asked.attempt) or b"")
+
+    return _answered(request, make, media="text/plain", of=lambda store: _key(store, run, wanted, asked.attempt))
+
+
+@router.get("/cells", response_model=Cells, responses=_UNCHANGED)
+def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
+    """Every cell with its newest result in whole runs, sorted by name."""
+
+    def make(store: Store) -> Cells:
+        known = sorted(reading.cells(store, asked.axes))
+        if asked.cursor is not None:
+            known = known[bisect_right(known, parse(asked.cursor)) :]
+        if asked.state is None:
+            known = known[: asked.limit + 1]
+        found = [
+            (cell, past)
+            for cell, past in reading.newest(store, known).items()
+            if asked.state in (None, past.summary.state)
+        ]
+        page = found[: asked.limit]
+        more = page[-1][0].name if len(found) > asked.limit else None
+        return Cells(next=more, cells=[CellState.of(cell, past.run.id, past.summary) for cell, past in page])
+
+    return _answered(request, make)
+
+
+@router.get("/cells/{cell}/history", response_model=History, responses=_UNCHANGED | _MISSING)
+def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
+    """Every attempt at a cell, in partial runs too, the newest first; on the first page also results that came too late."""
+    wanted = parse(cell)
+
+    def make(store: Store) -> History:
+        every = store.history(wanted)
+        if not every and wanted not in reading.cells(store):
+            raise MatrixError(f"no run has planned {cell}")
+        order = {id(past): (past.run.started, past.run.id, past.summary.attempt) for past in every}
+        found = sorted(every, key=lambda past: order[id(past)], reverse=True)
+        queue: Queue = request.app.state.queue
+        late = queue.late(wanted) if asked.cursor is None else ()
+        if asked.cursor is not None:
+            when, name, attempt = asked.cursor.split(".")
+            after = (_EPOCH + timedelta(microseconds=int(when)), name, int(attempt))
+            found = [past for past in found if order[id(past)] < after]
+        page = found[: asked.limit]
+        return History(
+            next=_cursor(*order[id(page[-1])]) if len(found) > asked.limit else None,
+            cells=[CellState.of(wanted, past.run.id, past.summary) for past in page],
+            late=[LateResult.of(one.run, one.worker, one.received, one.result) for one in late],
+        )
+
+    return _answered(request, make)
+
+
+@router.get("/diff", response_model=Changes, responses=_UNCHANGED | _MISSING)
+def changes(request: Request, asked: Annotated[_Two, Query()]) -> Response:
+    """What changed from one run to another."""
+
+    def make(store: Store) -> Changes:
+        old, new = (store.run(store.resolve(name)) for name in (asked.old, asked.new))
+        return Changes.of(old, new, diff.compare(store, old.id, new.id))
+
+    return _answered(request, make)
+
+
+@router.get("/atlas", response_model=Atlas, responses=_UNCHANGED | _MISSING)
+def atlas(request: Request, nothing: Nothing) -> Response:
+    """When each seam appeared, changed and vanished upstream, as `watch` read it last."""
+
+    def make(store: Store) -> Atlas:
+        found = kept(store, ATLAS)
+        if not found:
+            raise MatrixError("no atlas was made yet: `kernel-compat-matrix watch` makes it")
+        content = _ATLAS.validate_json(found[0].content)
+        return Atlas(made=found[0].made, atlas={name: plain(value) for name, value in content.items()})
+
+    return _answered(request, make)
+
+
+@router.get(
+    "/badges/{axis}/{value}.svg",
+    response_class=Response,
+    responses=_UNCHANGED | _MISSING | {200: {"content": {"image/svg+xml": {"schema": {"type": "string"}}}}},
+)
+def badge_of(request: Request, axis: Axis, value: BadgeValue, nothing: Nothing) -> Response:
+    """How many of the cells with a value of an axis pass, as a picture."""
+
+    def make(store: Store) -> bytes:
+        known = reading.cells(store, {axis: value})
+        if not known:
+            raise MatrixError(f"no cell has {axis} {value}")
+        states = Counter(past.summary.state for past in reading.newest(store, known).values())
+        ended = states["passed"] + states["failed"]
+        text = f"{states['passed']} of {ended} passed" if ended else "not tested"
+        mood: badge.Mood = "unknown" if not ended else "bad" if states["failed"] else "good"
+        return badge.svg(f"{axis} {value}", text, mood).encode()
+
+    return _answered(request, make, media="image/svg+xml")
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+def prometheus(request: Request, nothing: Nothing) -> Response:
+    """Cells by state, runs, and the queue, for Prometheus."""
+    store: Store = request.app.state.store
+    with _explained(store):
+        board: Board = request.app.state.board
+        picture = board.look()
+        text = metrics.exposition(picture.cells, picture.runs, request.app.state.queue)
+    return Response(text, media_type=metrics.MEDIA)
+
+
+@router.get(
+    "/feed.atom",
+    response_class=Response,
+    responses=_UNCHANGED | {200: {"content": {"application/atom+xml": {"schema": {"type": "string"}}}}},
+)
+def atom(request: Request, nothing: Nothing) -> Response:
+    """What broke, and what `watch` found, as a feed."""
+    base = str(request.base_url)
+    return _answered(
+        request, lambda store: feed.atom(_entries(store, reading.version(store)), base), media="application/atom+xml"
+    )
+
+
+def _key(store: Store, run: str, cell: Cell, attempt: int | None) -> str:
+    name = store.resolve(run)
+    key = reading.result_key(store, name, cell, attempt)
+    if key is None:
+        raise MatrixError(f"the run {name} has no such result of {cell}")
+    return f"{name} {key}"
+
+
+# What much of the store is read for, or what many ask; it doesn't change before the store does.
+
+
+@lru_cache(2)
+def _entries(store: Store, version: str) -> list[feed.Entry]:
+    return feed.entries(store)

@@ -1,0 +1,153 @@
+"""The atlas, as it was stored last, as a timeline: releases across, seams down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from itertools import pairwise
+from typing import NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+from ..store import Store, documents
+
+
+class NoAtlasError(Exception):
+    """What is stored is no atlas."""
+
+
+class _Release(BaseModel):
+    version: str
+    requires_python: str | None = None
+
+
+class _Event(BaseModel):
+    release: str
+    what: str
+    text: str = ""
+    new: list[str] = []
+    gone: list[str] = []
+
+
+class _Seam(BaseModel):
+    distribution: str
+    target: str
+    shims: list[str] = []
+    history: list[_Event] = []
+
+
+class Disagreement(BaseModel):
+    """A release where a seam isn't as a shim says; not certain where the source doesn't tell."""
+
+    shim: str
+    target: str
+    release: str
+    expected: str
+    found: str
+    certain: bool
+
+
+class _Check(BaseModel):
+    disagreements: list[Disagreement] = []
+
+
+class _Atlas(BaseModel):
+    releases: Mapping[str, list[_Release]]
+    seams: list[_Seam] = []
+    notes: list[str] = []
+    check: _Check = _Check()
+
+
+class Span(NamedTuple):
+    """Releases one after the other in which a seam is the same.
+
+    Attributes:
+        what: ``there`` before the first release, ``appeared``, ``changed``, ``vanished``; ``absent`` before it appeared.
+        since: the first of them.
+        width: how many.
+    """
+
+    what: str
+    since: str
+    width: int
+    text: str
+    new: list[str]
+    gone: list[str]
+
+
+class Line(NamedTuple):
+    """A seam through the releases."""
+
+    target: str
+    shims: list[str]
+    spans: list[Span]
+
+
+class Timeline(NamedTuple):
+    """Of one distribution.
+
+    Attributes:
+        releases: oldest first.
+        pythons: what Python they need, by the first release that does.
+    """
+
+    distribution: str
+    releases: list[str]
+    pythons: dict[str, str]
+    lines: list[Line]
+
+
+class Stored(NamedTuple):
+    """The atlas that was stored last."""
+
+    made: datetime
+    timelines: list[Timeline]
+    disagreements: list[Disagreement]
+    notes: list[str]
+
+
+def stored(store: Store) -> Stored | None:
+    """None where none was stored.
+
+    Raises:
+        NoAtlasError: what is stored is none.
+    """
+    found = documents.kept(store, documents.ATLAS)
+    if not found:
+        return None
+    try:
+        atlas = _Atlas.model_validate_json(found[0].content)
+    except ValidationError as error:
+        raise NoAtlasError(
+            f"the document {documents.ATLAS!r} of the store is no atlas: {error.errors()[0]['msg']}"
+        ) from None
+    timelines = [_timeline(atlas, name) for name in atlas.releases]
+    return Stored(found[0].made, timelines, atlas.check.disagreements, atlas.notes)
+
+
+def _timeline(atlas: _Atlas, distribution: str) -> Timeline:
+    releases = [one.version for one in atlas.releases[distribution]]
+    pythons: dict[str, str] = {}
+    for one in atlas.releases[distribution]:
+        python = one.requires_python or "any"
+        if python != next(reversed(pythons.values()), None):
+            pythons[one.version] = python
+    lines = [
+        Line(seam.target, seam.shims, _spans(seam.history, releases))
+        for seam in atlas.seams
+        if seam.distribution == distribution
+    ]
+    return Timeline(distribution, releases, pythons, lines)
+
+
+def _spans(history: list[_Event], releases: list[str]) -> list[Span]:
+    places = [releases.index(event.release) for event in history if event.release in releases]
+    events = [event for event in history if event.release in releases]
+    spans = []
+    if not places or places[0] > 0:
+        spans.append(
+            Span("absent", releases[0] if releases else "", places[0] if places else len(releases), "", [], [])
+        )
+    for event, (begin, end) in zip(events, pairwise([*places, len(releases)]), strict=True):
+        spans.append(Span(event.what, event.release, end - begin, event.text, event.new, event.gone))
+    return [span for span in spans if span.width > 0]

@@ -1,0 +1,100 @@
+"""The log of a result, a piece at a time: it may be larger than a page, or the memory."""
+
+from __future__ import annotations
+
+import codecs
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from sqlalchemy import LargeBinary, Select, select, type_coerce
+
+from ..cells import Cell
+from ..store import Store
+from ..store.models import CELL, LOG, RESULT, RUN
+from ..views import common
+
+#: Of a log so much is shown, in bytes: its beginning and its end.
+HEAD, TAIL = 20_000, 100_000
+
+_PIECE = 64 * 2**10
+
+
+class Ends(NamedTuple):
+    """The beginning and the end of a text.
+
+    Attributes:
+        left_out: how many bytes between the two aren't here.
+    """
+
+    head: str
+    tail: str
+    left_out: int
+    size: int
+
+
+def packed_log(store: Store, run: str, cell: Cell, attempt: int | None) -> bytes | None:
+    """A log as it is kept; None where there is none."""
+    query: Select[Any] = (
+        select(type_coerce(LOG.c.content, LargeBinary))
+        .join(RESULT, RESULT.c.id == LOG.c.result_id)
+        .join(RUN, RUN.c.id == RESULT.c.run_id)
+        .join(CELL, CELL.c.id == RESULT.c.cell_id)
+        .where(RUN.c.name == run, CELL.c.name == cell.name)
+        .order_by(RESULT.c.attempt.desc())
+        .limit(1)
+    )
+    if attempt is not None:
+        query = query.where(RESULT.c.attempt == attempt)
+    with store.reading() as connection:
+        found: bytes | None = connection.scalar(query)
+    return found
+
+
+def pieces(packed: bytes) -> Iterator[bytes]:
+    """What was compressed, never much of it at a time."""
+    unpacker = zlib.decompressobj()
+    while packed:
+        yield unpacker.decompress(packed, _PIECE)
+        packed = unpacker.unconsumed_tail
+    yield unpacker.flush()
+
+
+def ends(packed: bytes) -> Ends:
+    """The beginning and the end of a log, fit to be shown."""
+    head, tail, size = b"", b"", 0
+    for piece in pieces(packed):
+        size += len(piece)
+        room = HEAD - len(head)
+        head, tail = head + piece[:room], (tail + piece[room:])[-TAIL:]
+    left_out = size - len(head) - len(tail)
+    if not left_out:
+        return Ends(_shown(head + tail), "", 0, size)
+    return Ends(_shown(head), _shown(tail), left_out, size)
+
+
+def plain(packed: bytes) -> Iterator[bytes]:
+    """All of a log as UTF-8, fit to be shown: a terminal that gets it does nothing but print it."""
+    decode = codecs.getincrementaldecoder("utf-8")("surrogatepass").decode
+    rest = ""
+    for piece in pieces(packed):
+        # A sequence for a terminal, or a line's end of two characters, isn't cut in two, unless there is no other place to cut.
+        text, newline, after = (rest + decode(piece)).rpartition("\n")
+        if len(after) > _PIECE:
+            text, newline, after = text + newline + after, "", ""
+        if text or newline:
+            yield common.clean(text + newline).encode()
+        rest = after
+    yield common.clean(rest).encode()
+
+
+def shortened(text: str, most: int = 20_000) -> str:
+    """A text of a result, without its middle where it is too long for a page."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n\n[{len(text) - 2 * half} characters are left out]\n\n{text[-half:]}"
+
+
+def _shown(text: bytes) -> str:
+    return common.clean(text.decode("utf-8", "replace"))

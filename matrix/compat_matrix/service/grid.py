@@ -1,0 +1,364 @@
+"""The grid of a page: what is asked for in its address, and what each cell shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from typing import NamedTuple
+from urllib.parse import quote, urlencode
+
+from ..cells import Cell
+from ..errors import MatrixError
+from ..expressions import Expression
+from ..store import Past, Run, Summary
+from ..views import common
+
+#: What a cell can be, with the sign that says so where colour doesn't.
+STATES = {
+    "passed": "✓",
+    "wrong": "≠",
+    "failed": "✗",
+    "refused": "⊘",
+    "not run": "○",
+    "running": "◐",
+    "waiting": "…",
+}
+#: Stands for every value of a facet.
+ALL = "all"
+
+_LONGEST = 500
+_SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "torch's FA"}
+
+
+class Entry(NamedTuple):
+    """What is known of a cell.
+
+    Attributes:
+        state: one of `STATES`.
+        word: as a grid says it: how it failed, for one.
+        going: ``running`` or ``waiting`` where a newer result is to come.
+        past: its newest result or plan; None for one that no run has planned.
+        reason: why it failed, wasn't run or can't be.
+    """
+
+    state: str
+    word: str
+    going: str
+    past: Past | None
+    reason: str
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a cell to see: not one that the axes rule out."""
+        return self.word != "can't be"
+
+    @property
+    def bad(self) -> bool:
+        """Whether its newest result is that something doesn't work."""
+        return self.past is not None and self.past.summary.verdict == "failed"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a page's address asks for; empty stands for what is shown by itself."""
+
+    flash_attention: str = ""
+    device: str = ""
+    python: str = ""
+    only: str = ""
+    state: str = ""
+    run: str = ""
+
+    @classmethod
+    def of(cls, given: Iterable[tuple[str, str]]) -> Wanted:
+        """
+        Raises:
+            MatrixError: a name is none of these, or stands there twice, or a state or an expression is none.
+        """
+        names = [field.name for field in fields(cls)]
+        found: dict[str, str] = {}
+        for name, value in given:
+            if name not in names:
+                raise MatrixError(f"{name!r} is no filter: there are {', '.join(names)}")
+            if name in found:
+                raise MatrixError(f"{name} stands there twice")
+            if len(value) > _LONGEST:
+                raise MatrixError(f"{name} is longer than {_LONGEST} characters")
+            found[name] = value.strip()
+        wanted = cls(**found)
+        if wanted.state and wanted.state not in STATES:
+            raise MatrixError(f"{wanted.state!r} is no state: there are {', '.join(STATES)}")
+        if wanted.only:
+            Expression(wanted.only)
+        return wanted
+
+    def query(self, **changes: str) -> str:
+        """As the end of an address: ``?python=3.12``; empty where nothing is asked for."""
+        values = vars(replace(self, **changes))
+        query = urlencode({name: value for name, value in values.items() if value})
+        return f"?{query}" if query else "?"
+
+
+class Tab(NamedTuple):
+    """One value of a facet, with how many of its cells are bad."""
+
+    name: str
+    query: str
+    chosen: bool
+    bad: int
+
+
+class Shown(NamedTuple):
+    """A cell of a grid."""
+
+    cell: Cell
+    state: str
+    sign: str
+    word: str
+    age: str
+    going: str
+    label: str
+    hint: str
+
+
+class Block(NamedTuple):
+    """Transformers down and torch across, the newest first, of one Python, FlashAttention and device."""
+
+    title: str
+    columns: list[str]
+    rows: list[tuple[str, list[Shown | None]]]
+
+
+class Group(NamedTuple):
+    """Cells that are in a state for the same reason."""
+
+    state: str
+    word: str
+    reason: str
+    cells: list[Cell]
+
+
+class Grid(NamedTuple):
+    """All that a page shows.
+
+    Attributes:
+        counts: of the chosen facets, whatever state is asked for.
+        going: whether any cell of the store is running or waiting.
+    """
+
+    kernels: list[Tab]
+    pythons: list[Tab]
+    counts: Counter[str]
+    blocks: list[Block]
+    groups: list[Group]
+    going: bool
+
+
+def entry(past: Past | None, going: str = "", excluded: str | None = None) -> Entry:
+    """
+    Args:
+        going: ``running`` or ``waiting``, where it is.
+        excluded: why the axes rule it out; None if they don't.
+    """
+    if past is None:
+        if excluded is not None:
+            return Entry("refused", "can't be", "", None, excluded)
+        return Entry(going or "not run", going or "never", going, None, "")
+    summary = past.summary
+    if summary.state == "excluded":
+        return Entry("refused", "can't be", "", past, summary.reason)
+    if summary.state == "unfinished":
+        going = going or ("waiting" if past.run.state == "running" else "")
+        return Entry(going or "not run", going or "unfinished", going, past, "")
+    if summary.state == "not run":
+        return Entry("not run", "not run", going, past, summary.reason)
+    if summary.state == "passed":
+        return Entry("passed", "ok", going, past, "")
+    state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", "failed")
+    return Entry(state, _word(summary), going, past, summary.reason)
+
+
+def _word(summary: Summary) -> str:
+    kind = str(summary.kind or "failed")
+    bad = summary.failed + summary.error
+    return {"installation": "install", "test": f"test {bad}" if bad else "test"}.get(kind, kind)
+
+
+def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell]) -> dict[Cell, Entry]:
+    return {cell: entry(Past(run, one), "running" if cell in running else "") for cell, one in summary.items()}
+
+
+def of_all(
+    cells: Mapping[Cell, Past],
+    going: Mapping[Cell, str],
+    served: Mapping[Cell, str],
+) -> dict[Cell, Entry]:
+    """
+    Args:
+        cells: with their newest results.
+        going: ``running`` or ``waiting``.
+        served: every combination of the axes, with why it can't be.
+    """
+    found = {cell: entry(past, going.get(cell, "")) for cell, past in cells.items()}
+    for cell, excluded in served.items():
+        if cell not in found:
+            found[cell] = entry(None, going.get(cell, ""), excluded or None)
+    return found
+
+
+def grid(wanted: Wanted, entries: Mapping[Cell, Entry], now: datetime) -> Grid:
+    """
+    Raises:
+        MatrixError: there is no such FlashAttention, device or Python.
+    """
+    going = any(one.going for one in entries.values())
+    if wanted.only:
+        condition = Expression(wanted.only)
+        entries = {cell: one for cell, one in entries.items() if condition(cell)}
+    chosen, kernels = _kernels(wanted, entries)
+    own = {cell: one for cell, one in entries.items() if (cell.flash_attention, cell.device) in chosen}
+    there, pythons = _pythons(wanted, own)
+    own = {cell: one for cell, one in own.items() if cell.python in there}
+    counts = Counter(one.state for one in own.values())
+    counts["running"] = sum(one.going == "running" for one in own.values())
+    counts["waiting"] = sum(one.going == "waiting" for one in own.values())
+    if wanted.state:
+        own = {cell: one for cell, one in own.items() if wanted.state in (one.state, one.going)}
+    return Grid(kernels, pythons, counts, _blocks(own, bool(wanted.state), now), groups(own), going)
+
+
+def _kernels(wanted: Wanted, entries: Mapping[Cell, Entry]) -> tuple[Collection[tuple[str, str]], list[Tab]]:
+    bad: Counter[tuple[str, str]] = Counter()
+    results: Counter[tuple[str, str]] = Counter()
+    known: dict[tuple[str, str], bool] = {}
+    for cell, one in entries.items():
+        kernel = (cell.flash_attention, cell.device)
+        known[kernel] = known.get(kernel, False) or one.there
+        results[kernel] += one.past is not None and one.past.summary.verdict is not None
+        bad[kernel] += one.bad
+    for name, place in (("flash_attention", 0), ("device", 1)):
+        value = getattr(wanted, name)
+        _known(name, value, [kernel[place] for kernel in sorted(known, key=common.kernel_place)], known)
+    kernels = sorted((kernel for kernel, there in known.items() if there), key=common.kernel_place)
+    fits = [
+        kernel
+        for kernel in kernels
+        if wanted.flash_attention in ("", ALL, kernel[0]) and wanted.device in ("", ALL, kernel[1])
+    ]
+    if wanted.flash_attention or wanted.device:
+        chosen = fits
+    else:
+        chosen = [kernel for kernel in fits if results[kernel]][:1] or fits[:1]
+    tabs = [
+        Tab(
+            f"{_SHORT.get(kernel, kernel)} · {common.DEVICES.get(device, device)}",
+            wanted.query(flash_attention=kernel, device=device),
+            chosen == [(kernel, device)],
+            bad[kernel, device],
+        )
+        for kernel, device in kernels
+    ]
+    if len(tabs) > 1:
+        every = wanted.query(flash_attention=ALL, device="")
+        tabs.append(Tab("all", every, len(chosen) == len(kernels), sum(bad.values())))
+    return chosen, tabs
+
+
+def _pythons(wanted: Wanted, own: Mapping[Cell, Entry]) -> tuple[Collection[str], list[Tab]]:
+    bad: Counter[str] = Counter()
+    results: Counter[str] = Counter()
+    for cell, one in own.items():
+        results[cell.python] += one.past is not None and one.past.summary.verdict is not None
+        bad[cell.python] += one.bad
+    pythons = common.by_version(cell.python for cell in own)
+    _known("python", wanted.python, pythons, pythons)
+    chosen: Collection[str] = [wanted.python]
+    if wanted.python == ALL:
+        chosen = pythons
+    elif not wanted.python:
+        chosen = sorted(pythons, key=lambda one: (results[one], common.version_key(one)))[-1:]
+    tabs = [Tab(one, wanted.query(python=one), [one] == [*chosen], bad[one]) for one in pythons]
+    if len(tabs) > 1:
+        tabs.append(Tab("all", wanted.query(python=ALL), len(chosen) == len(pythons), sum(bad.values())))
+    return chosen, tabs
+
+
+def _known(name: str, value: str, values: Iterable[str], entries: Collection[object]) -> None:
+    """An address asks for what there is; where a filter leaves nothing, for anything."""
+    allowed = [*dict.fromkeys(values), ALL]
+    if value and value not in allowed and entries:
+        raise MatrixError(f"there is no {name} {value!r} here: there are {', '.join(allowed)}")
+
+
+def _blocks(own: Mapping[Cell, Entry], chosen: bool, now: datetime) -> list[Block]:
+    """A grid for each Python, FlashAttention and device, but for those of which there is no cell.
+
+    Args:
+        chosen: cells were asked for by their state: all of them are to be seen.
+    """
+    grouped: dict[tuple[str, str, str], dict[tuple[str, str], Cell]] = {}
+    for cell in own:
+        block = grouped.setdefault((cell.python, cell.flash_attention, cell.device), {})
+        block[cell.transformers, cell.torch] = cell
+    found = []
+    place = {version: -number for number, version in enumerate(common.by_version(key[0] for key in grouped))}
+    for key in sorted(grouped, key=lambda key: (common.kernel_place(key[1:]), place[key[0]])):
+        cells = grouped[key]
+        if chosen or any(own[cell].there for cell in cells.values()):
+            columns = common.by_version(torch for _, torch in cells)[::-1]
+            releases = common.by_version(release for release, _ in cells)[::-1]
+            rows = []
+            for release in releases:
+                line = (cells.get((release, torch)) for torch in columns)
+                rows.append((release, [_shown(cell, own[cell], now) if cell else None for cell in line]))
+            title = f"Python {key[0]}, {common.kernel_name(*key[1:])}"
+            found.append(Block(title, columns, rows))
+    return found
+
+
+def _shown(cell: Cell, one: Entry, now: datetime) -> Shown:
+    began = one.past.summary.started if one.past else None
+    old = age(now - began) if began else ""
+    running = f", {one.going}" if one.going and one.going != one.state else ""
+    when = f" {old}" if old else ""
+    label = f"{one.word}{when}{running}: transformers {cell.transformers}, torch {cell.torch}"
+    hint = common.one_line(one.reason, 200) if one.reason else common.moment(began)
+    return Shown(cell, one.state, STATES[one.state], one.word, old, one.going, label, hint)
+
+
+def groups(own: Mapping[Cell, Entry]) -> list[Group]:
+    """Why cells are as they are, what most cells have first; what passed needs no reason."""
+    found: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in common.ordered(cell for cell, one in own.items() if one.reason):
+        one = own[cell]
+        found.setdefault((one.state, one.word.split(" ")[0], common.one_line(one.reason)), []).append(cell)
+    place = [*STATES]
+    groups = [Group(*key, cells) for key, cells in found.items()]
+    return sorted(
+        groups,
+        key=lambda group: (not own[group.cells[0]].bad, place.index(group.state), -len(group.cells), group[:3]),
+    )
+
+
+def age(past: timedelta) -> str:
+    """How long ago, in the largest unit that says enough: ``5 min``, ``3 h``, ``12 d``."""
+    seconds = past.total_seconds()
+    if seconds < 60:
+        return "now"
+    for unit, length, most in (("min", 60, 60), ("h", 3600, 48), ("d", 86400, 60), ("mo", 30.44 * 86400, 24)):
+        if seconds < most * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds // (365.25 * 86400))} y"
+
+
+def cell_address(cell: Cell, run: str = "", attempt: int = 0) -> str:
+    """Of a cell's page, whatever its name has in it."""
+    query = urlencode({"run": run} | ({"attempt": attempt} if attempt else {})) if run else ""
+    return f"/cells/{quote(cell.name, safe='')}" + (f"?{query}" if query else "")
+
+
+def run_address(*names: str) -> str:
+    """Of a run's page, or of what changed between two."""
+    return f"/runs/{'...'.join(quote(name, safe='') for name in names)}"

@@ -1,0 +1,224 @@
+"""What every request passes before anything of it is read, and every answer on its way out."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import logging
+import secrets
+import threading
+import time
+import zlib
+from collections import OrderedDict
+
+import anyio
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DataError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..errors import MatrixError
+from ..store import Store
+from . import tokens
+from .html import Refusal, error_page, of_api
+from .settings import Settings
+from .tokens import Token
+from .wire import REPORT_BYTES, REQUEST_BYTES
+
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+#: Seconds after which to ask again, where the database is gone.
+AGAIN = 5
+_READING = ("GET", "HEAD", "OPTIONS")
+_KEYS = 10_000
+#: Seconds to wait for the next part of a body.
+_SLOW = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Limiter:
+    """So many a minute of each key, and as many at once."""
+
+    def __init__(self, per_minute: int) -> None:
+        self._most = float(per_minute)
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def wait(self, key: str) -> int:
+        """Take one; 0, or after how many seconds there is one."""
+        now = time.monotonic()
+        with self._lock:
+            left, at = self._left.pop(key, (self._most, now))
+            left = min(self._most, left + (now - at) * self._most / 60)
+            self._left[key] = (left - 1 if left >= 1 else left, now)
+            if len(self._left) > _KEYS:
+                self._left.popitem(last=False)
+        return 0 if left >= 1 else max(1, round((1 - left) * 60 / self._most))
+
+
+class Guard:
+    """Tokens, rates, sizes, headers, and an answer to what went wrong that says nothing of the inside."""
+
+    def __init__(self, app: ASGIApp, store: Store, settings: Settings) -> None:
+        self._app, self._store, self._settings = app, store, settings
+        self._writes = Limiter(settings.writes_per_minute)
+        self._submissions = Limiter(settings.submissions_per_minute)
+        self._failures = Limiter(settings.failures_per_minute)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def guarded_send(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        if scope["method"] == "HEAD":  # the server leaves out what would follow the head
+            scope = {**scope, "method": "GET"}
+        try:
+            refused = await self._refused(scope)
+            if refused is None:
+                await self._app(scope, _limited(receive, _most(scope, self._settings)), guarded_send)
+                return
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if begun:
+                raise
+            refused = failed(error, self._store)
+        await _readable(scope, refused)(scope, receive, guarded_send)
+
+    async def _refused(self, scope: Scope) -> JSONResponse | None:
+        """Why a request goes no further. One that does has its token, or None, in `request.state.token`."""
+        headers, reading = Headers(scope=scope), scope["method"] in _READING
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy may see another end of it than we do.
+            return refusal(400, "the length of the request is said twice", {"connection": "close"})
+        secret = _secret(headers, reading)
+        token: Token | None = None
+        if secret is not None:
+            limiter = None if reading else scope["app"].state.writers  # who writes doesn't wait for those who read
+            token = await anyio.to_thread.run_sync(tokens.find, self._store, secret, limiter=limiter)
+            if token is None:
+                address = scope["client"][0] if scope.get("client") else ""
+                if wait := self._failures.wait(address):
+                    return refusal(429, "too many wrong tokens", {"retry-after": str(wait)})
+        if token is None and (secret is not None or not reading or self._settings.read == "token"):
+            said = "this token is wrong, has expired or was revoked" if secret is not None else "this needs a token"
+            kind = 'Basic realm="kernel-compat-matrix"' if reading else "Bearer"
+            return refusal(401, said, {"www-authenticate": kind})
+        if token is not None and not reading:
+            rate = self._submissions if scope["path"].rstrip("/").endswith("/runs") else self._writes
+            if wait := rate.wait(token.name):
+                return refusal(429, f"too many requests with the token {token.name}", {"retry-after": str(wait)})
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            return refusal(415, "a body comes as it is, and not compressed")
+        try:
+            length = int(headers.get("content-length") or 0)
+        except ValueError:
+            return refusal(400, "the length of the request is no number")
+        if length > (most := _most(scope, self._settings)):
+            return refusal(413, f"more than {most} bytes")
+        scope.setdefault("state", {})["token"] = token
+        return None
+
+
+def _readable(scope: Scope, refused: JSONResponse) -> Response:
+    """A page, where one was asked for."""
+    if scope["method"] != "GET" or of_api(scope):
+        return refused
+    said = json.loads(bytes(refused.body))
+    number = f"The log has it under {said['id']}." if "id" in said else ""
+    page = error_page(Request(scope), Refusal(refused.status_code, str(said["detail"]), number))
+    for name in ("www-authenticate", "retry-after"):
+        if name in refused.headers:
+            page.headers[name] = refused.headers[name]
+    return page
+
+
+def refusal(status: int, detail: object, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status, headers)
+
+
+def failed(error: BaseException, store: Store) -> JSONResponse:
+    """The answer to an error of ours. What went wrong is in the log, with the id that is in the answer."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, (SQLAlchemyError, UnicodeError, zlib.error)):
+        cause = cause.__cause__
+    if isinstance(cause, (DataError, UnicodeEncodeError)):  # text that no database keeps
+        return refusal(422, "there is a character in it that can't be")
+    number = secrets.token_hex(6)
+    if isinstance(cause, (OperationalError, InterfaceError, InternalError, PoolTimeout)):
+        log.error("%s: the database doesn't answer: %s", number, " ".join(str(error).split())[:500])
+        return JSONResponse(
+            {"detail": "the database doesn't answer", "id": number}, 503, headers={"retry-after": str(AGAIN)}
+        )
+    if isinstance(error, MatrixError) and cause is None:
+        said = str(error).removeprefix(f"the store {store.name}: ")  # where it is concerns nobody
+        return refusal(422, said.encode("utf-8", "replace").decode())
+    log.error("%s: an error of ours", number, exc_info=error)
+    return JSONResponse({"detail": "an error of this service; its log has more", "id": number}, 500)
+
+
+def _secret(headers: Headers, reading: bool) -> str | None:
+    """The token of a request; empty where there should be one. A browser asks for it as a password, and may but read with that."""
+    given = headers.get("authorization")
+    if given is None:
+        return None
+    kind, _, value = given.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    if kind.lower() == "basic" and reading:
+        try:
+            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return ""
+
+
+def _most(scope: Scope, settings: Settings) -> int:
+    path = scope["path"]
+    if path.endswith("/log"):
+        return settings.upload_bytes
+    return REPORT_BYTES if path.endswith("/result") else REQUEST_BYTES
+
+
+def _limited(receive: Receive, most: int) -> Receive:
+    """The body of a request, up to so many bytes, whatever its head says of its length, and while it comes."""
+    left, more = most, True
+
+    async def limited() -> Message:
+        nonlocal left, more
+        if not more:
+            return await receive()
+        try:
+            with anyio.fail_after(_SLOW):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, f"nothing came for {_SLOW:.0f} seconds", {"connection": "close"}) from None
+        if message["type"] == "http.request":
+            more = message.get("more_body", False)
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413, f"more than {most} bytes")
+        return message
+
+    return limited

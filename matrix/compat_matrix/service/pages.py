@@ -1,0 +1,476 @@
+"""The pages, as a browser gets them. Nothing here writes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse, StreamingResponse
+from sqlalchemy import func, select
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+
+from ..cells import Cell
+from ..errors import MatrixError
+from ..results import CellResult, Test
+from ..store import Past, Run, State, Store, queries
+from ..store.models import CELL, RESULT, RUN
+from ..views import common, diff, explain
+from . import atlas_view, details, going, html
+from .board import Board, Picture
+from .grid import Entry, Wanted, age, cell_address, entry, grid, groups, of_all, of_run, run_address
+from .html import Made, Page, Pages, Refusal, page, render, send
+from .queue import Queue, Running
+
+router = APIRouter(include_in_schema=False, route_class=Page)
+
+#: Rows of a list on one page.
+_RUNS = 50
+_HISTORY = 50
+_TESTS = 5_000
+
+#: Failed tests whose reports are on a page.
+_REPORTS = 200
+
+
+class Site(NamedTuple):
+    """What pages are made of, and those that were.
+
+    Attributes:
+        served: every combination of the axes, with why it can't be.
+    """
+
+    store: Store
+    queue: Queue
+    board: Board
+    served: Mapping[Cell, str]
+    made: Pages
+
+
+def _site(request: Request) -> Site:
+    found: Site = request.app.state.site
+    return found
+
+
+# The grid.
+
+
+@router.get("/")
+async def the_grid(request: Request) -> Response:
+    """What many ask for is sent without waiting for a thread: others may be busy with what takes longer."""
+    site = _site(request)
+    asked = [(name, value) for name, value in request.query_params.multi_items() if value]
+    live = next((value for name, value in asked if name == "live"), None)
+    try:
+        wanted = Wanted.of((name, value) for name, value in asked if name != "live")
+    except MatrixError as error:
+        raise Refusal(400, str(error), "A filter that is left out lets everything through.") from None
+    root = request.scope.get("root_path", "")
+    key = ("grid", root, "" if live is None else "live", *vars(wanted).values())
+    known = site.made.hot(key)
+    if wanted.run and not known:
+        run = await run_in_threadpool(_run, site, wanted.run)
+        if run.id != wanted.run:
+            return _redirect(request, f"/{_changed(wanted, run=run.id)}")
+
+    def make(last: Made | None) -> tuple[str, bytes | None]:
+        picture = site.board.look()
+        leased = site.queue.running()
+        now = datetime.now(timezone.utc)
+        running = hash(frozenset((one.run, one.cell) for one in leased)) & 0xFFFFFFFF
+        # Ages are shown, in minutes at the finest.
+        tag = f"{picture.version}-{running:x}-{int(now.timestamp() // 60)}"
+        if last and last.tag == tag:
+            return tag, None
+        template = "grid.html" if live is None else "grid_live.html"
+        return tag, render(request, template, tag=tag, **_grid(site, wanted, picture, leased, now))
+
+    def make_anew() -> None:
+        with suppress(MatrixError, PoolTimeout):  # who asks when it is too old is told
+            site.made.get(key, make)
+
+    made, is_old = known or (await run_in_threadpool(site.made.get, key, make), False)
+    response = Response(status_code=204, headers=html.HEADERS) if live == made.tag else send(request, made)
+    response.background = BackgroundTask(make_anew) if is_old else None
+    return response
+
+
+def _grid(site: Site, wanted: Wanted, picture: Picture, leased: list[Running], now: datetime) -> dict[str, Any]:
+    run = None
+    if wanted.run:
+        run = next((one for one in picture.runs if one.id == wanted.run), None) or site.store.run(wanted.run)
+        running = {one.cell for one in leased if one.run == run.id}
+        entries = of_run(run, site.store.summary(run.id), running)
+    else:
+        to_come = dict.fromkeys(picture.open, "waiting") | {one.cell: "running" for one in leased}
+        entries = of_all(picture.cells, to_come, site.served)
+    try:
+        found = grid(wanted, entries, now)
+    except MatrixError as error:
+        raise Refusal(400, str(error)) from None
+    whole = [one for one in picture.runs if not one.partial]
+    return {
+        "wanted": wanted,
+        "grid": found,
+        "run": run,
+        "runs": picture.runs[:_RUNS],
+        "newest": whole[0] if whole else None,
+        "before": whole[1] if len(whole) > 1 else None,
+        "now": now,
+        "ago": lambda when: _ago(when, now),
+        "live": _changed(wanted),
+    }
+
+
+def _changed(wanted: Wanted, **changes: str) -> str:
+    query = wanted.query(**changes)
+    return query if query != "?" else ""
+
+
+# A cell.
+
+
+@router.get("/cells/{name:path}/log")
+def the_log(request: Request, name: str) -> Response:
+    site = _site(request)
+    cell, run, attempt, _ = _chosen(request, site, name)
+    packed = details.packed_log(site.store, run, cell, attempt) if run else None
+    if packed is None:
+        raise Refusal(404, f"There is no log of {name} there.")
+    file = re.sub(r"[^A-Za-z0-9.-]", "_", f"{cell.name}-{run}.txt")
+    headers = html.HEADERS | {
+        "Content-Security-Policy": "default-src 'none'; sandbox; frame-ancestors 'none'",
+        "Content-Disposition": f'inline; filename="{file}"',
+    }
+    return StreamingResponse(details.plain(packed), media_type="text/plain; charset=utf-8", headers=headers)
+
+
+@router.get("/cells/{name:path}")
+def the_cell(request: Request, name: str) -> Response:
+    site = _site(request)
+    cell, run, attempt, history = _chosen(request, site, name)
+    count = _attempts(site, cell) if len(history) == _HISTORY else len(history)
+    now = datetime.now(timezone.utc)
+    leased = [one for one in site.queue.running() if one.cell == cell]
+    picture = site.board.look()
+    waits = picture.open.get(cell)
+    word = "running" if leased else "waiting" if waits else ""
+    if request.query_params.get("live") is not None:
+        if not word:  # a result has come
+            return Response(headers=html.HEADERS | {"HX-Refresh": "true"})
+        return page(request, "cell_going.html", going=word, leased=leased, waits=waits, cell=cell)
+    found = site.store.result(run, cell, attempt, log=False) if run else None
+    past = None
+    if found:
+        past = next((one for one in history if _is(one, run, found.attempt)), None)
+        past = past or next(one for one in site.store.history(cell, run=run) if _is(one, run, found.attempt))
+    if past is None:
+        past = picture.cells.get(cell)
+        if past and past.summary.verdict:
+            past = None
+    excluded = site.served.get(cell) or None
+    values = {
+        "cell": cell,
+        "entry": entry(past, word if past is None or not found else "", excluded),
+        "past": past,
+        "found": found,
+        "going": word,
+        "leased": leased,
+        "waits": waits,
+        "history": [(one, entry(one)) for one in history],
+        "older": count - len(history),
+        "late": going.late(site.store, cell),
+        "reproduce": common.reproduce(cell, past.run) if past else f"kernel-compat-matrix run {shlex.quote(cell.name)}",
+        "ago": lambda when: _ago(when, now),
+        "newest": history[0] if history else None,
+    }
+    return page(request, "cell.html", **values, **(_details(site, run, found) if found else {}))
+
+
+def _is(past: Past, run: str, attempt: int) -> bool:
+    return past.run.id == run and past.summary.attempt == attempt
+
+
+def _details(site: Site, run: str, found: CellResult) -> dict[str, Any]:
+    by_outcome: dict[str, list[Test]] = {name: [] for name in ("failed", "skipped", "xfailed", "xpassed", "passed")}
+    for test in found.tests:
+        by_outcome["failed" if test.outcome == "error" else test.outcome].append(test)
+    bad = by_outcome.pop("failed")
+    packed = details.packed_log(site.store, run, found.cell, found.attempt)
+    packages = found.environment.get("packages")
+    shims = found.environment.get("shims")
+    return {
+        "counts": Counter(test.outcome for test in found.tests),
+        "failed": bad[:_REPORTS],
+        "failed_more": bad[_REPORTS:_TESTS],
+        "by_outcome": {name: tests[:_TESTS] for name, tests in by_outcome.items()},
+        "left_out": sum(max(0, len(tests) - _TESTS) for tests in (bad, *by_outcome.values())),
+        "facts": explain.facts(found.environment),
+        "packages": packages if isinstance(packages, dict) else {},
+        "shims": explain.shims(_shims(shims)),
+        "command": shlex.join(found.command),
+        "log": details.ends(packed) if packed is not None else None,
+        "log_address": f"{cell_address(found.cell).partition('?')[0]}/log?run={quote(run)}&attempt={found.attempt}",
+        "shortened": details.shortened,
+    }
+
+
+def _shims(found: Any) -> dict[str, Any]:
+    """What a result says of shims, as far as it has the form that our plugin gives it."""
+    entries = found.items() if isinstance(found, dict) else ()
+    return {
+        name: one for name, one in entries if isinstance(one, dict) and isinstance(one.get("seams", []), (list, tuple))
+    }
+
+
+def _chosen(request: Request, site: Site, name: str) -> tuple[Cell, str, int | None, list[Past]]:
+    """The cell of a page, and the run and the attempt asked for; the run is empty where the cell has no result. And the newest
+    of its history.
+
+    Raises:
+        Refusal: there is none.
+    """
+    known = site.board.look().cells
+    cell = next((one for one in known if one.name == name), None)
+    cell = cell or next((one for one in site.served if one.name == name), None) or _planned(site, name)
+    if cell is None:
+        raise Refusal(404, f"There is no cell {common.one_line(name, 200)!r}: no run has planned it.")
+    given = request.query_params
+    for unknown in given.keys() - {"run", "attempt", "live"}:
+        raise Refusal(400, f"{unknown!r} is nothing that this page can be asked for.", "There are run and attempt.")
+    attempt = given.get("attempt")
+    if attempt is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", attempt, re.ASCII):
+        raise Refusal(400, f"{common.one_line(attempt, 50)!r} is no attempt.", "Attempts are numbers from 1 on.")
+    history = site.store.history(cell, limit=_HISTORY)
+    if given.get("run"):
+        run = _run(site, given["run"]).id
+    elif len(history) < _HISTORY or any(not one.run.partial and one.summary.state != "not run" for one in history):
+        run = explain.newest(history) or ""
+    else:
+        run = explain.newest(site.store.history(cell)) or ""
+    if (given.get("run") or attempt) and not any(
+        attempt in (None, str(past.summary.attempt)) for past in site.store.history(cell, run=run)
+    ):
+        raise Refusal(
+            404, f"There is no such result of {cell.name}.", f"It has {_attempts(site, cell)} in its history."
+        )
+    return cell, run, int(attempt) if attempt else None, history
+
+
+def _attempts(site: Site, cell: Cell) -> int:
+    """How many results a cell has."""
+    query = select(func.count()).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
+    with site.store.reading() as connection:
+        return connection.scalar(query.where(CELL.c.name == cell.name)) or 0
+
+
+def _planned(site: Site, name: str) -> Cell | None:
+    """A cell that partial runs alone have planned."""
+    with site.store.reading() as connection:
+        row = connection.execute(queries.summary().where(CELL.c.name == name).limit(1)).first()
+    return queries.cell_of(row) if row else None
+
+
+# Runs.
+
+
+@router.get("/runs")
+def the_runs(request: Request) -> Response:
+    site = _site(request)
+    before = request.query_params.get("before")
+    runs = site.board.look().runs
+    if before:
+        names = [run.id for run in runs]
+        if before not in names:
+            raise Refusal(404, f"There is no run {common.one_line(before, 100)!r}.")
+        runs = runs[names.index(before) + 1 :]
+    more, runs = len(runs) > _RUNS, runs[:_RUNS]
+    now = datetime.now(timezone.utc)
+    values = {"runs": runs, "totals": _totals(site, runs), "more": more, "before": before}
+    return page(request, "runs.html", **values, ago=lambda when: _ago(when, now))
+
+
+@router.get("/runs/{name:path}")
+def the_run(request: Request, name: str) -> Response:
+    site = _site(request)
+    old, dots, new = name.partition("...")
+    if dots:
+        return _diff(request, site, old, new)
+    run = _run(site, name)
+    if run.id != name:
+        return _redirect(request, run_address(run.id))
+    now = datetime.now(timezone.utc)
+    leased = site.queue.running(run.id)
+    entries = of_run(run, site.store.summary(run.id), {one.cell for one in leased})
+    runs = site.board.look().runs
+    whole = [one for one in runs if not one.partial or one.id == run.id]
+    place = next((at for at, one in enumerate(whole) if one.id == run.id), len(whole))
+    values = {
+        "run": run,
+        "groups": groups(entries),
+        "counts": _counts(entries),
+        "leased": leased,
+        "before": whole[place + 1] if place + 1 < len(whole) else None,
+        "ago": lambda when: _ago(when, now),
+        "going": run.state == "running",
+    }
+    template = "run.html" if request.query_params.get("live") is None else "run_live.html"
+    if template == "run_live.html" and run.state != "running":
+        return Response(headers=html.HEADERS | {"HX-Refresh": "true"})
+    return page(request, template, **values)
+
+
+def _counts(entries: Mapping[Cell, Entry]) -> Counter[str]:
+    return Counter(one.state for one in entries.values())
+
+
+def _totals(site: Site, runs: list[Run]) -> dict[str, Counter[State]]:
+    totals: dict[str, Counter[State]] = {one.id: Counter() for one in runs}
+    query = queries.totals().where(RUN.c.name.in_([*totals]))
+    with site.store.reading() as connection:
+        for name, state, count in connection.execute(query):
+            totals[name][state] = count
+    return totals
+
+
+def _run(site: Site, name: str) -> Run:
+    """
+    Raises:
+        Refusal: there is none.
+    """
+    with site.store.reading() as connection:
+        row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one_or_none()
+    if row is not None:
+        return Run(*row)
+    try:
+        return site.store.run(site.store.resolve(name))
+    except MatrixError as error:
+        if error.__cause__ is not None:
+            raise
+        raise Refusal(
+            404,
+            f"There is no run {common.one_line(name, 100)!r}.",
+            "A run has an id, a label, or is latest or latest~1.",
+        ) from None
+
+
+# What changed.
+
+
+@router.get("/diff")
+def the_diff(request: Request) -> Response:
+    site = _site(request)
+    old, new = (request.query_params.get(name) or "" for name in ("old", "new"))
+    if not old and not new:
+        found = _last_two(site)
+        if found is None:
+            return page(request, "diff.html", diff=None, old=None, new=None, runs=site.board.look().runs[:_RUNS])
+        old, new = found
+    if not (old and new):
+        raise Refusal(400, "Two runs are compared: one is missing.", "old and new are ids or labels of runs.")
+    return _diff(request, site, old, new)
+
+
+def _diff(request: Request, site: Site, old: str, new: str) -> Response:
+    before, after = _run(site, old), _run(site, new)
+    changes = diff.compare(site.store, before.id, after.id)
+    runs = site.board.look().runs[:_RUNS]
+    runs += [one for one in (before, after) if one not in runs]
+    values = {
+        "diff": changes,
+        "titles": diff.TITLES,
+        "old": before,
+        "new": after,
+        "runs": runs,
+        "entry": lambda run, summary: entry(Past(run, summary)),
+    }
+    return page(request, "diff.html", **values)
+
+
+def _last_two(site: Site) -> tuple[str, str] | None:
+    """The newest whole run with results, and the newest before it that has some of the same cells."""
+    runs = [one for one in site.board.look().runs if not one.partial][:_RUNS]
+    new, cells = "", set[Cell]()
+    for one in runs:
+        ran = {cell for cell, summary in site.store.summary(one.id).items() if summary.verdict}
+        if not new and ran:
+            new, cells = one.id, ran
+        elif ran & cells:
+            return one.id, new
+    return None
+
+
+# The rest.
+
+
+@router.get("/seams")
+def the_seams(request: Request) -> Response:
+    site = _site(request)
+    try:
+        stored = atlas_view.stored(site.store)
+    except atlas_view.NoAtlasError as error:
+        raise Refusal(500, str(error), "kernel-compat-matrix watch stores a new one.") from None
+    chosen = request.query_params.get("distribution") or ""
+    names = [one.distribution for one in stored.timelines] if stored else []
+    if stored and chosen and chosen not in names:
+        raise Refusal(
+            400, f"There is no distribution {common.one_line(chosen, 100)!r}.", f"There are {', '.join(names)}."
+        )
+    chosen = chosen or (names[0] if names else "")
+    timeline = next((one for one in stored.timelines if one.distribution == chosen), None) if stored else None
+    return page(request, "seams.html", stored=stored, names=names, timeline=timeline)
+
+
+@router.get("/status")
+def the_status(request: Request) -> Response:
+    site = _site(request)
+    now = datetime.now(timezone.utc)
+    values = {
+        "counts": site.queue.counts(),
+        "leased": site.queue.running(),
+        "workers": site.queue.workers(),
+        "machine": going.machine,
+        "progress": going.progress(site.store),
+        "late": going.late(site.store),
+        "store": site.store.name.rpartition("/")[2],
+        "now": now,
+        "ago": lambda when: _ago(when, now),
+    }
+    template = "status.html" if request.query_params.get("live") is None else "status_live.html"
+    return page(request, template, **values)
+
+
+@router.get("/favicon.ico")
+def the_icon(request: Request) -> Response:
+    return a_file(request, "icon.svg")
+
+
+@router.get("/static/{name}")
+def a_file(request: Request, name: str) -> Response:
+    found = html.static_files().get(name)
+    if found is None:
+        raise Refusal(404, "There is no such file.")
+    body, kind = found
+    named = request.query_params.get("v") == html.static_address(name).rpartition("=")[2]
+    kept = "public, max-age=31536000, immutable" if named else "no-cache"
+    return Response(body, media_type=kind, headers={"X-Content-Type-Options": "nosniff", "Cache-Control": kept})
+
+
+def _redirect(request: Request, address: str) -> Response:
+    root = request.scope.get("root_path", "").rstrip("/")
+    return RedirectResponse(root + address, status_code=307)
+
+
+def _ago(when: datetime | None, now: datetime) -> str:
+    if when is None:
+        return "never"
+    found = age(now - when)
+    return "just now" if found == "now" else f"{found} ago"

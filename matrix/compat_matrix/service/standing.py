@@ -1,0 +1,84 @@
+"""A worker of this machine, from the options of a command."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .. import options as shared
+from ..axes import Axes
+from ..cells import parse
+from ..errors import MatrixError
+from ..fingerprint import of_axes
+from ..runner import Executor, Local, default_root
+from ..work import Job
+from .client import Service
+from .machine import describe
+from .spool import Spool
+from .wire import Leased
+from .worker import Worker
+
+#: For so many seconds the project isn't looked at again.
+_LOOK = 2.0
+
+
+def worker(
+    options: argparse.Namespace,
+    axes: Axes,
+    service: Service,
+    at: str,
+    note: Callable[[str], None],
+    *,
+    jobs: int | None = None,
+    executor: Executor | None = None,
+    labels: Sequence[str] = (),
+    only: str | None = None,
+    spool: Path | None = None,
+) -> Worker:
+    """
+    Args:
+        options: of `options.add_environments`.
+        at: the service's name: each has a spool of its own.
+        jobs: cells at a time (as many as there are cores).
+        executor: what runs them; this machine if None.
+    """
+    project = _Project(axes)
+    jobs = executor.jobs if executor is not None else jobs or os.cpu_count() or 1
+    machine, devices = describe(project(), jobs, labels)
+    folder = spool or (options.cache or default_root()) / "spool" / hashlib.sha256(at.encode()).hexdigest()[:12]
+
+    def job(leased: Leased) -> Job:
+        cell = parse(leased.cell)
+        if axes.all_cells.get(cell, "no such cell"):
+            raise MatrixError(f"{at} asks for {cell}, which {axes.path} doesn't have")
+        asked = argparse.Namespace(**{**vars(options), "suite": leased.suite, "latest": False, "pytest": ""})
+        (found,) = shared.jobs_of(asked, axes, [cell], {cell: leased.attempt - 1})
+        return found
+
+    return Worker(
+        service,
+        machine,
+        executor or Local(jobs, devices, not options.no_fork),
+        job,
+        Spool(folder),
+        only=only,
+        fingerprint=project,
+        note=note,
+    )
+
+
+class _Project:
+    """Its fingerprint, as it was some moments ago."""
+
+    def __init__(self, axes: Axes) -> None:
+        self._axes = axes
+        self._found, self._at = "", 0.0
+
+    def __call__(self) -> str:
+        if not self._found or time.monotonic() - self._at > _LOOK:
+            self._found, self._at = of_axes(self._axes), time.monotonic()
+        return self._found

@@ -1,0 +1,108 @@
+"""Tokens: who may write. Of a token only its digest is kept, so that who reads the database can't write with it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from typing import Literal, NamedTuple
+
+from sqlalchemy import bindparam, select, update
+from sqlalchemy.exc import IntegrityError
+
+from ..errors import MatrixError
+from ..store import Store
+from ..store.models import TOKEN
+
+Scope = Literal["submit", "work"]
+SCOPES: tuple[Scope, ...] = ("submit", "work")
+
+#: How exactly it is known when a token was last used.
+_USED = timedelta(minutes=1)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Token(NamedTuple):
+    name: str
+    scopes: frozenset[str]
+    created: datetime
+    expires: datetime | None
+    revoked: datetime | None
+    used: datetime | None
+
+    def valid(self, now: datetime) -> bool:
+        return self.revoked is None and (self.expires is None or now < self.expires)
+
+
+_COLUMNS = (TOKEN.c.name, TOKEN.c.scopes, TOKEN.c.created, TOKEN.c.expires, TOKEN.c.revoked, TOKEN.c.used)
+_FIND = select(*_COLUMNS).where(TOKEN.c.digest == bindparam("digest"))
+
+
+def add(store: Store, name: str, scopes: Iterable[str], days: float | None = None) -> str:
+    """Make a token; returns it, which nothing else ever will.
+
+    Args:
+        days: after which it is none any more.
+
+    Raises:
+        MatrixError: the name is taken, or none.
+    """
+    if not _NAME.fullmatch(name):
+        raise MatrixError(f"a token's name has letters, digits, dots and dashes, and not {name!r}")
+    secret, now = secrets.token_urlsafe(32), datetime.now(timezone.utc)
+    row = {
+        "name": name,
+        "digest": _digest(secret),
+        "scopes": " ".join(scope for scope in SCOPES if scope in set(scopes)),
+        "created": now,
+        "expires": None if days is None else now + timedelta(days=days),
+    }
+    try:
+        with store.writing() as connection:
+            connection.execute(TOKEN.insert().values(row))
+    except IntegrityError:
+        raise MatrixError(f"there is a token {name!r} already, or was: take another name") from None
+    return secret
+
+
+def every(store: Store) -> list[Token]:
+    """All of them, also those that were revoked, by name."""
+    with store.reading() as connection:
+        return [_token(row) for row in connection.execute(select(*_COLUMNS).order_by(TOKEN.c.name))]
+
+
+def revoke(store: Store, name: str) -> None:
+    """
+    Raises:
+        MatrixError: there is none of that name.
+    """
+    with store.writing() as connection:
+        known = connection.scalar(select(TOKEN.c.id).where(TOKEN.c.name == name))
+        if known is None:
+            raise MatrixError(f"there is no token {name!r}")
+        own = (TOKEN.c.id == known) & TOKEN.c.revoked.is_(None)
+        connection.execute(update(TOKEN).where(own).values(revoked=datetime.now(timezone.utc)))
+
+
+def find(store: Store, secret: str) -> Token | None:
+    """The valid token that this is. What is compared is its digest, so that the time it takes says nothing of others."""
+    now, digest = datetime.now(timezone.utc), _digest(secret)
+    with store.reading() as connection:
+        row = connection.execute(_FIND, {"digest": digest}).one_or_none()
+    if row is None or not (token := _token(row)).valid(now):
+        return None
+    if token.used is None or now - token.used > _USED:
+        with suppress(MatrixError), store.writing() as connection:  # it is valid all the same
+            connection.execute(update(TOKEN).where(TOKEN.c.digest == digest).values(used=now))
+    return token
+
+
+def _token(row: tuple[str, str, datetime, datetime | None, datetime | None, datetime | None]) -> Token:
+    return Token(row[0], frozenset(row[1].split()), *row[2:])
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,404 @@
+"""New releases: which there are since the last look, which cells they touch, what became of those, and who is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import requests
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from pydantic import BaseModel
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
+from kernel_compat.installer import discover
+
+from ..atlas import command as atlas_command
+from ..atlas.index import File, Index, reason, shown
+from ..atlas.releases import covered
+from ..atlas.watched import WATCHED
+from ..axes import Axes, Packages
+from ..cells import VERSIONED, Cell
+from ..errors import MatrixError
+from ..expressions import release
+from ..pins import project_requirements
+from ..store import Past, Store
+from ..store.documents import ATLAS, NEWS, keep, see, seen
+from ..views.common import one_line
+from . import reading
+from .atlas_view import Disagreement
+
+#: Whose releases are looked for.
+DISTRIBUTIONS = ("transformers", "torch", "flash-attn-4", "flash-attn", "liger-kernel")
+
+_TIMEOUT = (10, 30)
+
+#: New releases by distribution, oldest first.
+New = Mapping[str, Sequence[Version]]
+#: Whether a cell has to do with a new release.
+Touches = Callable[[Cell], bool]
+
+
+class Outcome(BaseModel):
+    """A cell that failed.
+
+    Attributes:
+        before: the cell that says how it was before: with the release that came before, or the same with older packages; null
+            where there is none.
+        broke: it isn't known to have failed before.
+    """
+
+    cell: str
+    kind: str | None
+    reason: str
+    before: str | None
+    broke: bool
+
+
+class Report(BaseModel):
+    """What `watch` found out about new releases.
+
+    Attributes:
+        title, text: for people.
+        ok: nothing broke: neither a cell nor what a shim relies on.
+        releases: the new ones, by distribution.
+        run: in the store, or of the service that it was submitted to; null where no cell is touched.
+        submitted: the service, whose workers run the cells; what becomes of them isn't known yet.
+        cells: how many were run or submitted.
+        passed: of them.
+        failed: those that did.
+        atlas: why there is no atlas; null where there is one.
+    """
+
+    title: str
+    text: str
+    ok: bool
+    releases: dict[str, list[str]]
+    run: str | None
+    submitted: str | None
+    cells: int
+    passed: int
+    failed: list[Outcome]
+    disagreements: list[Disagreement]
+    atlas: str | None
+
+
+def new_releases(
+    store: Store, index: Index, note: Callable[[str], None], *, learn: bool = True
+) -> dict[str, list[Version]]:
+    """What came out since the last look: of each minor the newest. What is there at the first look isn't new.
+
+    Args:
+        learn: remember what is there at the first look.
+
+    Raises:
+        MatrixError: no index has any of the distributions, or can be asked.
+    """
+    found: dict[str, list[Version]] = {}
+    problems: list[MatrixError] = []
+    for distribution in DISTRIBUTIONS:
+        try:
+            files = index.files(distribution)
+        except MatrixError as error:
+            note(str(error))
+            problems.append(error)
+            continue
+        there, known = _usual(files), seen(store, distribution)
+        if not known:
+            if learn:
+                see(store, distribution, map(str, there))
+            newest = f", the newest {there[-1]}" if there else ""
+            note(f"{distribution}: {len(there)} releases, seen for the first time{newest}")
+            continue
+        unseen = [version for version in there if str(version) not in known]
+        newest_of_minors = {version.release[:2]: version for version in unseen}
+        if newest_of_minors:
+            found[distribution] = sorted(newest_of_minors.values())
+    if len(problems) == len(DISTRIBUTIONS):
+        raise problems[0]
+    return found
+
+
+def remember(store: Store, index: Index, new: New) -> None:
+    """What was dealt with isn't new any more, nor are the patches before it."""
+    for distribution, versions in new.items():
+        here = {version.release[:2]: version for version in versions}
+        older = (one for one in _usual(index.files(distribution)) if one <= here.get(one.release[:2], Version("0")))
+        see(store, distribution, map(str, older))
+
+
+def _usual(files: Mapping[Version, Sequence[File]]) -> list[Version]:
+    """What an installer would take; of a distribution with pre-releases alone, those."""
+    there = [version for version, some in files.items() if not all(file.yanked for file in some)]
+    whole = [version for version in there if not version.is_prerelease and version.local is None]
+    return sorted(whole or there)
+
+
+def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, Touches]:
+    """The axes with the new releases, and whether a cell has to do with one.
+
+    A release of what an axis has is a value of it; of any other distribution it is a requirement of the cells that ask for it.
+    """
+    values = axes.axes.model_dump()
+    packages = [*axes.packages]
+    touches: list[Touches] = []
+    everywhere = {canonicalize_name(one.name) for one in project_requirements(axes)}
+    for distribution, versions in new.items():
+        if distribution in VERSIONED:
+            for version in versions:
+                try:
+                    release(str(version))
+                except MatrixError:
+                    note(f"{distribution} {version} can't be a value of an axis, and is left out")
+                    continue
+                values[distribution] = [*dict.fromkeys([*values[distribution], str(version)])]
+                touches.append(lambda cell, axis=distribution, value=str(version): getattr(cell, axis) == value)  # type: ignore[misc]
+            continue
+        users = [entry for entry in axes.packages if _names(entry, distribution)]
+        if distribution in everywhere:
+            users.append(Packages(requires=[distribution]))
+        if not users:
+            note(f"{distribution} {versions[-1]}: no cell of {axes.path.name} asks for it")
+        packages += [
+            Packages(requires=[f"{distribution}=={versions[-1]}"], part=entry.part, when=entry.when) for entry in users
+        ]
+        touches += [entry.holds for entry in users]
+    fields = {name: getattr(axes, name) for name in ("version", "tests", "exclude", "project", "exclude_newer", "path")}
+    extended = Axes.model_validate({**fields, "axes": values, "packages": packages})
+    return extended, lambda cell: any(touch(cell) for touch in touches)
+
+
+def _names(entry: Packages, distribution: str) -> bool:
+    return any(canonicalize_name(Requirement(text).name) == distribution for text in entry.requires)
+
+
+def read_atlas(store: Store, index: Index, new: New, cache: Path | None) -> tuple[list[Disagreement], str | None]:
+    """Read the new releases with those that shims claim, and keep the atlas; where the new ones disagree with the shims, or why
+    there is no atlas."""
+    claimed: dict[str, list[str]] = {}
+    for shim in discover()[0]:
+        claimed.setdefault(shim.distribution, []).append(shim.versions)
+    words = ["--json", "--check", *(["--cache", str(cache)] if cache else [])]
+    try:
+        for distribution in WATCHED:
+            if distribution not in claimed and distribution not in new:
+                continue
+            known = covered(distribution, claimed.get(distribution, ()), index.files(distribution))
+            versions = sorted({one.version for one in known}.union(new.get(distribution, ())))
+            words += [f"--{distribution}", ",".join(map(str, versions))] if versions else []
+        parser = ArgumentParser()
+        atlas_command.add_arguments(parser)
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            atlas_command.run(parser.parse_args(words))
+    except MatrixError as error:
+        return [], str(error)
+    text = printed.getvalue()
+    keep(store, ATLAS, text)
+    fresh = {str(version) for versions in new.values() for version in versions}
+    found = map(Disagreement.model_validate, json.loads(text)["check"]["disagreements"])
+    return [one for one in found if one.release in fresh], None
+
+
+def judge(
+    new: New,
+    run: str | None,
+    after: Mapping[Cell, Past],
+    before: Mapping[Cell, Past],
+    known: Mapping[Cell, Past],
+    disagreements: Sequence[Disagreement],
+    atlas: str | None,
+) -> Report:
+    """What a run of the touched cells says.
+
+    Args:
+        run: its id.
+        after: what its cells gave.
+        before: what the same cells had given before.
+        known: every other cell with its newest result.
+    """
+    failed = []
+    for cell, past in after.items():
+        if past.summary.state == "failed":
+            older = cell if cell in before else _older(cell, new, known)
+            was = before.get(cell) or (known.get(older) if older else None)
+            failed.append(
+                Outcome(
+                    cell=cell.name,
+                    kind=past.summary.kind,
+                    reason=one_line(past.summary.reason, 500),
+                    before=older.name if older and was else None,
+                    broke=was is None or was.summary.state != "failed",
+                )
+            )
+    passed = sum(past.summary.state == "passed" for past in after.values())
+    return reported(new, run, None, len(after), passed, failed, disagreements, atlas)
+
+
+def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
+    """The cell with the releases that were the newest before; of those with a result."""
+    fresh = {axis: set(map(str, versions)) for axis, versions in new.items()}
+    best: tuple[tuple[tuple[int, ...], ...], Cell] | None = None
+    for other, past in known.items():
+        if past.summary.state not in ("passed", "failed"):
+            continue
+        place = []
+        for axis in ("python", "flash_attention", "device", "transformers", "torch"):
+            mine, theirs = getattr(cell, axis), getattr(other, axis)
+            if mine == theirs:
+                continue
+            if mine not in fresh.get(axis, ()) or release(theirs) >= release(mine):
+                break
+            place.append(release(theirs))
+        else:
+            if place and (best is None or tuple(place) > best[0]):
+                best = (tuple(place), other)
+    return best[1] if best else None
+
+
+def reported(
+    new: New,
+    run: str | None,
+    submitted: str | None,
+    cells: int,
+    passed: int,
+    failed: Sequence[Outcome],
+    disagreements: Sequence[Disagreement],
+    atlas: str | None,
+) -> Report:
+    names = ", ".join(f"{name} {version}" for name, versions in new.items() for version in versions)
+    broke = [one for one in failed if one.broke]
+    wrong = [one for one in disagreements if one.certain]
+    if submitted is not None:
+        said = f"{cells} cells were submitted"
+    elif not cells:
+        said = "no cell is touched"
+    else:
+        said = f"{len(broke)} of {cells} cells broke" if broke else f"no cell broke, {passed} of {cells} passed"
+    said += f", {len(wrong)} seams aren't what shims say" if wrong else ""
+    lines = [f"{names}: {said}."]
+    lines += [f"The atlas couldn't be made: {atlas}"] if atlas else []
+    lines += [
+        f"{one.shim}: {one.target} in {one.release}: expected {one.expected}, found {one.found}"
+        + ("" if one.certain else " (can't tell from the source)")
+        for one in disagreements
+    ]
+    for one in sorted(failed, key=lambda one: not one.broke):
+        verb = "broke" if one.broke else "fails, as before"
+        lines.append(f"{one.cell} {verb}: {one.kind or 'failed'}: {one.reason}")
+    return Report(
+        title=f"{names}: {said}",
+        text="\n".join(lines),
+        ok=not broke and not wrong,
+        releases={name: [*map(str, versions)] for name, versions in new.items()},
+        run=run,
+        submitted=submitted,
+        cells=cells,
+        passed=passed,
+        failed=list(failed),
+        disagreements=list(disagreements),
+        atlas=atlas,
+    )
+
+
+def publish(store: Store, report: Report) -> None:
+    """Put a report where the feed finds it."""
+    keep(store, NEWS, report.model_dump_json())
+
+
+def checked_url(url: str, what: str) -> str:
+    """
+    Raises:
+        MatrixError: it is no address.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return url
+    except ValueError:
+        pass
+    raise MatrixError(f"{what} takes an address such as https://example.org/hook, not {url!r}")
+
+
+def call(webhook: str, report: Report) -> str | None:
+    """POST a report as JSON, a few times if need be; why that failed, or None."""
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of each retry
+    host = urlsplit(webhook).hostname  # the rest is often a secret
+    with requests.Session() as session:
+        retry = Retry(
+            3,
+            backoff_factor=0.5,
+            status_forcelist=(429, 500, 502, 503, 504),
+            allowed_methods=None,
+            raise_on_status=False,
+        )
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(max_retries=retry))
+        try:
+            answer = session.post(
+                webhook,
+                data=report.model_dump_json().encode(),
+                headers={"Content-Type": "application/json"},
+                timeout=_TIMEOUT,
+                allow_redirects=False,
+            )
+        except OSError as error:
+            return f"the webhook at {host} was not told: {reason(error)}"
+    told = answer.ok and answer.status_code < 300
+    return None if told else f"the webhook at {host} was not told: it answers {answer.status_code}"
+
+
+def submit(url: str, token: str, cells: Iterable[Cell], suite: str, label: str) -> str:
+    """Hand cells to a service; the id of its run.
+
+    Raises:
+        MatrixError: it can't be reached, or refuses: cells that its axes file doesn't have, for one.
+    """
+    body = {"cells": [cell.name for cell in cells], "suite": suite, "label": label[:100]}
+    try:
+        answer = requests.post(
+            f"{url.rstrip('/')}/api/v1/runs",
+            json=body,
+            auth=_Bearer(token),
+            timeout=_TIMEOUT,
+            allow_redirects=False,
+        )
+        if answer.status_code == 201:
+            return str(answer.json()["run"])
+        said = answer.json().get("detail", "") if "json" in answer.headers.get("Content-Type", "") else ""
+    except (OSError, ValueError, KeyError) as error:
+        why = reason(error) if isinstance(error, OSError) else "its answer can't be read"
+        raise MatrixError(f"{shown(url)} can't be given a run: {why}") from None
+    raise MatrixError(f"{shown(url)} takes no such run: it answers {answer.status_code}: {one_line(str(said), 500)}")
+
+
+class _Bearer(requests.auth.AuthBase):
+    """In place of what ~/.netrc may have for the host."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+
+def results(store: Store, run: str) -> dict[Cell, Past]:
+    """What the cells of a run gave, without those that can't be."""
+    found = store.run(run)
+    return {cell: Past(found, one) for cell, one in store.summary(run).items() if one.state != "excluded"}
+
+
+def before(store: Store, cells: Sequence[Cell]) -> tuple[dict[Cell, Past], dict[Cell, Past]]:
+    """What these cells gave before, where they did, and all other cells with their newest results."""
+    every = reading.newest(store, reading.cells(store))
+    own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.state in ("passed", "failed")}
+    return own, {cell: past for cell, past in every.items() if cell not in own}

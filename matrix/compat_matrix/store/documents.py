@@ -1,0 +1,62 @@
+"""What is kept besides runs: documents by name, and the releases that were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from sqlalchemy import select
+
+from .models import DOCUMENT, RELEASE_SEEN
+from .store import Store
+
+#: What `watch` keeps: the atlas as JSON, as `atlas --check --json` prints it, and what it found of new releases.
+ATLAS, NEWS = "atlas", "watch"
+
+
+class Document(NamedTuple):
+    """Text under a name, such as the atlas; of one name there may be many.
+
+    Attributes:
+        id: rises with time.
+    """
+
+    id: int
+    made: datetime
+    content: str
+
+
+def keep(store: Store, name: str, content: str) -> None:
+    with store.writing() as connection:
+        row = {"name": name, "made": datetime.now(timezone.utc), "content": content}
+        connection.execute(DOCUMENT.insert().values(row))
+
+
+def kept(store: Store, name: str, limit: int = 1) -> list[Document]:
+    """The documents of a name, the newest first."""
+    query = select(DOCUMENT.c.id, DOCUMENT.c.made, DOCUMENT.c.content).where(DOCUMENT.c.name == name)
+    with store.reading() as connection:
+        return [Document(*row) for row in connection.execute(query.order_by(DOCUMENT.c.id.desc()).limit(limit))]
+
+
+def seen(store: Store, distribution: str) -> set[str]:
+    """The releases of a distribution that were seen before."""
+    query = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == distribution)
+    with store.reading() as connection:
+        return set(connection.scalars(query))
+
+
+def see(store: Store, distribution: str, versions: Iterable[str]) -> None:
+    """Remember releases; those that were seen before keep their time."""
+    now = datetime.now(timezone.utc)
+    with store.writing() as connection:
+        query = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == distribution)
+        known = set(connection.scalars(query))
+        rows = [
+            {"distribution": distribution, "version": version, "seen": now}
+            for version in dict.fromkeys(versions)
+            if version not in known
+        ]
+        if rows:
+            connection.execute(RELEASE_SEEN.insert(), rows)

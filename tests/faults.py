@@ -1,0 +1,134 @@
+"""Services, workers and databases that are killed at random, and what must be true all the same."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from typing import NamedTuple
+
+from network import Network, ended, until
+from postgresql import Postgres
+from sqlalchemy import func, select, text
+
+from compat_matrix.store.models import LATE, LEASE, RESULT, RUN, TASK, UPLOAD
+
+#: A cell that takes a moment, so that some are killed within it.
+TESTS = """
+    import time
+
+    def test_it():
+        time.sleep({seconds})
+"""
+
+
+class Account(NamedTuple):
+    """What is in the store of a run, when all is over.
+
+    Attributes:
+        results: by how many a cell has.
+        verdicts: of these.
+        leases: by how they ended.
+        late: results that came after the end of their lease.
+        left: what should not be: tasks that aren't done, leases that go on, logs without a result, files in spools, processes.
+    """
+
+    results: Counter[int]
+    verdicts: Counter[str]
+    leases: Counter[str | None]
+    late: int
+    left: Counter[str]
+
+
+class Faults:
+    """A service and two workers, started again whenever they are killed, as a supervisor does it.
+
+    Args:
+        database: is killed too, where it is a server.
+    """
+
+    def __init__(self, network: Network, seed: int, lease: int, database: Postgres | None = None) -> None:
+        self.network, self.lease, self.database = network, lease, database
+        self.random = random.Random(seed)
+        self.kills: Counter[str] = Counter()
+        self._service = network.serve("--lease", str(lease))
+        self._workers = [self._work(number) for number in range(2)]
+
+    def _work(self, number: int) -> subprocess.Popen[bytes]:
+        return self.network.work("--spool", str(self.network.small.folder / f"spool-{number}"))
+
+    def _serve(self) -> None:
+        words = ("serve", "--port", str(self.network.port), "--store", self.network.stored, "--lease", str(self.lease))
+        self._service = self.network.start(*words)
+
+    def watch(self) -> None:
+        """Start the service again where it gave up: its database wasn't there. A worker never gives up."""
+        if self._service.poll() is not None:
+            assert self.database is not None, self.network.said(self._service)
+            self._serve()
+        for worker in self._workers:
+            assert worker.poll() is None, self.network.said(worker)
+
+    def kill(self) -> None:
+        """One of them, by SIGKILL."""
+        self.watch()
+        who = self.random.choice(["service", "worker 1", "worker 2", *(["database"] if self.database else [])])
+        self.kills[who.split()[0]] += 1
+        if who == "service":
+            self._service.kill()
+            self._service.wait()
+            time.sleep(self.random.uniform(0, 0.5))
+            self._serve()
+        elif who == "database":
+            assert self.database is not None
+            self.database.kill()
+            time.sleep(self.random.uniform(0, 0.5))
+            self.database.start()
+        else:
+            number = int(who[-1]) - 1
+            self._workers[number].kill()
+            self._workers[number].wait()
+            self._workers[number] = self._work(number)
+
+    def finish(self, run: str) -> Account:
+        """Wait for the end of a run, end everything in order, and look what there is."""
+
+        def over() -> bool:
+            self.watch()
+            return self.network.state(run) == "finished"
+
+        until(over, "an end of the run")
+        until(lambda: not self._spooled(), "an empty spool")
+        for process in (*self._workers, self._service):
+            code = ended(process)
+            assert code in (0, 1), self.network.said(process)
+        return self._account(run)
+
+    def stop(self) -> None:
+        for process in (*self._workers, self._service):
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+    def _spooled(self) -> int:
+        return len([*self.network.small.folder.glob("spool-*/*")])
+
+    def _account(self, run: str) -> Account:
+        results = self.network.histories(run)
+        with self.network.store as store, store.reading() as connection:
+            if store.dialect == "sqlite":
+                assert connection.scalar(text("PRAGMA integrity_check")) == "ok"
+            own = select(RESULT.c.verdict).join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run)
+            verdicts = Counter(connection.execute(own).scalars())
+            leases = Counter(connection.execute(select(LEASE.c.how)).scalars())
+            late = connection.scalar(select(func.count()).select_from(LATE))
+            left = {
+                "tasks": connection.scalar(select(func.count()).where(TASK.c.state != "done")),
+                "leases": leases[None],
+                "logs": connection.scalar(select(func.count()).select_from(UPLOAD)),
+                "spooled": self._spooled(),
+                "processes": len(self.network.small.processes()),
+            }
+        return Account(Counter(results.values()), verdicts, leases, late or 0, +Counter(left))

@@ -1,0 +1,755 @@
+"""The pages of the service over HTTP; what only a browser can tell is in test_service_browser.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from urllib.parse import quote, unquote, urljoin
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the service needs kernel-compat-matrix[service]")
+
+import requests
+import service_demo
+from served import served
+from stored import cells, failed, not_run, passed, stored
+
+from compat_matrix.axes import load
+from compat_matrix.cells import Cell
+from compat_matrix.results import Test
+from compat_matrix.service import html
+from compat_matrix.service.app import create_app
+from compat_matrix.service.board import Board
+from compat_matrix.service.grid import STATES, age
+from compat_matrix.service.settings import Settings
+from compat_matrix.store import Run, Store, documents
+from compat_matrix.views import common
+
+HOSTILE = (
+    "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b[31mred\x1b]0;t\x07\x00\x1b[2J\udc80\u202e{{7*7}}"
+)
+OLD = cells()
+
+Get = Callable[..., requests.Response]
+
+
+class Page(HTMLParser):
+    """The elements of a page, each with its attributes, and its text; a page that isn't well formed is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attrs)) == len(attrs), (tag, attrs)
+        self.text += " "
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in ("meta", "link", "br", "input", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def links(self) -> list[str]:
+        return [one["href"] for one in self.all("a")]
+
+    def cell(self, name: str) -> str:
+        """How a cell's link in the grid calls it."""
+        labels = [one["aria-label"] for one in self.all("a") if "aria-label" in one and one["href"] == f"/cells/{name}"]
+        assert len(labels) == 1, labels
+        return labels[0]
+
+
+def _page(response: requests.Response, status: int = 200) -> Page:
+    assert response.status_code == status, response.text[:2000]
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src" in response.headers["content-security-policy"]
+    return Page(response.text)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(str(tmp_path / "store.db")) as store:
+        yield store
+
+
+@pytest.fixture
+def get(store: Store) -> Iterator[Get]:
+    """Fetches a page of a service without axes."""
+    app = create_app(store, None, Settings())
+    with served(app) as address, requests.Session() as session:
+        yield lambda path, **more: session.get(address + path, timeout=30, **more)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Get, service_demo.Demo, Store]]:
+    folder = tmp_path_factory.mktemp("demo")
+    with Store.open(str(folder / "store.db")) as store:
+        made = service_demo.fill(store, folder)
+        app = create_app(store, load(folder / "axes.toml"), Settings())
+        with served(app) as address, requests.Session() as session:
+            yield lambda path, **more: session.get(address + path, timeout=30, **more), made, store
+
+
+# All pages.
+
+
+def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    todo = ["/", "/?flash_attention=all&python=all", f"/?run={made.runs['gpu']}", "/seams?distribution=torch"]
+    seen: set[str] = set()
+    most = 20  # of the pages of cells
+    while todo:
+        address = todo.pop()
+        cell = address.startswith("/cells/")
+        if address in seen or (cell and most == 0):
+            continue
+        seen.add(address)
+        most -= cell
+        response = get(address)
+        assert response.status_code == 200, address
+        if not response.headers["content-type"].startswith("text/html"):
+            continue
+        page = Page(response.text)
+        ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+        assert len(ids) == len(set(ids)), address
+        labels = [attributes["aria-labelledby"] for _, attributes in page.elements if "aria-labelledby" in attributes]
+        assert not set(labels) - set(ids), address
+        assert all(one.get("scope") in ("row", "col") for one in page.all("th")), address
+        assert len(page.all("h1")) == 1, address
+        for link in [
+            *page.links,
+            *(one["src"] for one in page.all("script")),
+            *(one["href"] for one in page.all("link")),
+        ]:
+            if link.startswith("#"):
+                assert link[1:] in ids, (address, link)
+                continue
+            assert link.startswith("/"), (address, link)
+            # Each facet with each filter would be a thousand pages.
+            if ("state=" not in link and "=all" not in link) or address == "/":
+                todo.append(link)
+    assert {"/runs", "/diff", "/seams", "/status"} <= seen
+    assert len([address for address in seen if address.endswith("attempt=1")]) > 5
+
+
+def test_the_pages_of_both_databases_are_the_same(url: str, tmp_path: Path) -> None:
+    with Store.open(url) as store:
+        made = service_demo.fill(store, tmp_path)
+        app = create_app(store, load(tmp_path / "axes.toml"), Settings())
+        running = made.queue.running()[0].cell
+        with served(app) as address:
+            for path, said in (
+                ("/", "3 of 87 tests are off"),
+                (f"/?run={made.runs['new']}", "3 of 87 tests are off"),
+                ("/cells/py312-tf5.23-torch2.15", "Greatest absolute difference: 0.31"),
+                (f"/cells/{running}", "running"),
+                ("/runs", "\N{CHECK MARK} 140"),
+                (f"/runs/{made.runs['old']}...{made.runs['new']}", "Broke: 10"),
+                ("/seams", "lazy_import_flash_attention"),
+                ("/status", "failed: crash"),
+            ):
+                assert said in " ".join(_page(requests.get(address + path, timeout=30)).text.split()), path
+            log = requests.get(f"{address}/cells/py312-tf5.23-torch2.15/log", timeout=30).text
+            assert log.startswith("test session starts\ncollected 87 items\n")
+
+
+def test_nothing_runs_within_a_page_or_comes_from_elsewhere(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    for address in (
+        "/",
+        "/runs",
+        f"/runs/{made.runs['going']}",
+        "/diff",
+        "/seams",
+        "/status",
+        "/cells/py312-tf5.23-torch2.15",
+    ):
+        page = _page(get(address))
+        for tag, attributes in page.elements:
+            assert tag not in ("style", "iframe", "object", "base"), address
+            assert not [name for name in attributes if name.startswith("on") or name == "style"], (address, attributes)
+        assert all(one.get("src") for one in page.all("script"))
+        assert "http" not in "".join([*page.links, *(one["src"] for one in page.all("script"))])
+
+
+def test_the_library_is_the_one_that_was_published() -> None:
+    static = files("compat_matrix").joinpath("service/static")
+    content = static.joinpath("htmx-4.0.1.min.js").read_bytes()
+    # What the npm package htmx.org 4.0.1 has as dist/htmx.min.js.
+    assert hashlib.sha256(content).hexdigest() == "a0abb04f2f45a1f89d1d4844023245537e5e6014c87b144553e0607b4cc32130"
+    assert "Zero-Clause BSD" in static.joinpath("htmx-LICENSE.txt").read_text()
+
+
+def test_files_are_kept_for_ever_until_they_change(get: Get) -> None:
+    address = html.static_address("style.css")
+    response = get(address)
+    assert response.headers["content-type"].startswith("text/css")
+    assert "immutable" in response.headers["cache-control"]
+    assert get(address.partition("?")[0]).headers["cache-control"] == "no-cache"
+    for name in ("nothing.css", "../pages.py", "..%2Fpages.py", "htmx-LICENSE.txt"):
+        assert get(f"/static/{name}").status_code == 404
+
+
+def test_behind_a_proxy_that_cuts_a_prefix_off(store: Store) -> None:
+    stored(store, [passed(OLD[0])], label="x")
+    app = create_app(store, None, Settings())
+    with served(app, "/matrix") as address:
+        # The proxy has cut the prefix off; ASGI has it in the path nevertheless.
+        page = _page(requests.get(f"{address}/", timeout=30))
+        assert page.links
+        for link in page.links:
+            assert link.startswith(("/matrix/", "#")), link
+        moved = requests.get(f"{address}/runs/x", timeout=30, allow_redirects=False)
+        assert moved.headers["location"] == f"/matrix/runs/{store.resolve('x')}"
+
+
+# The grid.
+
+
+def test_what_a_cell_can_be(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    page = _page(get("/?python=3.12&flash_attention=none&device=cpu"))
+    said = {
+        "py312-tf5.21-torch2.15": "ok 2 h: transformers 5.21, torch 2.15",
+        "py312-tf5.22-torch2.15": "wrong 2 h, running: transformers 5.22, torch 2.15",
+        "py312-tf5.17-torch2.12": "timeout 2 h: transformers 5.17, torch 2.12",
+        "py312-tf5.0-torch2.11": "test 3 2 h: transformers 5.0, torch 2.11",
+        "py312-tf5.23-torch2.10": "seam 2 h, waiting: transformers 5.23, torch 2.10",
+        "py312-tf5.12-torch2.13": "install 2 h: transformers 5.12, torch 2.13",
+    }
+    running = [one["aria-label"] for one in page.all("a") if ", running:" in one.get("aria-label", "")]
+    assert len(running) == 3
+    for name, label in said.items():
+        if "running" in label or "waiting" in label:
+            assert re.fullmatch(label.replace("running", "(running|waiting)"), page.cell(name))
+        else:
+            assert page.cell(name) == label
+    page = _page(get("/?python=3.13"))
+    assert page.cell("py313-tf5.23-torch2.15") == "waiting: transformers 5.23, torch 2.15"
+    assert page.cell("py313-tf5.22-torch2.15") == "never: transformers 5.22, torch 2.15"
+    page = _page(get("/?python=3.12&flash_attention=fa4&device=cuda"))
+    labels = [one.get("aria-label", "") for one in page.all("a")]
+    assert sum(label.startswith("not run 20 h: transformers") for label in labels) == 5
+    page = _page(get("/?python=3.12&flash_attention=fa2&device=cuda&state=refused"))
+    assert page.cell("py312-tf5.23-torch2.15-fa2-cuda") == "can't be: transformers 5.23, torch 2.15"
+    assert "flash-attn compiles as C++17, and torch 2.14 and later need C++20" in page.text
+
+
+def test_no_state_is_told_by_colour_alone(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    text = get("/?flash_attention=all&python=all").text
+    shown = re.findall(r'<a class="c ([\w-]+)[^"]*"[^>]*><i>(.)</i> ([^<]+)', text)
+    assert len(shown) > 1000
+    signs: dict[str, set[str]] = {}
+    for state, sign, word in shown:
+        assert word.strip()
+        signs.setdefault(sign, set()).add(state)
+    assert {sign: states for sign, states in signs.items() if len(states) > 1} == {}
+    assert signs.keys() == set(STATES.values())
+
+
+def test_counts_and_facets(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, store = demo
+    page = _page(get("/"))
+    # By itself it shows the first kernel that has results, and the Python that has most of them.
+    assert [one for one in page.all("a") if one.get("aria-current") == "true"] == [
+        {"href": "/?flash_attention=none&device=cpu", "aria-current": "true"},
+        {"href": "/?python=3.12", "aria-current": "true"},
+    ]
+    current = {
+        cell: past.summary for cell, past in store.current().items() if cell.python == "3.12" and cell.device == "cpu"
+    }
+    bad = sum(one.verdict == "failed" for one in current.values())
+    counts = dict(re.findall(r"(\d+) (passed|wrong|failed|refused)", " ".join(page.text.split()))[::-1])
+    assert sum(one.verdict == "passed" for one in current.values()) == int(_count(page, "passed"))
+    assert sum(int(_count(page, state)) for state in ("wrong", "failed", "refused")) == bad, counts
+
+
+def _count(page: Page, state: str) -> str:
+    found = re.search(rf"(\d+) {state}", " ".join(page.text.split()))
+    assert found
+    return found[1]
+
+
+def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    page = _page(get("/", params={"only": "transformers>=5.22 and torch==2.15", "state": "wrong"}))
+    assert [unquote(link) for link in page.links if link.startswith("/cells/")][:2] == [
+        "/cells/py312-tf5.23-torch2.15",
+        "/cells/py312-tf5.22-torch2.15",
+    ]
+    form = {one.get("name"): one.get("value") for one in page.all("input")}
+    assert form["only"] == "transformers>=5.22 and torch==2.15"
+    assert [one["name"] for one in page.all("select")] == ["state", "run"]
+    # The facets keep the rest of the filter; the form keeps the facets.
+    assert "/?python=3.11&only=transformers%3E%3D5.22+and+torch%3D%3D2.15&state=wrong" in page.links
+    assert {"name": "python", "value": "3.11", "type": "hidden"} in _page(get("/?python=3.11")).all("input")
+    # As a browser sends a form in which little is filled in.
+    page = _page(get(f"/?only=&state=&run={made.runs['gpu']}"))
+    assert f"/cells/py312-tf5.0-torch2.15-fa4-cuda?run={made.runs['gpu']}" in page.links
+    assert _page(get("/?only=torch==1.0")).text.count("There is no cell to see here.") == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "allowed"),
+    [
+        ("pyton=3.12", "there are flash_attention, device, python, only, state, run"),
+        ("python=3.9", "there are 3.11, 3.12, 3.13, all"),
+        ("device=tpu", "there are cpu, cuda, all"),
+        ("flash_attention=fa9", "there are none, fa2, fa4, all"),
+        ("state=green", "there are passed, wrong, failed, refused, not run, running, waiting"),
+        ("only=torch", ""),
+        ("only=" + "(" * 400, ""),
+        ("only=" + "x" * 501, "longer than 500"),
+        ("python=3.12&python=3.11", "twice"),
+        ("only=%00<script>", ""),
+    ],
+)
+def test_a_bad_filter_is_refused_with_what_is_allowed(
+    demo: tuple[Get, service_demo.Demo, Store], query: str, allowed: str
+) -> None:
+    page = _page(demo[0](f"/?{query}"), 400)
+    assert allowed in page.text
+    assert not [one for one in page.all("script") if not one["src"].startswith("/static/")]
+
+
+def test_what_does_not_exist_is_not_found(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    for address in (
+        "/nothing",
+        "/cells/py312-tf9.0-torch2.15",
+        "/cells/<script>",
+        "/cells/..%2F..%2Fetc%2Fpasswd",
+        "/cells/py312-tf9.0-torch2.15/log",
+        "/runs/20200101-000000-0000",
+        "/runs/a...b",
+        "/?run=nothing",
+        f"/cells/py312-tf5.23-torch2.15?run={made.runs['gpu']}",
+        "/cells/py312-tf5.23-torch2.15?attempt=7",
+        "/runs?before=nothing",
+    ):
+        page = _page(get(address), 404)
+        assert "/" in page.links
+    for address in ("/diff?old=latest", "/cells/py312-tf5.23-torch2.15?attempt=x", "/cells/py312-tf5.23-torch2.15?x=1"):
+        _page(get(address), 400)
+    assert get("/api/v1/nothing").headers["content-type"] == "application/json"
+
+
+def test_a_page_is_not_made_twice_of_the_same(store: Store, get: Get) -> None:
+    run = stored(store, [passed(OLD[0])])
+    first = get("/")
+    assert first.headers["content-encoding"] == "gzip"
+    assert get("/", headers={"accept-encoding": "identity"}).text == first.text
+    again = get("/", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    live = next(one["hx-get"] for _, one in Page(first.text).elements if "hx-get" in one)
+    assert get(live).status_code == 204
+    store.add(run, failed(OLD[1], "seam", "f is gone"))
+    time.sleep(1.1)  # so long a page is served as it was
+    changed = get(live)
+    assert changed.status_code == 200
+    assert changed.text.startswith('<div id="live"')
+    assert "f is gone" in changed.text
+    assert get("/", headers={"if-none-match": first.headers["etag"]}).status_code == 200
+
+
+def test_a_store_of_nothing(get: Get) -> None:
+    assert "No run has been stored yet" in _page(get("/")).text
+    assert "no two runs" in _page(get("/diff")).text
+    assert "There are none." in _page(get("/runs")).text
+    assert "kernel-compat-matrix watch" in _page(get("/seams")).text
+    assert "None has asked for a cell yet" in _page(get("/status")).text
+
+
+def test_ages() -> None:
+    ages = [timedelta(seconds=5), timedelta(minutes=59), timedelta(hours=47), timedelta(days=59), timedelta(days=400)]
+    assert [age(one) for one in ages] == ["now", "59 min", "47 h", "59 d", "13 mo"]
+    assert age(timedelta(days=3000)) == "8 y"
+    assert age(timedelta(seconds=-30)) == "now"  # a clock that is behind
+
+
+# The picture in memory.
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_picture_is_what_the_store_says(url: str, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    with Store.open(url) as store, Store.open(str(tmp_path / "other.db")) as other:
+        board = Board(store, busy=1.0)
+        going: list[str] = []
+        for _ in range(40):
+            what = chance.random()
+            if what < 0.2 or not going:
+                some = chance.sample(OLD, 4)
+                excluded = {OLD[-1]: "can't"} if chance.random() < 0.3 and OLD[-1] not in some else {}
+                going.append(store.new_run(some, excluded=excluded, partial=chance.random() < 0.2))
+            elif what < 0.85:
+                cell, run = chance.choice(OLD), chance.choice(going)
+                result = chance.choice([passed(cell), failed(cell, "wrong"), failed(cell), not_run(cell)])
+                store.add(run, dataclasses.replace(result, attempt=chance.choice([1, 1, 2, 3])))
+            elif what < 0.95:
+                store.finish(going.pop(chance.randrange(len(going))), "finished")
+            else:
+                stored(other, [chance.choice([passed, failed, not_run])(chance.choice(OLD))])
+                store.merge(other)
+            picture = board.look()
+            current = store.current()
+            assert picture.cells == current
+            assert picture.runs == store.runs()
+            for cell, run_ in picture.open.items():
+                assert run_.state == "running"
+                assert store.summary(run_.id)[cell].state == "unfinished"
+            waiting = {
+                cell
+                for run_ in picture.runs
+                if run_.state == "running" and not run_.partial
+                for cell, one in store.summary(run_.id).items()
+                if one.state == "unfinished" and (cell not in current or current[cell].run.started <= run_.started)
+            }
+            assert picture.open.keys() == waiting
+
+
+def test_a_picture_that_nothing_changed_is_the_same(store: Store) -> None:
+    run = stored(store, [passed(OLD[0])])
+    board = Board(store, busy=1.0)
+    first = board.look()
+    assert board.look() is first
+    store.finish(run, "interrupted")
+    second = board.look()
+    assert second.version != first.version
+    assert second.cells[OLD[0]].run.state == "interrupted"
+    assert Board(store).look().version != second.version
+
+
+# A cell.
+
+
+def test_a_cell(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    page = _page(get("/cells/py312-tf5.23-torch2.15"))
+    text = " ".join(page.text.split())
+    assert "≠ wrong" in text
+    assert "3 of 87 tests are off, by up to 0.31" in text
+    assert "13 passed, 3 failed, 1 skipped" in text
+    assert "kernel-compat-matrix run py312-tf5.23-torch2.15" in text
+    assert "Greatest absolute difference: 0.31" in page.text
+    assert "tests/integration/test_decoders.py::test_generate[mistral-0]" in text
+    assert "tf5 applied transformers 5 transformers.masking_utils.f(config)" in text
+    assert "torch2_11 not needed needs torch 2.11" in text
+    assert "transformers 5.23.1" in text
+    assert "torch==2.15.0 --hash=sha256:" in text
+    assert "no GPU" in text
+    assert [link for link in page.links if link.endswith(f"log?run={made.runs['new']}&attempt=1")]
+    history = [link for link in page.links if "attempt=1" in link and "/log" not in link]
+    assert history == [f"/cells/py312-tf5.23-torch2.15?run={made.runs[name]}&attempt=1" for name in ("new", "old")]
+    older = _page(get(history[1]))
+    assert "✓ ok" in older.text
+    assert "not its newest result" in older.text
+
+
+def test_a_cell_that_is_running_and_one_that_came_late(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    running = made.queue.running()[0]
+    page = _page(get(f"/cells/{running.cell}"))
+    assert f"on {running.worker}" in page.text
+    part = get(f"/cells/{running.cell}?live=1")
+    assert part.text.startswith('<p id="going"')
+    assert get("/cells/py312-tf5.21-torch2.15?live=1").headers["hx-refresh"] == "true"
+    late = re.search(r"/cells/([^\"]+)", get("/status").text.partition("Late results")[2])
+    assert late
+    page = _page(get(f"/cells/{late[1]}"))
+    assert "late: failed, crash" in page.text
+    assert "killed by signal 9" in page.text
+
+
+def test_a_cell_without_a_result(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    page = _page(get("/cells/py313-tf5.0-torch2.15"))
+    assert "never" in page.text
+    assert "kernel-compat-matrix run py313-tf5.0-torch2.15" in page.text
+    page = _page(get("/cells/py312-tf5.23-torch2.15-fa2-cuda"))
+    assert "can't be" in page.text
+    assert "flash-attn compiles as C++17" in page.text
+    assert "kernel-compat-matrix run" not in page.text
+
+
+def test_an_attempt(store: Store, get: Get) -> None:
+    run = stored(store, [failed(OLD[0], "crash", "the first"), failed(OLD[0], "timeout", "the second", attempt=2)])
+    assert "the second" in _page(get(f"/cells/{OLD[0]}")).text.partition("History")[0]
+    page = _page(get(f"/cells/{OLD[0]}?run={run}&attempt=1"))
+    assert "the first" in page.text.partition("History")[0]
+    assert "the second" not in page.text.partition("History")[0]
+    assert get(f"/cells/{OLD[0]}/log?run={run}&attempt=2").text == "collected\nfailed\n"
+
+
+def test_what_only_a_partial_run_has(store: Store, get: Get) -> None:
+    run = store.new_run([OLD[0]], partial=True)
+    store.add(run, failed(OLD[0]))
+    page = _page(get(f"/cells/{OLD[0]}"))
+    assert "a partial run" in page.text
+    assert f"/runs/{run}" in page.links
+    assert "There is no cell to see here." in _page(get("/")).text
+    assert "test 1" in _page(get(f"/?run={run}")).text
+
+
+# What results contain.
+
+
+def test_text_of_results_is_text(store: Store, get: Get) -> None:
+    cell = Cell("3.12", "5.0<b>", "2.1/..?x=\"'&#", "javascript:alert(1)", "cpu&")
+    shims = {HOSTILE: {"state": HOSTILE, "reason": HOSTILE, "seams": [HOSTILE]}, "odd": 5, "odder": {"seams": 5}}
+    environment = {"packages": {HOSTILE: HOSTILE}, "device": HOSTILE, "shims": shims, HOSTILE: HOSTILE}
+    tests = [Test(HOSTILE, outcome, 0.1, HOSTILE) for outcome in ("failed", "passed", "skipped", "error", "xfailed")]
+    runs = []
+    for verdict in (failed, passed):
+        result = dataclasses.replace(
+            verdict(cell),
+            reason=HOSTILE,
+            tests=tuple(tests),
+            environment=environment,
+            log=HOSTILE,
+            pins=HOSTILE,
+            command=(HOSTILE,),
+        )
+        text = HOSTILE.replace("\udc80", "").replace("\x00", "")
+        runs.append(store.new_run([cell], label=text, command=text, host=text, revision=text, excluded={OLD[1]: text}))
+        store.add(runs[-1], result)
+    old, new = runs
+    store.add(new, dataclasses.replace(result, verdict="failed", kind="test", attempt=2))
+    name = quote(cell.name, safe="")
+    documents.keep(store, "atlas", json.dumps(_hostile_atlas()))
+    for address in (
+        "/",
+        "/?flash_attention=all",
+        f"/?run={old}",
+        "/runs",
+        f"/runs/{old}",
+        f"/runs/{old}...{new}",
+        f"/cells/{name}",
+        f"/cells/{name}?run={old}&attempt=1",
+        f"/cells/{OLD[1]}",
+        "/seams",
+        "/status",
+        f"/?only={quote(HOSTILE.replace(chr(0xDC80), ''))}",
+    ):
+        response = get(address)
+        page = _page(response, 400 if "only" in address else 200)
+        assert {one["src"].partition("?")[0] for one in page.all("script")} == {
+            "/static/htmx-4.0.1.min.js",
+            "/static/keys.js",
+        }
+        assert not page.all("img"), address
+        assert not page.all("b") or address.startswith("/?"), address
+        assert "\x1b" not in response.text
+        assert "\x00" not in response.text
+        assert "\u202e" not in response.text
+        assert "{{" not in response.text or "{{7*7}}" in response.text
+        for tag, attributes in page.elements:
+            assert not [attribute for attribute in attributes if attribute.startswith("on")], (tag, attributes)
+            for value in (
+                attributes.get("href"),
+                attributes.get("src"),
+                attributes.get("action"),
+                attributes.get("hx-get"),
+            ):
+                assert value is None or re.match(r"/(?!/)|#", value), (address, value)
+    for link in _page(get("/?flash_attention=all")).links:
+        if link.startswith("/cells/"):
+            assert get(link).status_code == 200, link
+    log = get(f"/cells/{name}/log")
+    assert log.text == common.clean(HOSTILE)
+    assert log.headers["content-type"] == "text/plain; charset=utf-8"
+    assert log.headers["x-content-type-options"] == "nosniff"
+    assert re.fullmatch(r'inline; filename="[A-Za-z0-9._-]+"', log.headers["content-disposition"])
+    # Who copies the command runs the cell, and nothing else.
+    assert "kernel-compat-matrix run 'py312" in _page(get(f"/cells/{name}")).text
+
+
+def _hostile_atlas() -> dict[str, object]:
+    text = HOSTILE.replace("\udc80", "")  # which JSON doesn't have
+    event = {"release": text, "what": text, "text": text, "new": [text], "gone": [text]}
+    seam = {"distribution": text, "target": text, "shims": [text], "history": [event]}
+    return {"releases": {text: [{"version": text}]}, "seams": [seam], "notes": [text]}
+
+
+def test_a_log_of_100_mb(store: Store, get: Get) -> None:
+    line = "\x1b[32mtests/test_it.py::test_it[<b>] PASSED\x1b[0m and so on, for a hundred characters in each line\n"
+    times = 100 * 2**20 // len(line)
+    log = f"the beginning\n{line * times}the end\n"
+    stored(store, [dataclasses.replace(failed(OLD[0]), log=log)])
+    response = get(f"/cells/{OLD[0]}")
+    page = _page(response)
+    assert len(response.text) < 400_000
+    assert "the beginning" in page.text
+    assert "the end" in page.text
+    assert "100.0 MiB" in page.text
+    digest, size = hashlib.sha256(), 0
+    with get(f"/cells/{OLD[0]}/log", stream=True) as streamed:
+        for piece in streamed.iter_content(2**20):
+            digest.update(piece)
+            size += len(piece)
+    clean = common.clean(line)
+    assert digest.hexdigest() == hashlib.sha256(f"the beginning\n{clean * times}the end\n".encode()).hexdigest()
+
+
+def test_a_log_without_a_line(store: Store, get: Get) -> None:
+    log = "x\x1b]0;" * 100_000 + "é" * 300_000
+    stored(store, [dataclasses.replace(failed(OLD[0]), log=log)])
+    shown = get(f"/cells/{OLD[0]}/log").text
+    assert "\x1b" not in shown
+    assert shown.endswith("é" * 300_000)
+    assert _page(get(f"/cells/{OLD[0]}")).text.count("é") >= 40_000
+
+
+def test_many_tests(store: Store, get: Get) -> None:
+    tests = [
+        Test(f"tests/test_it.py::test_{n}", "failed" if n % 2 else "passed", 0.1, "E  no\n" * 3_500) for n in range(600)
+    ]
+    stored(store, [failed(OLD[0], tests=tests)])
+    response = get(f"/cells/{OLD[0]}")
+    assert len(response.text) < 6_000_000
+    page = _page(response)
+    assert all(f"test_{n}" in page.text for n in range(600))
+    assert "characters are left out" in page.text
+
+
+# The rest.
+
+
+def test_runs(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, store = demo
+    page = _page(get("/runs"))
+    assert [link for link in page.links if link.startswith("/runs/")] == [
+        f"/runs/{made.runs[name]}" for name in ("going", "new", "gpu", "old")
+    ]
+    assert "✓ 140 passed" in " ".join(page.text.split())
+    page = _page(get("/runs/latest"))
+    assert f"Run {made.runs['going']}" in page.text
+    assert "5 running" in page.text
+    page = _page(get(f"/runs/{made.runs['new']}"))
+    assert f"/runs/{made.runs['gpu']}...{made.runs['new']}" in page.links
+    assert "3 of 87 tests are off" in page.text
+    assert f"/cells/py312-tf5.17-torch2.12?run={made.runs['new']}" in page.links
+    assert get(f"/runs/{made.runs['new']}?live=1").headers["hx-refresh"] == "true"
+    assert store.runs()[0].id == made.runs["going"]
+
+
+def test_many_runs(store: Store, get: Get) -> None:
+    every = [store.new_run([]) for _ in range(60)][::-1]
+    page = _page(get("/runs"))
+    listed = [unquote(link).partition("/runs/")[2] for link in page.links if link.startswith("/runs/")]
+    assert len(listed) == 50
+    page = _page(get(next(link for link in page.links if "before" in link)))
+    listed += [unquote(link).partition("/runs/")[2] for link in page.links if link.startswith("/runs/")]
+    assert sorted(listed) == sorted(every)
+
+
+def test_what_changed(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    old, new = made.runs["old"], made.runs["new"]
+    page = _page(get(f"/runs/{old}...{new}"))
+    assert "Broke: 10" in page.text
+    assert "Gone: 150" in page.text
+    assert f"/cells/py312-tf5.17-torch2.12?run={new}" in page.links
+    assert _page(get("/diff", params={"old": old, "new": new})).text == page.text
+    assert "Mended: 10" in _page(get(f"/runs/{new}...{old}")).text
+    assert "Nothing changed." in _page(get(f"/runs/{new}...{new}")).text
+    assert made.runs["new"] in _page(get("/diff")).text
+
+
+def test_tests_that_changed(store: Store, get: Get) -> None:
+    stored(store, [failed(OLD[0], tests=[Test("a", "failed", 1), Test("b", "passed", 1)])])
+    stored(store, [failed(OLD[0], tests=[Test("a", "passed", 1), Test("b", "failed", 1)])])
+    text = " ".join(_page(get("/diff")).text.split())
+    assert "Tests that broke in cells that failed both times py312-tf4.57-torch2.10 b" in text
+    assert "Tests that were mended in cells that failed both times py312-tf4.57-torch2.10 a" in text
+
+
+def test_seams(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    page = _page(get("/seams"))
+    spans = [int(one["colspan"]) for one in page.all("td") if "colspan" in one]
+    assert spans == [1, 31, 5, 2, 4, 21, 8, 19, 5, 32]
+    assert sum(spans) == 4 * 32
+    text = " ".join(page.text.split())
+    assert "gone from 5.19.0" in text
+    assert "(implementation, ...) \N{BALLOT X} certain nothing" in text
+    assert "+attention_wrapper +allow_all_kernels \N{MINUS SIGN}force_import" in text
+    assert ">=3.9, >=3.10 since 5.0.0, >=3.11 since 5.21.0" in text
+    text = " ".join(_page(get("/seams?distribution=torch")).text.split())
+    assert "since 2.10.0 or before (query" in text
+    assert "without is_causal" in text
+    page = _page(get("/seams?distribution=numpy"), 400)
+    assert "There are transformers, torch." in page.text
+
+
+def test_an_atlas_that_is_none(store: Store, get: Get) -> None:
+    documents.keep(store, "atlas", '{"releases": 5}')
+    assert "is no atlas" in _page(get("/seams"), 500).text
+
+
+def test_the_status(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    text = " ".join(_page(get("/status")).text.split())
+    assert "12 waiting, 5 running." in text
+    assert "4 NVIDIA H200; 512 GiB; 8 cells at a time; gpu; version 0.1.0" in text
+    for one in made.queue.running():
+        assert one.cell.name in text
+    assert "failed: crash" in text
+    leases = get("/status").text + get(f"/cells/{made.queue.running()[0].cell}").text
+    with made.queue.store.reading() as connection:
+        secrets = [row[0] for row in connection.exec_driver_sql("SELECT id FROM lease")]
+    assert len(secrets) == 7
+    assert not [one for one in secrets if one in leases]
+
+
+def test_the_database_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with Store.open(str(path)) as store:
+        stored(store, [passed(OLD[0])])
+        app = create_app(store, None, Settings())
+        with served(app) as address:
+            _page(requests.get(address, timeout=30))
+            store.close()  # what the pool has open would still answer
+            kept = path.read_bytes()
+            path.write_bytes(b"gone" * 1000)
+            for page in ("/runs", "/?state=passed", "/status", f"/cells/{OLD[0]}", "/diff"):
+                response = requests.get(address + page, timeout=30)
+                assert "doesn't answer" in _page(response, 503).text
+                assert response.headers["retry-after"] == "5"
+                assert str(tmp_path) not in response.text
+            path.write_bytes(kept)
+            time.sleep(1.1)
+            _page(requests.get(f"{address}/runs", timeout=30))
+
+
+def test_reading_writes_nothing(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, store = demo
+    for path in ("/", "/runs", "/status"):
+        assert requests.post(urljoin(get(path).url, path), timeout=30).status_code in (401, 405)
+        head = requests.head(get(path).url, timeout=30)
+        assert head.status_code == 200
+    assert isinstance(store.runs()[0], Run)

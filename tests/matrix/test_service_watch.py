@@ -1,0 +1,386 @@
+"""`watch` against a recorded index: wheels whose transformers and torch are a few lines, and pages of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from fastapi.testclient import TestClient
+from small import PYTHON, Small
+
+from compat_matrix.atlas import answer
+from compat_matrix.cells import Cell
+from compat_matrix.errors import MatrixError
+from compat_matrix.service import feed, tokens, watch
+from compat_matrix.service.app import create_app
+from compat_matrix.service.settings import Settings
+from compat_matrix.store import Store
+from compat_matrix.store.documents import NEWS, kept, seen
+from kernel_compat.seams import Seam, Shim
+
+LOADING = "def load(implementation): ...\n"
+NO_GPU = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+
+
+class Local:
+    """A server of one handler, in a thread."""
+
+    def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answer(self)
+
+            do_POST = do_HEAD = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+
+def send(handler: BaseHTTPRequestHandler, status: int, content: bytes = b"", kind: str = "application/json") -> None:
+    handler.send_response(status)
+    handler.send_header("Content-Type", kind)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    if handler.command != "HEAD":
+        handler.wfile.write(content)
+
+
+class Listener(Local):
+    """A webhook, or a service: what it was told, and the answers that it gives, the last for ever."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any, dict[str, str]]] = []
+        self.answers: list[tuple[int, bytes]] = [(204, b"")]
+
+        def answer(handler: BaseHTTPRequestHandler) -> None:
+            body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+            self.told.append((handler.path, body, dict(handler.headers)))
+            send(handler, *(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]))
+
+        super().__init__(answer)
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.stop()
+
+
+class Watched(Local):
+    """A project, and the index it is watched by: its pages are those of its folder of wheels."""
+
+    def __init__(self, small: Small) -> None:
+        super().__init__(self._answer)
+        self.small = small
+        for version in ("5.0.0", "5.1.0"):
+            self.publish("transformers", version)
+        self.publish("torch", "2.11.0")
+        self.publish("flash-attn-4", "4.0.0b5")
+        small.write(
+            "test_it.py",
+            """
+            import transformers
+
+            def test_it():
+                assert transformers.RIGHT
+            """,
+        )
+        small.axes(("5.0", "5.1"), ("2.11",))
+
+    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        _, kind, name, *_ = handler.path.split("/")
+        folder = self.small.folder / "wheels"
+        if kind == "files":
+            return send(handler, 200, (folder / name).read_bytes(), "application/zip")
+        files = [
+            {
+                "filename": wheel.name,
+                "url": f"/files/{wheel.name}",
+                "hashes": {"sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()},
+                "upload-time": "2026-11-01T00:00:00Z",
+            }
+            for wheel in sorted(folder.glob(f"{name.replace('-', '_')}-[0-9]*.whl"))
+        ]
+        page = {"meta": {"api-version": "1.1"}, "name": name, "versions": [], "files": files}
+        if files:
+            return send(handler, 200, json.dumps(page).encode(), "application/vnd.pypi.simple.v1+json")
+        return send(handler, 404)
+
+    def publish(self, name: str, version: str, right: bool = True, loading: str = LOADING) -> None:
+        module = name.replace("-", "_")
+        files = {f"{module}/__init__.py": NO_GPU if name == "torch" else f"RIGHT = {right}\n"}
+        if name == "transformers":
+            files[f"{module}/loading.py"] = loading
+        self.small.wheel(module, version, files)
+
+    def watch(self, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.small.run(
+            "watch",
+            *(("--index", f"{self.url}/simple") if "--index" not in options else ()),
+            *options,
+            **{
+                "UV_FIND_LINKS": "",
+                "UV_OFFLINE": "0",
+                "PIP_CONFIG_FILE": os.devnull,
+                "XDG_CACHE_HOME": str(self.small.folder / "user-cache"),
+                **environment,
+            },
+        )
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The newest."""
+        with self.small.store as store:
+            found: dict[str, Any] = json.loads(kept(store, NEWS)[0].content)
+            return found
+
+
+@pytest.fixture
+def watched(small: Small, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """With a shim of its own in place of ours, whose seams these releases don't have."""
+    seam = Seam("transformers.loading:load", ("implementation",))
+    shims = [Shim("loader", "transformers", ">=5", "for tests", (seam,), lambda originals: originals)]
+    for module in (answer, watch):
+        monkeypatch.setattr(module, "discover", lambda: (shims, {}))
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+        monkeypatch.delenv(name)
+    watched = Watched(small)
+    yield watched
+    watched.stop()
+
+
+def name(transformers: str, torch: str = "2.11") -> str:
+    return Cell(PYTHON, transformers, torch).name
+
+
+def test_what_is_there_at_the_first_look_is_not_new(watched: Watched) -> None:
+    done = watched.watch()
+    assert done.returncode == 0, done
+    assert "transformers: 2 releases, seen for the first time, the newest 5.1.0" in done.stdout
+    assert "no release of liger-kernel" in done.stdout
+    assert "no release is new" in done.stdout
+    assert watched.watch().stdout.splitlines()[-1] == "no release is new"
+    with watched.small.store as store:
+        assert store.runs() == []
+        assert seen(store, "transformers") == {"5.0.0", "5.1.0"}
+        assert seen(store, "flash-attn-4") == {"4.0.0b5"}  # it has pre-releases alone
+
+
+def test_a_new_release_is_read_into_the_atlas_and_runs_against_everything(watched: Watched) -> None:
+    watched.watch()
+    watched.publish("torch", "2.12.0")
+    watched.publish("transformers", "5.1.1")
+    watched.publish("transformers", "5.2.0")
+    watched.publish("transformers", "5.3.0rc1")
+    done = watched.watch()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "transformers: 5.1.1, 5.2.0 came out" in done.stdout
+    with watched.small.store as store:
+        (run,) = store.runs()
+        cells = [cell.name for cell in store.summary(run.id)]
+        assert sorted(cells) == sorted(
+            [
+                # The newest against everything, and everything against it.
+                *(name(release, "2.12.0") for release in ("5.0", "5.1", "5.1.1", "5.2.0")),
+                *(name(release, "2.11") for release in ("5.1.1", "5.2.0")),
+            ]
+        )
+        versions = store.environment(run.id, Cell(PYTHON, "5.2.0", "2.12.0"))["packages"]
+        assert (versions["transformers"], versions["torch"]) == ("5.2.0", "2.12.0")
+        atlas = json.loads(kept(store, "atlas")[0].content)
+        assert {"5.1.1", "5.2.0"} <= {release["version"] for release in atlas["releases"]["transformers"]}
+        assert "2.12.0" in {release["version"] for release in atlas["releases"]["torch"]}
+    report = watched.report
+    assert report["releases"] == {"transformers": ["5.1.1", "5.2.0"], "torch": ["2.12.0"]}
+    assert (report["ok"], report["cells"], report["passed"], report["run"]) == (True, 6, 6, run.id)
+    assert report["title"] == ("transformers 5.1.1, transformers 5.2.0, torch 2.12.0: no cell broke, 6 of 6 passed")
+    assert watched.watch().stdout.splitlines()[-1] == "no release is new"
+
+
+def test_what_broke_is_told_by_exit_code_feed_and_webhook(watched: Watched, listener: Listener) -> None:
+    watched.watch()
+    assert (
+        watched.small.run("run", "--latest", UV_DEFAULT_INDEX=f"{watched.url}/simple", UV_OFFLINE="0").returncode == 0
+    )
+    watched.publish("transformers", "5.2.0", right=False, loading="def load(other): ...\n")
+    listener.answers = [(503, b""), (500, b""), (204, b"")]
+    done = watched.watch("--webhook", f"{listener.url}/hook?secret")
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = watched.report
+    (failed,) = report["failed"]
+    assert (failed["cell"], failed["before"], failed["broke"]) == (name("5.2.0"), name("5.1"), True)
+    (wrong,) = report["disagreements"]
+    assert (wrong["shim"], wrong["release"], wrong["certain"]) == ("loader", "5.2.0", True)
+    assert report["title"] == "transformers 5.2.0: 1 of 1 cells broke, 1 seams aren't what shims say"
+    assert [(path, body) for path, body, _ in listener.told] == [("/hook?secret", report)] * 3
+    with watched.small.store as store:
+        assert "secret" not in "".join(run.command for run in store.runs())
+        root = ET.fromstring(feed.atom(feed.entries(store), "https://matrix.example/"))
+    atom = "{http://www.w3.org/2005/Atom}"
+    assert [element.text for element in root.iterfind(f"{atom}entry/{atom}title")] == [report["title"]]
+    # The next release that fails as this one did hasn't broken it.
+    watched.publish("transformers", "5.3.0", right=False)
+    done = watched.watch()
+    assert (done.returncode, watched.report["failed"][0]["broke"]) == (0, False)
+    assert watched.report["failed"][0]["before"] == name("5.2.0")
+    assert f"{name('5.3.0')} fails, as before" in done.stdout
+
+
+def test_a_webhook_that_fails_is_told_and_not_fatal(watched: Watched, listener: Listener) -> None:
+    watched.watch()
+    watched.publish("transformers", "5.2.0")
+    listener.answers = [(400, b"")]
+    done = watched.watch("--webhook", f"{listener.url}/secret")
+    assert done.returncode == 0
+    assert "the webhook at 127.0.0.1 was not told: it answers 400" in done.stderr
+    listener.stop()
+    watched.publish("transformers", "5.3.0")
+    done = watched.watch("--webhook", f"{listener.url}/secret")
+    assert done.returncode == 0
+    assert "the webhook at 127.0.0.1 was not told: no connection" in done.stderr
+    assert "secret" not in done.stderr
+
+
+def test_a_release_of_what_is_no_axis_runs_the_cells_that_ask_for_it(watched: Watched) -> None:
+    watched.small.axes(
+        ("5.0", "5.1"),
+        ("2.11",),
+        more="""
+        [[packages]]
+        when = "torch==2.11"
+        requires = ["flash-attn-4>=4.0.0b1"]
+        """,
+    )
+    watched.watch()
+    watched.publish("flash-attn-4", "4.0.0b6")
+    watched.publish("flash-attn-4", "4.0.0b7")
+    assert watched.watch("--only", "transformers==5.1").returncode == 0
+    with watched.small.store as store:
+        (run,) = store.runs()
+        (cell,) = store.summary(run.id)
+        assert cell.name == name("5.1")
+        assert store.environment(run.id, cell)["packages"]["flash-attn-4"] == "4.0.0b7"
+        assert seen(store, "flash-attn-4") == {"4.0.0b5", "4.0.0b6", "4.0.0b7"}
+
+
+def test_a_release_that_nothing_asks_for_is_only_told(watched: Watched) -> None:
+    watched.watch()
+    watched.publish("flash-attn-4", "4.0.0b6")
+    done = watched.watch()
+    assert done.returncode == 0
+    assert "flash-attn-4 4.0.0b6: no cell of axes.toml asks for it" in done.stdout
+    assert (watched.report["cells"], watched.report["run"]) == (0, None)
+
+
+def test_a_dry_run_lists_and_keeps_nothing(watched: Watched) -> None:
+    watched.watch("--dry-run")
+    with watched.small.store as store:
+        assert seen(store, "transformers") == set()
+    watched.watch()
+    watched.publish("torch", "2.12.0")
+    for _ in range(2):
+        done = watched.watch("--dry-run")
+        assert done.stdout.splitlines()[-2:] == [name("5.0", "2.12.0"), name("5.1", "2.12.0")]
+    with watched.small.store as store:
+        assert (store.runs(), kept(store, "atlas")) == ([], [])
+
+
+def test_what_was_interrupted_is_new_the_next_time(watched: Watched) -> None:
+    watched.watch()
+    watched.publish("transformers", "5.2.0")
+    # The environments can't be kept, so that the run ends before it has results.
+    done = watched.watch("--cache", str(watched.small.write("a-file", "")))
+    assert done.returncode == 2, done.stdout
+    assert watched.watch().returncode == 0
+    assert watched.report["passed"] == 1
+
+
+def test_cells_are_submitted_to_a_service(watched: Watched, listener: Listener) -> None:
+    watched.watch()
+    watched.publish("transformers", "5.2.0")
+    assert "needs a token" in watched.watch("--submit", listener.url).stderr
+    listener.answers = [(422, b'{"detail": "there is no such cell"}')]
+    secret = {"KERNEL_COMPAT_MATRIX_TOKEN": "secret"}
+    refused = watched.watch("--submit", listener.url, **secret)
+    assert refused.returncode == 2
+    assert "takes no such run: it answers 422: there is no such cell" in refused.stderr
+    listener.answers = [(201, b'{"run": "20261121-000000-abcd", "cells": 1, "excluded": 0}')]
+    assert watched.watch("--submit", listener.url, **secret).returncode == 0
+    path, body, headers = listener.told[-1]
+    assert (path, body["cells"], headers["Authorization"]) == ("/api/v1/runs", [name("5.2.0")], "Bearer secret")
+    assert (watched.report["run"], watched.report["submitted"]) == ("20261121-000000-abcd", listener.url)
+    assert watched.watch("--submit", listener.url, **secret).stdout.splitlines()[-1] == "no release is new"
+
+
+def test_a_run_of_watch_is_submitted_to_the_real_service(watched: Watched) -> None:
+    """Which takes it if its axes file has the release, and says so if not."""
+    with Store.open(str(watched.small.folder / "matrix.sqlite")) as store:
+        axes = watched.small.axes(("5.0", "5.1", "5.2.0"), ("2.11",))
+        secret = tokens.add(store, "watch", ["submit"])
+        with TestClient(create_app(store, axes, Settings())) as client:
+
+            def bridge(handler: BaseHTTPRequestHandler) -> None:
+                body = handler.rfile.read(int(handler.headers["Content-Length"]))
+                headers = {name: handler.headers[name] for name in ("Authorization", "Content-Type")}
+                found = client.post(handler.path, content=body, headers=headers)
+                send(handler, found.status_code, found.content)
+
+            service = Local(bridge)
+            try:
+                run = watch.submit(service.url, secret, [Cell(PYTHON, "5.2.0", "2.11")], "default", "watch")
+                assert [cell.name for cell in store.summary(run)] == [name("5.2.0")]
+                with pytest.raises(MatrixError, match=r"takes no such run: it answers 4\d\d: .*5.9.0"):
+                    watch.submit(service.url, secret, [Cell(PYTHON, "5.9.0", "2.11")], "default", "watch")
+            finally:
+                service.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--webhook", "hook"), "--webhook takes an address such as"),
+        (("--submit", "file:///x"), "--submit takes an address such as"),
+        (("--only", "transformers=5"), "this is no condition on cells"),
+        (("--index", "http://127.0.0.1:1/simple"), "can't be asked for transformers: no connection"),
+    ],
+)
+def test_bad_input(watched: Watched, options: tuple[str, ...], says: str) -> None:
+    done = watched.watch(*options)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_it_looks_again_and_again(watched: Watched) -> None:
+    environment = {"UV_DEFAULT_INDEX": f"{watched.url}/simple", "XDG_CACHE_HOME": str(watched.small.folder / "x")}
+    process = watched.small.start("watch", "--every", "1", **environment, UV_FIND_LINKS="", UV_OFFLINE="0")
+    assert process.stdout is not None
+    try:
+        lines = iter(process.stdout)
+        assert any("no release is new" in line for line in lines)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.stdout.close()

@@ -1,0 +1,118 @@
+"""A service of a small project and its workers, as processes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import requests
+from small import Small
+
+from compat_matrix.store import Store
+
+#: Says that it has begun, and waits for the test.
+WAITS = """
+    import os, time, uuid
+    from pathlib import Path
+
+    def test_it():
+        layer = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).name
+        Path("began").mkdir(exist_ok=True)
+        Path("began", layer.split("-")[1] + "." + uuid.uuid4().hex).touch()
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+"""
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, f"in a minute there was not {what}"
+        time.sleep(0.05)
+
+
+class Network:
+    """A service of a small project and its workers. Every token is made by the command."""
+
+    def __init__(self, small: Small, store: str = "matrix.sqlite") -> None:
+        self.small = small
+        self.stored = store if "://" in store else str(small.folder / store)
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        words = ("--scope", "submit", "--scope", "work", "--store", self.stored)
+        self.token = small.run("token", "add", "all", *words).stdout.strip()
+        self.output: dict[int, Path] = {}
+
+    @property
+    def store(self) -> Store:
+        return Store.open(self.stored, create=False)
+
+    def start(self, *words: str, **more: str) -> subprocess.Popen[bytes]:
+        """A command whose output goes into a file: nobody reads it while it runs."""
+        path = self.small.folder / f"output-{len(self.output)}"
+        with path.open("wb") as output:
+            process = subprocess.Popen(
+                ["env", "--default-signal=INT", *self.small.command(*words)],
+                cwd=self.small.folder,
+                env=self.small.environment(**more),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.output[process.pid] = path
+        return process
+
+    def said(self, process: subprocess.Popen[bytes]) -> str:
+        return self.output[process.pid].read_text()
+
+    def serve(self, *options: str) -> subprocess.Popen[bytes]:
+        process = self.start("serve", "--port", str(self.port), "--store", self.stored, *options)
+        until(lambda: self.said(process) or process.poll() is not None, "a word of the service")
+        assert process.poll() is None, self.said(process)
+        assert self.said(process).startswith(f"{self.url} serves "), self.said(process)
+        return process
+
+    def work(self, *options: str, **more: str) -> subprocess.Popen[bytes]:
+        return self.start("work", self.url, "-j", "1", *options, **{"KERNEL_COMPAT_MATRIX_TOKEN": self.token, **more})
+
+    def submit(self, **wanted: Any) -> str:
+        found = requests.post(
+            f"{self.url}/api/v1/runs", json=wanted, headers={"authorization": f"Bearer {self.token}"}, timeout=30
+        )
+        assert found.status_code == 201, found.text
+        run: str = found.json()["run"]
+        return run
+
+    def state(self, run: str) -> str:
+        with self.store as store:
+            return store.run(run).state
+
+    def began(self) -> Counter[str]:
+        return Counter(
+            path.name.partition(".tf")[0].rsplit(".", 1)[0] for path in (self.small.folder / "began").glob("*")
+        )
+
+    def go(self) -> None:
+        (self.small.folder / "go").touch()
+
+    def histories(self, run: str) -> dict[str, int]:
+        with self.store as store:
+            return {cell.name: len(store.history(cell)) for cell in store.summary(run)}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def ended(process: subprocess.Popen[bytes], signal_: int = signal.SIGTERM) -> int:
+    process.send_signal(signal_)
+    return process.wait(60)

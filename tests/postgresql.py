@@ -1,0 +1,77 @@
+"""A server of PostgreSQL for tests."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Postgres:
+    """A server in a folder of its own, on a socket there."""
+
+    def __init__(self, programs: Path, folder: str) -> None:
+        self._programs, self._folder = programs, folder
+        self.url = f"postgresql://matrix@/postgres?host={folder}"
+        self._user: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            nobody = pwd.getpwnam("nobody")
+            os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+            self._user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+        options = ["-U", "matrix", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"]
+        self._run("initdb", "-D", f"{folder}/data", *options)
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Iterator[Postgres]:
+        """
+        Raises:
+            FileNotFoundError: it isn't installed.
+        """
+        found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+        if not found:
+            raise FileNotFoundError("PostgreSQL's server is not installed")
+        # Not in pytest's folder: that belongs to root where root runs this, and the server refuses to run as root.
+        with tempfile.TemporaryDirectory(prefix="pg") as folder:
+            server = cls(found[-1].parent, folder)
+            server.start()
+            try:
+                yield server
+            finally:
+                server.stop()
+
+    @property
+    def pid(self) -> int:
+        return int(Path(self._folder, "data", "postmaster.pid").read_text().split()[0])
+
+    def start(self) -> None:
+        options = f"-k {self._folder} -c listen_addresses= -c fsync=off"
+        words = ("-D", f"{self._folder}/data", "-l", f"{self._folder}/log", "-w", "-o", options, "start")
+        for patience in range(100, -1, -1):
+            try:
+                self._run("pg_ctl", *words)
+            except subprocess.CalledProcessError:  # the processes of one that was killed are still there
+                if not patience:
+                    raise
+                time.sleep(0.1)
+            else:
+                return
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "-D", f"{self._folder}/data", "-m", "immediate", "-w", "stop")
+
+    def kill(self) -> None:
+        """By SIGKILL, as if its machine had lost its power."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [str(self._programs / program), *arguments]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run(command, check=True, cwd=self._folder, **quiet, **self._user)
