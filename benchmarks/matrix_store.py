@@ -88,7 +88,7 @@ def copy_runs(path: Path, times: int) -> None:
                 new = key + n * len(ids)
                 connection.execute(
                     "INSERT INTO run SELECT ?, name || ?, datetime(started, ?), finished, state, label, command, host,"
-                    " revision, axes_id FROM run WHERE id = ?",
+                    " revision, axes_id, partial FROM run WHERE id = ?",
                     (new, f"-{n}", f"{n} hours", key),
                 )
                 connection.execute(
