@@ -95,6 +95,8 @@ def _keep(queue: Queue, over: threading.Event) -> None:
             rounds += 1
         except MatrixError as error:  # the database is gone, and may come back
             log.warning("%s", error)
+        except Exception:  # nobody else would end leases
+            log.exception("the queue can't be swept")
 
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
