@@ -174,7 +174,7 @@ def judged(case: Case, name: str, models: Path, here: Here) -> tuple[Tensor, Any
 
 
 @cache
-def expected(folder: Path, name: str, alone: str, device: str) -> tuple[Tensor, Any]:
+def expected(folder: Path, name: str, alone: str, device: str = "cpu") -> tuple[Tensor, Any]:
     """What one process makes of a case, with the kernel by the attention name `alone`."""
     logits, gradients = judged(CASES[name], alone, folder, Here(device=torch.device(device)))
     return logits, {key: gradient.cpu() for key, gradient in gradients.items()}

@@ -159,7 +159,8 @@ def test_other_names_in_the_caller(counts: list[str]) -> None:
             shape = (*hidden_states.shape[:-1], -1, self.head_dim)
             query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
             key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-            turned, other = apply_rotary_pos_emb(query, key, *position_embeddings)
+            cos, sin = position_embeddings
+            turned, other = apply_rotary_pos_emb(query, key, cos, sin)
             return self.o_proj(
                 (turned + other.sum(1, True) + query * 2 + key.sum(1, True)).transpose(1, 2).flatten(2)
             ), None
@@ -170,7 +171,8 @@ def test_other_names_in_the_caller(counts: list[str]) -> None:
             query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
             key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
             before = query
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+            cos, sin = position_embeddings
+            query, key = apply_rotary_pos_emb(query, key, cos, sin)
             return self.o_proj((query + key.sum(1, True) + before * 2).transpose(1, 2).flatten(2)), None
 
     for written, class_ in ((0, Reads), (2, Renames)):  # of the second, the keys
