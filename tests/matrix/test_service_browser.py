@@ -253,6 +253,8 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
             expect(page.locator(f".grid a[href='/cells/{second.cell}']")).to_have_attribute(
                 "aria-label", re.compile("running"), timeout=20_000
             )
+            for one in (page, other, status):  # while there is somebody to answer them
+                one.context.close()
 
 
 def test_what_a_result_says_does_nothing(open_page: Open, tmp_path: Path) -> None:
