@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -459,14 +459,9 @@ class Results:
         return "\n".join(text) + "\n"
 
     def plot(self, path: Path) -> bool:
-        try:
-            import matplotlib
-        except ImportError:
-            print("no plot: matplotlib is not installed; --from makes it elsewhere")
+        pyplot = plotter(path)
+        if pyplot is None:
             return False
-        matplotlib.use("svg")
-        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 8})
-        from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
         for axis, (part, mode) in zip(axes.flat, product(("kernels", "model"), MODES), strict=True):
@@ -485,22 +480,55 @@ class Results:
         return True
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def plotter(path: Path) -> Any:
+    """matplotlib's pyplot, drawing the same file for the same numbers; None where it isn't installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed; --from makes it elsewhere")
+        return None
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 8})
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def options(text: str | None, source: str, parts: Sequence[str], seconds: float) -> argparse.ArgumentParser:
+    """What the benchmarks on a GPU take: `source` is the file that they write what they measured to."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR")
-    parser.add_argument("--from", type=Path, dest="source", metavar="results.json", help="measure nothing")
-    parser.add_argument("--parts", nargs="+", choices=list(TITLES), default=list(TITLES))
-    parser.add_argument("--rounds", type=int, default=20, help="of kernels; half as many of models")
-    parser.add_argument("--seconds", type=float, default=180, help="after these no round is begun but the first three")
+    parser.add_argument("--from", type=Path, dest="source", metavar=source, help="measure nothing")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="after these no round is begun but the first three"
+    )
     parser.add_argument("--tiny", action="store_true", help="on the CPU")
+    return parser
+
+
+def command(
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    run: Callable[[argparse.Namespace, Path], dict[str, Any]],
+    kind: Callable[[dict[str, Any]], Any],
+    name: str,
+) -> None:
+    """Measure, or read what was measured, and write the tables and the plot."""
     args = parser.parse_args(argv)
     if not (args.source or args.tiny or torch.cuda.is_available()):
         parser.error("no CUDA device is visible; --tiny tries the script without one")
     args.out.mkdir(parents=True, exist_ok=True)
-    results = Results(json.loads(args.source.read_text()) if args.source else run(args, args.out))
-    text = results.markdown(results.plot(args.out / "attention_gpu.svg"))
-    (args.out / "attention_gpu.md").write_text(text, encoding="utf-8")
+    results = kind(json.loads(args.source.read_text()) if args.source else run(args, args.out))
+    text = results.markdown(results.plot(args.out / f"{name}.svg"))
+    (args.out / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__, "results.json", list(TITLES), 180)
+    parser.add_argument("--rounds", type=int, default=20, help="of kernels; half as many of models")
+    command(parser, argv, run, Results, "attention_gpu")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from attention_gpu import BOTH, FORWARD, MODES, Cell, attempt, describe, device_ms, host_ms, measure, running_ms
+from attention_gpu import (
+    BOTH,
+    FORWARD,
+    MODES,
+    Cell,
+    attempt,
+    command,
+    describe,
+    device_ms,
+    host_ms,
+    measure,
+    options,
+    plotter,
+    running_ms,
+)
 
 try:
     import torch
@@ -341,21 +354,6 @@ def llama(**values: Any) -> Any:
     return model.to(torch.bfloat16).train()
 
 
-@contextmanager
-def patched(parts: dict[str, bool], model: Any) -> Iterator[None]:
-    """With liger-kernel's own patch; what it changes in the module of Llama is there only within."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-    module = modeling("llama")
-    before = dict(vars(module))
-    try:
-        apply_liger_kernel_to_llama(model=model, cross_entropy=False, **parts)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
 def models(whole: bool, tiny: bool) -> dict[str, Callable[[], tuple[Any, Callable[[], Any]]]]:
     """By name, what makes a model, and the context of its calls."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096} if tiny else {}
@@ -367,21 +365,23 @@ def models(whole: bool, tiny: bool) -> dict[str, Callable[[], tuple[Any, Callabl
         return model, nullcontext
 
     def liger() -> tuple[Any, Callable[[], Any]]:
-        model = llama(**sizes, **layers)
-        parts = dict.fromkeys(("rope", "rms_norm", "swiglu"), whole)
-        with patched({**parts, "fused_linear_cross_entropy": True}, model):
-            pass
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
         from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+        module, model = modeling("llama"), llama(**sizes, **layers)
+        before = dict(vars(module))
+        parts = dict.fromkeys(("rope", "rms_norm", "swiglu"), whole)
+        apply_liger_kernel_to_llama(model=model, cross_entropy=False, fused_linear_cross_entropy=True, **parts)
+        vars(module).update(before)  # the other candidates' module
 
         @contextmanager
         def within() -> Iterator[None]:  # all else is on the model itself
-            module = modeling("llama")
-            before = module.apply_rotary_pos_emb
-            module.apply_rotary_pos_emb = liger_rotary_pos_emb if whole else before
+            if whole:
+                module.apply_rotary_pos_emb = liger_rotary_pos_emb
             try:
                 yield
             finally:
-                module.apply_rotary_pos_emb = before
+                module.apply_rotary_pos_emb = before["apply_rotary_pos_emb"]
 
         return model, within
 
@@ -428,7 +428,7 @@ def model_cells(part: str, tiny: bool) -> list[Cell]:
                 torch.optim.AdamW(model.parameters(), lr=1e-5, fused=model.device.type == "cuda") if whole else None
             )
             cell.run = partial(train, model, within, {**inputs, "labels": ids}, optimizer)
-            cell.facts["loss"] = loss = cell.run()
+            cell.facts["loss"] = loss = float(cell.run())
             if abs(loss - first.setdefault(part, loss)) > 0.01 * first[part]:
                 raise ArithmeticError(f"wrong: a loss of {loss}, where {EAGER} has {first[part]}")
             if model.device.type == "cuda":
@@ -436,8 +436,8 @@ def model_cells(part: str, tiny: bool) -> list[Cell]:
     return cells
 
 
-def train(model: Any, within: Callable[[], Any], inputs: dict[str, Any], optimizer: Any) -> float | None:
-    """One step; the loss is read back in the first only."""
+def train(model: Any, within: Callable[[], Any], inputs: dict[str, Any], optimizer: Any) -> Any:
+    """One step; returns the loss, which nobody has waited for."""
     with within():
         loss = model(**inputs, use_cache=False).loss
         loss.backward()
@@ -446,10 +446,7 @@ def train(model: Any, within: Callable[[], Any], inputs: dict[str, Any], optimiz
     model.zero_grad(set_to_none=True)
     for given in inputs.values():
         given.grad = None
-    if vars(train).setdefault("seen", set()) >= {id(model)}:
-        return None
-    train.seen.add(id(model))  # type: ignore[attr-defined]
-    return float(loss.detach())
+    return loss.detach()
 
 
 def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -529,13 +526,13 @@ class Results:
         return "\n".join([*text, *(["### Remarks", "", *remarks] if remarks else [])]).rstrip() + "\n"
 
     def targets(self) -> Iterator[list[str]]:
-        for (part, name, base, what, least), unit in product(TARGETS, ("",)):
+        for part, name, base, what, least in TARGETS:
             for case, mode, cells in self.rows(part):
                 known = {cell["name"]: cell for cell in cells}
                 if name not in known or base not in known:
                     continue
                 mine, other = known[name], known[base]
-                label = f"{what} of {name} over {base}, {case}, {mode}{unit}"
+                label = f"{what} of {name} over {base}, {case}, {mode}"
                 if what == MEMORY:
                     if MEMORY in mine and MEMORY in other:
                         ratio = other[MEMORY] / mine[MEMORY]
@@ -550,14 +547,9 @@ class Results:
                 yield [label, f"{median:.3f} ({low:.3f} to {high:.3f})", f"{least}", verdict]
 
     def plot(self, path: Path) -> bool:
-        try:
-            import matplotlib
-        except ImportError:
-            print("no plot: matplotlib is not installed; --from makes it elsewhere")
+        pyplot = plotter(path)
+        if pyplot is None:
             return False
-        matplotlib.use("svg")
-        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.name, "font.size": 8})
-        from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(2, 2, figsize=(11, 6), layout="constrained")
         for row, part in zip(axes, ("step", "loss"), strict=True):
@@ -594,22 +586,10 @@ def _bases(cell: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR")
-    parser.add_argument("--from", type=Path, dest="source", metavar="ops.json", help="measure nothing")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser = options(__doc__, "ops.json", PARTS, 300)
     parser.add_argument("--only", metavar="TEXT", help="of the kernels, those cases whose name has this in it")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=300, help="after these no round is begun but the first three")
-    parser.add_argument("--tiny", action="store_true", help="on the CPU")
-    args = parser.parse_args(argv)
-    if not (args.source or args.tiny or torch.cuda.is_available()):
-        parser.error("no CUDA device is visible; --tiny tries the script without one")
-    args.out.mkdir(parents=True, exist_ok=True)
-    results = Results(json.loads(args.source.read_text()) if args.source else run(args, args.out))
-    text = results.markdown(results.plot(args.out / "ops_gpu.svg"))
-    (args.out / "ops_gpu.md").write_text(text, encoding="utf-8")
-    print(text)
+    command(parser, argv, run, Results, "ops_gpu")
 
 
 if __name__ == "__main__":
