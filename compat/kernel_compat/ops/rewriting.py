@@ -54,8 +54,8 @@ def forgets_arguments(function: Any, name: str) -> bool:
         except (OSError, TypeError, SyntaxError):
             return False
         forgetting = {id(a.value) for a in ast.walk(tree) if isinstance(a, ast.Assign) and _takes_place(a)}
-        named = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node.func) in set(map(id, named))]
+        named = {id(node) for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name}
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node.func) in named]
         if len(calls) != len(named) or not all(id(call) in forgetting for call in calls):
             return False
     return bool(asking)
