@@ -18,6 +18,7 @@ import importlib
 import inspect
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -110,11 +111,15 @@ def situated(situation: str) -> Iterator[None]:
 
 
 def measure(cells: list[Cell], sample: Callable[[Cell], float], rounds: int, deadline: float) -> None:
-    """Fill in the samples. The first round is thrown away; past the deadline three are enough."""
+    """Fill in the samples. The first round is thrown away; past the deadline three are enough.
+
+    Each round has an order of its own: how warm a candidate finds the device depends on the one before it.
+    """
+    orders = random.Random(0)
     for number in range(rounds + 1):
         if number > 3 and time.monotonic() > deadline:
             break
-        order = cells if number % 2 else cells[::-1]
+        order = orders.sample(cells, len(cells))
         for situation in dict.fromkeys(cell.situation for cell in order if not cell.reason):
             todo = [cell for cell in order if cell.situation == situation and not cell.reason]
             with attempt(*todo), situated(situation):

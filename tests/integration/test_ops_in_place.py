@@ -1,4 +1,4 @@
-"""A kernel that writes into query and key, as Liger's does: only where nobody can see it, and the gradients likewise."""
+"""Kernels that write into query and key, and into gradients, as Liger's do: only where nobody can see it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 import transformers
 from tiny import OPS_MODELS, VOCAB
 from torch import Tensor
+from torch.nn import functional
 
 from kernel_compat import ops
 from kernel_compat.ops import rotary
-from kernel_compat.ops.kernels.ownership import Alone, guard_backward, is_learning, learning
+from kernel_compat.ops.kernels.ownership import Alone, OwnGradients, guard_backward, is_learning
 
 NAME = "in_place"
 
@@ -47,14 +48,11 @@ def counts() -> Iterator[list[str]]:
     seen: list[str] = []
 
     def factory() -> Callable[..., Any]:
-        alone, alone_gradient = Alone(), Alone()
+        alone, own_gradients = Alone(), counted(seen)
 
         def own(x: Tensor, what: str, is_alone: bool) -> Tensor:
             seen.append(f"{what} {'written' if is_alone else 'copied'}")
             return x if is_alone else x.clone()
-
-        def own_gradients(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(own(x, "gradient", alone_gradient(x)) for x in gradients)
 
         def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
             return rotate(own(query, "input", False), own(key, "input", False), cos, sin)
@@ -70,10 +68,6 @@ def counts() -> Iterator[list[str]]:
             guard_backward(rotated[0], "this", prepare=own_gradients)
             return rotated
 
-        with learning(), torch.enable_grad():
-            turned = torch.ones(1, 1, 1, 2, requires_grad=True).neg()
-            guard_backward(turned, "", prepare=own_gradients)
-            turned.sin().sum().backward()
         kernel.consuming = consuming  # type: ignore[attr-defined]
         seen.clear()
         return kernel
@@ -83,10 +77,62 @@ def counts() -> Iterator[list[str]]:
     ops.unregister_kernel("rotary_pos_emb", "full", NAME)
 
 
+def counted(seen: list[str]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Gradients of one's own, and of each, in `seen`, whether it was copied for it."""
+    own = OwnGradients()
+
+    def counting(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        given = own(gradients)
+        seen.extend(
+            f"gradient {'written' if one is other else 'copied'}" for one, other in zip(gradients, given, strict=True)
+        )
+        return given
+
+    return counting
+
+
 def build(name: str = "llama") -> Any:
     torch.manual_seed(0)
     config = OPS_MODELS[name]()
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+
+
+class Normed(torch.autograd.Function):
+    """An RMSNorm that writes into the gradient that it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, weight = (one.detach().requires_grad_() for one in ctx.saved_tensors)
+        with torch.enable_grad():
+            normed = functional.rms_norm(x, x.shape[-1:], weight, ctx.eps)
+        of_x, of_weight = torch.autograd.grad(normed, (x, weight), gradients[0])
+        return _write(gradients[0], of_x), of_weight, None
+
+
+@pytest.fixture
+def norm_counts() -> Iterator[list[str]]:
+    """Registers the norm; says of every gradient whether it was written into."""
+    seen: list[str] = []
+
+    def factory() -> Callable[..., Tensor]:
+        own_gradients = counted(seen)
+
+        def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
+            normed: Tensor = Normed.apply(hidden_states, weight, eps)
+            guard_backward(normed, "this", prepare=own_gradients)
+            return normed
+
+        return kernel
+
+    ops.register_kernel("rms_norm", "standard", NAME)(factory)
+    yield seen
+    ops.unregister_kernel("rms_norm", "standard", NAME)
 
 
 def apply(model: Any) -> ops.Report:
@@ -206,6 +252,40 @@ def test_a_gradient_that_goes_two_ways_stays(counts: list[str]) -> None:
         (found,) = torch.autograd.grad(layer(x, cos, sin).sum(), x)
     torch.testing.assert_close(found, expected)
     assert counts.count("gradient copied") == 2
+
+
+def test_the_gradients_of_norms_are_written_in_place(norm_counts: list[str]) -> None:
+    model = build()
+    expected = gradients(copy.deepcopy(model))
+    with ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation=NAME)):
+        norm_counts.clear()
+        require_same(gradients(model), expected)
+    assert norm_counts.count("gradient written") == 2 * model.config.num_hidden_layers
+    assert norm_counts.count("gradient copied") == 1  # of the last, which is a view of the head's
+
+
+def test_the_gradient_of_a_norm_that_goes_two_ways_stays(norm_counts: list[str]) -> None:
+    """Gemma 2 norms what it then adds to the residual: both have the sum's gradient."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = LlamaRMSNorm(6)  # computes in float32
+
+        def forward(self, x: Tensor) -> Tensor:
+            residual = x * 3  # whose backward is the later one
+            return (residual + self.norm(x * 2)).exp()
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 6).requires_grad_()
+    layer = Layer()
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    with ops.apply_ops(layer, ops.OpsConfig(rms_norm_implementation=NAME)):
+        norm_counts.clear()
+        (found,) = torch.autograd.grad(layer(x).sum(), x)
+    torch.testing.assert_close(found, expected)
+    assert norm_counts == ["gradient copied"]
 
 
 def apply_rotary_pos_emb(

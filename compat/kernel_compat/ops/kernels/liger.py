@@ -10,20 +10,24 @@ from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
 from ..lazy import Pointwise
-from .ownership import Alone, guard_backward, is_learning, learning, untraced
+from .ownership import Alone, OwnGradients, guard_backward, is_learning, untraced
 
 
 def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
     from liger_kernel.transformers.functional import liger_rms_norm
+
+    own_gradients = OwnGradients()
 
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
         dtype = hidden_states.dtype
         wide = torch.promote_types(dtype, weight.dtype)
         if weight.dtype != dtype:
             hidden_states, weight = hidden_states.to(wide), weight.to(wide)
-        # In place it would write gradients over those that another branch may need: Gemma 2 norms behind the layer, too.
-        normed: Tensor = liger_rms_norm(hidden_states, weight, eps, offset, casting, False)
-        guard_backward(normed, "rms_norm_implementation='liger_kernel'")
+        # In place its backward writes over gradients that another branch may need: Gemma 2 norms behind the layer, too. Not in
+        # place it fills with zeros first what it then writes.
+        in_place = not torch.compiler.is_compiling()
+        normed: Tensor = liger_rms_norm(hidden_states, weight, eps, offset, casting, in_place)
+        guard_backward(normed, "rms_norm_implementation='liger_kernel'", prepare=own_gradients)
         return normed.to(dtype) if casting == "gemma" else normed  # upstream's product has the wider dtype
 
     return kernel
@@ -47,10 +51,7 @@ def swiglu() -> Callable[..., Tensor]:
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
     from liger_kernel.transformers.functional import liger_rope
 
-    alone, alone_gradient = Alone(), Alone()
-
-    def own_gradients(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(x if x is None or alone_gradient(x) else _apart(x) for x in gradients)
+    alone, own_gradients = Alone(), OwnGradients(_apart)
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(_apart(query), _apart(key), cos, sin)
@@ -66,11 +67,6 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
         guard_backward(rotated[0], "rotary_pos_emb_implementation='liger_kernel'", prepare=own_gradients)
         return rotated
 
-    with learning(), torch.enable_grad():
-        x = torch.ones(1, 1, 1, 2, requires_grad=True)
-        turned = x.neg()
-        guard_backward(turned, "", prepare=own_gradients)
-        turned.sin().sum().backward()
     kernel.consuming = consuming  # type: ignore[attr-defined]
     return kernel
 

@@ -58,6 +58,21 @@ def _references(x: Tensor) -> tuple[int, ...]:
         return (-id(x),)
 
 
+class OwnGradients:
+    """What a backward gets that writes into its gradients: those that nobody else has, and copies of the others."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        self._copy = copy
+        self._alone = Alone()
+        with learning(), torch.enable_grad():
+            out = torch.ones(1, 1, 1, 2, requires_grad=True).neg()
+            guard_backward(out, "", prepare=self)
+            out.sin().sum().backward()
+
+    def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(x if x is None or self._alone(x) else self._copy(x) for x in gradients)
+
+
 def guard_backward(
     out: Any, what: str, *, once: bool = False, prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
 ) -> None:
@@ -96,4 +111,4 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-__all__ = ["Alone", "guard_backward", "is_learning", "learning", "untraced"]
+__all__ = ["Alone", "OwnGradients", "guard_backward", "is_learning", "learning", "untraced"]
