@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
 import random
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -26,6 +28,7 @@ from stored import cells, failed, not_run, passed, stored
 
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell
+from compat_matrix.errors import MatrixError
 from compat_matrix.results import Test
 from compat_matrix.service import html
 from compat_matrix.service.app import create_app
@@ -753,3 +756,103 @@ def test_reading_writes_nothing(demo: tuple[Get, service_demo.Demo, Store]) -> N
         head = requests.head(get(path).url, timeout=30)
         assert head.status_code == 200
     assert isinstance(store.runs()[0], Run)
+
+
+# Pages that many look at.
+
+
+def _making(made: html.Pages, release: threading.Event, texts: list[str]) -> Callable[[], Awaitable[bytes]]:
+    """Asks for a page of which each is another text, and is made when `release` is set."""
+
+    def make(last: html.Made | None) -> tuple[str, bytes | None]:
+        assert release.wait(10)
+        text = texts.pop(0)
+        if text == "gone":
+            raise MatrixError(text)
+        return text, None if last and last.tag == text else text.encode()
+
+    async def ask() -> bytes:
+        return (await made.get(("page",), make)).body
+
+    return ask
+
+
+def test_a_page_before_is_sent_while_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "FRESH", 0.0)
+    release, texts = threading.Event(), ["first", "second"]
+    release.set()
+
+    async def look() -> None:
+        ask = _making(html.Pages(), release, texts)
+        assert await ask() == b"first"
+        release.clear()
+        assert await asyncio.gather(*(ask() for _ in range(5))) == [b"first"] * 5
+        release.set()
+        await asyncio.sleep(0.2)
+        assert texts == []  # made once for all of them
+        texts.append("second")
+        assert await ask() == b"second"
+
+    asyncio.run(look())
+
+
+def test_a_page_that_is_quickly_made_is_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "FRESH", 0.0)
+    monkeypatch.setattr(html, "_PATIENCE", 10.0)
+    release, texts = threading.Event(), ["first", "second", "second", "third"]
+    release.set()
+
+    async def look() -> list[bytes]:
+        ask = _making(html.Pages(), release, texts)
+        return [await ask() for _ in range(4)]
+
+    assert asyncio.run(look()) == [b"first", b"second", b"second", b"third"]
+
+
+def test_an_old_page_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "FRESH", 0.0)
+    monkeypatch.setattr(html, "_PATIENCE", 10.0)
+    release, texts = threading.Event(), ["first", "gone", "gone", "third"]
+    release.set()
+
+    async def look() -> None:
+        ask = _making(html.Pages(), release, texts)
+        assert await ask() == b"first"
+        assert await ask() == b"first"  # which is young, where there is no newer one
+        monkeypatch.setattr(html, "_OLD", 0.0)
+        with pytest.raises(MatrixError, match="gone"):
+            await ask()
+        release.clear()
+        waiting = asyncio.ensure_future(ask())
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        release.set()
+        assert await waiting == b"third"
+
+    asyncio.run(look())
+
+
+def test_so_many_pages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look() -> list[bool]:
+        made = html.Pages(most=2)
+        for name in ("one", "two", "three"):
+            await made.get((name,), lambda last: ("tag", b"body"))
+        return [made.has((name,)) for name in ("one", "two", "three")]
+
+    assert asyncio.run(look()) == [False, True, True]
+
+
+@pytest.mark.parametrize("root", ["", "/matrix"])
+def test_the_grid_is_there_before_it_is_asked_for(store: Store, root: str) -> None:
+    stored(store, [passed(OLD[0])])
+    app = create_app(store, None, Settings(root_path=root))
+    with served(app, root):
+        end = time.monotonic() + 10
+        while len(app.state.site.made._made) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        names = [(key[0], key[1], key[2]) for key in app.state.site.made._made]
+        assert names == [("grid", root, ""), ("grid", root, "live")]
+        (page, live) = app.state.site.made._made.values()
+    assert f"/cells/{OLD[0].name}".encode() in page.body
+    assert page.body.startswith(b"<!doctype html>")
+    assert len(live.body) < len(page.body)

@@ -63,7 +63,12 @@ def run(options: argparse.Namespace) -> int:
         raise MatrixError(f"--root-path takes a path such as /matrix, not {options.root_path!r}")
     axes = _axes(options)
     pins = pin_folder(options, axes) if axes and options.offline is None else None
-    settings = Settings(read=options.read, pins=pins if pins and pins.is_dir() else None, lease_seconds=options.lease)
+    settings = Settings(
+        read=options.read,
+        pins=pins if pins and pins.is_dir() else None,
+        lease_seconds=options.lease,
+        root_path=options.root_path.rstrip("/"),
+    )
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening:
         app = create_app(store, axes, settings)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -73,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
-            root_path=options.root_path.rstrip("/"),
+            root_path=settings.root_path,
             timeout_graceful_shutdown=_GRACE,
         )
         sys.setswitchinterval(_SWITCH)

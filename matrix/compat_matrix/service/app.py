@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import platform
 import threading
@@ -27,9 +28,9 @@ from .html import Pages, add_error_pages
 from .queue import Differs, NoLease, Over, Queue
 from .settings import Settings
 
-#: Threads that write at the same time, and that read. Of more, each waits longer for Python's lock than it works.
-_WRITERS = 4
-_READERS = 4
+#: Threads that read at the same time, and that write: to SQLite one can. Of more, each waits longer for Python's lock than it works.
+_READERS = 3
+_WRITERS = {"sqlite": 1}
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
         over = threading.Event()
         keeper = threading.Thread(target=_keep, args=(queue, over), name="queue", daemon=True)
         keeper.start()
+        warming = asyncio.create_task(pages.warm(app, settings.root_path))
         yield
+        warming.cancel()
         over.set()
         await run_in_threadpool(keeper.join)
 
@@ -70,7 +73,7 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
         openapi_url="/api/v1/openapi.json",
     )
     app.state.store, app.state.axes, app.state.settings, app.state.queue = store, axes, settings, queue
-    app.state.writers = CapacityLimiter(_WRITERS)
+    app.state.writers = CapacityLimiter(_WRITERS.get(store.dialect, 3))
     app.state.board = Board(store)
     app.state.site = pages.Site(store, queue, app.state.board, axes.all_cells if axes else {}, Pages())
     app.add_middleware(Guard, store=store, settings=settings)

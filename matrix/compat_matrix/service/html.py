@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import re
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.routing import APIRoute
@@ -45,6 +46,8 @@ _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FRESH = 1.0
 #: One that is older than this is never sent, in seconds.
 _OLD = 5.0
+#: So many seconds who has one that is younger waits for the new one.
+_PATIENCE = 0.15
 
 
 class Refusal(Exception):
@@ -204,68 +207,65 @@ class Made(NamedTuple):
 
 
 class Pages:
-    """Pages that were made a moment ago, so that many who look at the same don't make it again each. Threads may share one.
-
-    One thread makes a page; those that have an older one send that meanwhile.
+    """Pages that were made a moment ago, so that many who look at the same don't make it again each. For the thread of one event
+    loop; each page is made in another thread, once at a time.
     """
 
-    def __init__(self, most: int = 100) -> None:
+    def __init__(self, most: int = 100, makers: int = 2) -> None:
         self._most = most
         self._made: OrderedDict[tuple[str, ...], Made] = OrderedDict()
         self._asked: dict[tuple[str, ...], float] = {}
-        self._lock = threading.Lock()
-        self._making = threading.Lock()
+        self._making: dict[tuple[str, ...], asyncio.Task[Made]] = {}
+        self._makers = CapacityLimiter(makers)  # they don't wait for threads that are busy with other pages
 
-    def hot(self, key: tuple[str, ...]) -> tuple[Made, bool] | None:
-        """A page that may be sent at once, and whether it is to be made anew meanwhile; None: it is to be made first.
+    def has(self, key: tuple[str, ...]) -> bool:
+        """Whether such a page was made."""
+        return key in self._made
 
-        An older one may be where it is asked for all the time: the next one gets the new.
-        """
-        now = time.monotonic()
-        with self._lock:
-            last, before = self._made.get(key), self._asked.get(key, 0.0)
-            if last is None:
-                return None
-            self._asked[key] = now
-        if now - last.at < FRESH:
-            return last, False
-        if now - last.at < _OLD and now - before < FRESH:
-            return last, not self._making.locked()
-        return None
+    async def get(self, key: tuple[str, ...], make: Callable[[Made | None], tuple[str, bytes | None]]) -> Made:
+        """A page that isn't older than some seconds. The one before is sent where the new one takes long, or where it is asked for
+        all the time: the next one gets the new.
 
-    def get(self, key: tuple[str, ...], make: Callable[[Made | None], tuple[str, bytes | None]]) -> Made:
-        """
         Args:
             make: gets the last one; returns the tag and the page, or None for the page where the last one is still right.
         """
-        last = self._last(key)
-        if last and time.monotonic() - last.at < FRESH:
-            return last
-        if not self._making.acquire(blocking=last is None):
-            assert last
-            return last
-        try:
-            last = self._last(key)
-            if last and time.monotonic() - last.at < FRESH:
+        now = time.monotonic()
+        last, before = self._made.get(key), self._asked.get(key, 0.0)
+        if last:
+            self._asked[key] = now
+            if now - last.at < FRESH:
                 return last
-            tag, body = make(last)
-            if body is None:
-                assert last
-                made = last._replace(at=time.monotonic())
-            else:
-                made = Made(tag, body, gzip.compress(body, 5, mtime=0), time.monotonic())
-            with self._lock:
-                self._made[key] = made
-                self._made.move_to_end(key)
-                while len(self._made) > self._most:
-                    self._asked.pop(self._made.popitem(last=False)[0], None)
-            return made
-        finally:
-            self._making.release()
+        making = self._making.get(key) or self._begin(key, make, last)
+        if last and now - last.at < _OLD:
+            if now - before >= FRESH:
+                await asyncio.wait({making}, timeout=_PATIENCE)
+            if not making.done() or making.exception():  # who asks when it is too old is told
+                return last
+        return await asyncio.shield(making)
 
-    def _last(self, key: tuple[str, ...]) -> Made | None:
-        with self._lock:
-            return self._made.get(key)
+    def _begin(
+        self, key: tuple[str, ...], make: Callable[[Made | None], tuple[str, bytes | None]], last: Made | None
+    ) -> asyncio.Task[Made]:
+        def end(task: asyncio.Task[Made]) -> None:
+            del self._making[key]
+            if task.cancelled() or task.exception():
+                return
+            self._made[key] = task.result()
+            self._made.move_to_end(key)
+            while len(self._made) > self._most:
+                self._asked.pop(self._made.popitem(last=False)[0], None)
+
+        making = self._making[key] = asyncio.ensure_future(to_thread.run_sync(_anew, make, last, limiter=self._makers))
+        making.add_done_callback(end)
+        return making
+
+
+def _anew(make: Callable[[Made | None], tuple[str, bytes | None]], last: Made | None) -> Made:
+    tag, body = make(last)
+    if body is None:
+        assert last
+        return last._replace(at=time.monotonic())
+    return Made(tag, body, gzip.compress(body, 5, mtime=0), time.monotonic())
 
 
 def send(request: Request, made: Made) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections import Counter
@@ -11,11 +12,10 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 from sqlalchemy import func, select
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
 from ..cells import Cell
@@ -75,8 +75,7 @@ async def the_grid(request: Request) -> Response:
         raise Refusal(400, str(error), "A filter that is left out lets everything through.") from None
     root = request.scope.get("root_path", "")
     key = ("grid", root, "" if live is None else "live", *vars(wanted).values())
-    known = site.made.hot(key)
-    if wanted.run and not known:
+    if wanted.run and not site.made.has(key):
         run = await run_in_threadpool(_run, site, wanted.run)
         if run.id != wanted.run:
             return _redirect(request, f"/{_changed(wanted, run=run.id)}")
@@ -86,21 +85,22 @@ async def the_grid(request: Request) -> Response:
         leased = site.queue.running()
         now = datetime.now(timezone.utc)
         running = hash(frozenset((one.run, one.cell) for one in leased)) & 0xFFFFFFFF
-        # Ages are shown, in minutes at the finest.
-        tag = f"{picture.version}-{running:x}-{int(now.timestamp() // 60)}"
+        tag = f"{picture.version}-{running:x}-{_minute(now)}"
         if last and last.tag == tag:
             return tag, None
         template = "grid.html" if live is None else "grid_live.html"
         return tag, render(request, template, tag=tag, **_grid(site, wanted, picture, leased, now))
 
-    def make_anew() -> None:
-        with suppress(MatrixError, PoolTimeout):  # who asks when it is too old is told
-            site.made.get(key, make)
+    made = await site.made.get(key, make)
+    return Response(status_code=204, headers=html.HEADERS) if live == made.tag else send(request, made)
 
-    made, is_old = known or (await run_in_threadpool(site.made.get, key, make), False)
-    response = Response(status_code=204, headers=html.HEADERS) if live == made.tag else send(request, made)
-    response.background = BackgroundTask(make_anew) if is_old else None
-    return response
+
+async def warm(app: FastAPI, root: str) -> None:
+    """Make what the first readers will ask for, all at the same time."""
+    for query in (b"", b"live=none"):
+        scope = {"type": "http", "app": app, "method": "GET", "headers": [], "query_string": query}
+        with suppress(MatrixError, Refusal, PoolTimeout):  # who asks is told
+            await the_grid(Request(scope | {"path": f"{root}/", "root_path": root}))
 
 
 def _grid(site: Site, wanted: Wanted, picture: Picture, leased: list[Running], now: datetime) -> dict[str, Any]:
@@ -283,19 +283,27 @@ def _planned(site: Site, name: str) -> Cell | None:
 
 
 @router.get("/runs")
-def the_runs(request: Request) -> Response:
+async def the_runs(request: Request) -> Response:
     site = _site(request)
-    before = request.query_params.get("before")
-    runs = site.board.look().runs
-    if before:
-        names = [run.id for run in runs]
-        if before not in names:
-            raise Refusal(404, f"There is no run {common.one_line(before, 100)!r}.")
-        runs = runs[names.index(before) + 1 :]
-    more, runs = len(runs) > _RUNS, runs[:_RUNS]
-    now = datetime.now(timezone.utc)
-    values = {"runs": runs, "totals": _totals(site, runs), "more": more, "before": before}
-    return page(request, "runs.html", **values, ago=lambda when: _ago(when, now))
+    before = request.query_params.get("before") or ""
+
+    def make(last: Made | None) -> tuple[str, bytes | None]:
+        picture = site.board.look()
+        runs = picture.runs
+        if before:
+            names = [run.id for run in runs]
+            if before not in names:
+                raise Refusal(404, f"There is no run {common.one_line(before, 100)!r}.")
+            runs = runs[names.index(before) + 1 :]
+        now = datetime.now(timezone.utc)
+        tag = f"{picture.version}-{_minute(now)}"
+        if last and last.tag == tag:
+            return tag, None
+        more, runs = len(runs) > _RUNS, runs[:_RUNS]
+        values = {"runs": runs, "totals": _totals(site, runs), "more": more, "before": before}
+        return tag, render(request, "runs.html", **values, ago=lambda when: _ago(when, now))
+
+    return send(request, await site.made.get(("runs", request.scope.get("root_path", ""), before), make))
 
 
 @router.get("/runs/{name:path}")
@@ -430,22 +438,27 @@ def the_seams(request: Request) -> Response:
 
 
 @router.get("/status")
-def the_status(request: Request) -> Response:
+async def the_status(request: Request) -> Response:
     site = _site(request)
-    now = datetime.now(timezone.utc)
-    values = {
-        "counts": site.queue.counts(),
-        "leased": site.queue.running(),
-        "workers": site.queue.workers(),
-        "machine": going.machine,
-        "progress": going.progress(site.store),
-        "late": going.late(site.store),
-        "store": site.store.name.rpartition("/")[2],
-        "now": now,
-        "ago": lambda when: _ago(when, now),
-    }
     template = "status.html" if request.query_params.get("live") is None else "status_live.html"
-    return page(request, template, **values)
+
+    def make(last: Made | None) -> tuple[str, bytes | None]:
+        now = datetime.now(timezone.utc)
+        values = {
+            "counts": site.queue.counts(),
+            "leased": site.queue.running(),
+            "workers": site.queue.workers(),
+            "machine": going.machine,
+            "progress": going.progress(site.store),
+            "late": going.late(site.store),
+            "store": site.store.name.rpartition("/")[2],
+            "now": now,
+            "ago": lambda when: _ago(when, now),
+        }
+        body = render(request, template, **values)
+        return hashlib.sha256(body).hexdigest()[:16], body
+
+    return send(request, await site.made.get((template, request.scope.get("root_path", "")), make))
 
 
 @router.get("/favicon.ico")
@@ -467,6 +480,11 @@ def a_file(request: Request, name: str) -> Response:
 def _redirect(request: Request, address: str) -> Response:
     root = request.scope.get("root_path", "").rstrip("/")
     return RedirectResponse(root + address, status_code=307)
+
+
+def _minute(now: datetime) -> int:
+    """Changes as the ages do that pages show, in minutes at the finest."""
+    return int(now.timestamp() // 60)
 
 
 def _ago(when: datetime | None, now: datetime) -> str:

@@ -21,6 +21,7 @@ class Settings:
         upload_bytes: a longer log is refused.
         writes_per_minute, submissions_per_minute: of one token.
         failures_per_minute: wrong tokens from one address that are told so; others are told to wait.
+        root_path: under which a proxy has the service, such as /matrix.
     """
 
     read: Literal["open", "token"] = "open"
@@ -32,3 +33,4 @@ class Settings:
     writes_per_minute: int = 30_000
     submissions_per_minute: int = 60
     failures_per_minute: int = 30
+    root_path: str = ""
