@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bare_site
 import pytest
 from recorded_service import EVIDENCE, NEAREST, PASSED, WRONG, Service
 
@@ -24,23 +24,10 @@ Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
-    service = Service()
-    yield service
-    service.stop()
-
-
-@pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     """The command where there is only the metadata of torch and transformers: to import one would fail."""
     site = tmp_path / "site"
-    site.mkdir()
-    for name in ("packaging", "pynvml", "rich", "markdown_it", "mdurl", "pygments", "typing_extensions"):
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            origin = Path(spec.origin)
-            source = origin.parent if spec.submodule_search_locations else origin
-            (site / source.name).symlink_to(source)
+    bare_site.make(site)
     for name, version in (("torch", "2.11.0+cu130"), ("transformers", "5.9.0")):
         install(site, name, version)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bare_site
 import pytest
 
 import kernel_compat
@@ -66,13 +67,7 @@ def framework(tmp_path: Path) -> Path:
 def bare_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """The command line where neither torch nor transformers nor any metadata is to be found."""
     site = tmp_path / "site"
-    site.mkdir()
-    for name in ("packaging", "pynvml", "rich", "markdown_it", "mdurl", "pygments", "typing_extensions"):
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            origin = Path(spec.origin)
-            source = origin.parent if spec.submodule_search_locations else origin
-            (site / source.name).symlink_to(source)
+    bare_site.make(site)
 
     def run(*arguments: str, paths: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
         return subprocess.run(  # noqa: PLW1510 - the exit code is what is tested

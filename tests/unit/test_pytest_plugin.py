@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ pytest_plugins = ["pytester"]
 
 COMPAT = Path(kernel_compat.__file__).parents[1]
 PLUGIN = ("-p", "kernel_compat.pytest_plugin")
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    service = Service()
-    yield service
-    service.stop()
 
 
 @pytest.fixture

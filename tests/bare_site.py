@@ -1,0 +1,16 @@
+"""A site-packages with what the command line needs, and neither torch nor transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def make(site: Path) -> None:
+    site.mkdir()
+    for name in ("packaging", "pynvml", "rich", "markdown_it", "mdurl", "pygments", "typing_extensions"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            origin = Path(spec.origin)
+            source = origin.parent if spec.submodule_search_locations else origin
+            (site / source.name).symlink_to(source)
