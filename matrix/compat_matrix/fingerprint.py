@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import __version__
 from .axes import Axes
 from .errors import MatrixError
-from .wheelhouse import sources
+
+_NO_SOURCES = ("__pycache__", "build", "dist", "node_modules")
+
+
+def sources(folder: Path) -> Iterator[Path]:
+    """Its Python files, without those of environments, builds and tools."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if not (path.name.startswith(".") or path.name in _NO_SOURCES or (path / "pyvenv.cfg").exists()):
+                yield from sources(path)
+        elif path.suffix == ".py":
+            yield path
 
 
 def fingerprint(folder: Path) -> str:

@@ -28,13 +28,13 @@ from .axes import Axes
 from .base_python import torch_alone
 from .cells import Cell, one_and_more
 from .errors import MatrixError
+from .fingerprint import sources
 from .locking import ANY_DAY, ResolutionError, lock
 from .pins import Part, Pin, compile_pins, of_cells, write
 from .work import Job
 
 #: Files that are fetched at a time.
 _THREADS = 4
-_NO_SOURCES = ("__pycache__", "build", "dist", "node_modules")
 
 
 class _Table(BaseModel):
@@ -275,16 +275,6 @@ def differing(wheel: Path, folder: Path) -> str | None:
                 if all(path.read_bytes() != content for path in same):
                     return name
     return None
-
-
-def sources(folder: Path) -> Iterator[Path]:
-    """Its Python files, without those of environments, builds and tools."""
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            if not (path.name.startswith(".") or path.name in _NO_SOURCES or (path / "pyvenv.cfg").exists()):
-                yield from sources(path)
-        elif path.suffix == ".py":
-            yield path
 
 
 def _manifest(folder: Path) -> Manifest | None:
