@@ -213,6 +213,35 @@ def test_liger_writes_where_nobody_sees_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert places[1:] == projected
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_liger_s_norm_writes_into_gradients_that_nobody_else_has(shared: bool) -> None:
+    """Gemma 2 norms what it then adds to the residual: both have the sum's gradient."""
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    places: dict[str, int] = {}
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = module.LlamaRMSNorm(256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            residual = x * 3  # whose backward is the later one
+            given = x * 2
+            normed = self.norm(given)
+            given.register_hook(lambda gradient: places.update(given=gradient.data_ptr()))
+            normed.register_hook(lambda gradient: places.update(normed=gradient.data_ptr()))
+            return (residual + normed if shared else normed * residual).square().sum()
+
+    torch.manual_seed(0)
+    layer = Layer().to("cuda")
+    x = torch.randn(64, 256, device="cuda", requires_grad=True)
+    expected = torch.autograd.grad(layer(x), [x, layer.norm.weight])
+    with ops.apply_ops(layer, ops.OpsConfig(rms_norm_implementation="liger_kernel")):
+        found = torch.autograd.grad(layer(x), [x, layer.norm.weight])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32; sums of 64
+    assert (places["given"] == places["normed"]) is not shared
+
+
 def test_gated_rms_norm_by_fla() -> None:
     """By itself: where fla is installed, transformers takes its class, too."""
     try:
