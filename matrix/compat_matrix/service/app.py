@@ -56,7 +56,7 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
         over = threading.Event()
         keeper = threading.Thread(target=_keep, args=(queue, over), name="queue", daemon=True)
         keeper.start()
-        warming = asyncio.create_task(pages.warm(app, settings.root_path))
+        warming = app.state.warming = asyncio.create_task(pages.warm(app, settings.root_path))
         yield
         warming.cancel()
         over.set()

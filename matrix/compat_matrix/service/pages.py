@@ -96,11 +96,13 @@ async def the_grid(request: Request) -> Response:
 
 
 async def warm(app: FastAPI, root: str) -> None:
-    """Make what the first readers will ask for, all at the same time."""
+    """Make what the first readers will ask for, all at the same time. Of an empty store it is made when they ask."""
+    site: Site = app.state.site
     for query in (b"", b"live=none"):
         scope = {"type": "http", "app": app, "method": "GET", "headers": [], "query_string": query}
         with suppress(MatrixError, Refusal, PoolTimeout):  # who asks is told
-            await the_grid(Request(scope | {"path": f"{root}/", "root_path": root}))
+            if (await run_in_threadpool(site.board.look)).runs:
+                await the_grid(Request(scope | {"path": f"{root}/", "root_path": root}))
 
 
 def _grid(site: Site, wanted: Wanted, picture: Picture, leased: list[Running], now: datetime) -> dict[str, Any]:
