@@ -123,8 +123,8 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("scheme", "size", "rules"),
-    [("light", DESKTOP, RULES), ("dark", PHONE, LOOKS)],
-    ids=["light", "dark, phone"],
+    [("light", DESKTOP, RULES), ("dark", DESKTOP, LOOKS), ("dark", PHONE, LOOKS)],
+    ids=["light", "dark", "phone"],
 )
 def test_every_page_is_accessible(
     open_page: Open, demo: tuple[str, service_demo.Demo], scheme: str, size: dict[str, int], rules: dict[str, Any]

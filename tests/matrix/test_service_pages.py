@@ -839,7 +839,7 @@ def test_an_old_page_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(look())
 
 
-def test_so_many_pages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_pages_are_kept() -> None:
     async def look() -> list[bool]:
         made = html.Pages(most=2)
         for name in ("one", "two", "three"):

@@ -206,6 +206,10 @@ class Made(NamedTuple):
     at: float
 
 
+#: Gets the last one; returns the tag and the page, or None for the page where the last one is still right.
+Make = Callable[[Made | None], tuple[str, bytes | None]]
+
+
 class Pages:
     """Pages that were made a moment ago, so that many who look at the same don't make it again each. For the thread of one event
     loop; each page is made in another thread, once at a time.
@@ -222,12 +226,9 @@ class Pages:
         """Whether such a page was made."""
         return key in self._made
 
-    async def get(self, key: tuple[str, ...], make: Callable[[Made | None], tuple[str, bytes | None]]) -> Made:
+    async def get(self, key: tuple[str, ...], make: Make) -> Made:
         """A page that isn't older than some seconds. The one before is sent where the new one takes long, or where it is asked for
         all the time: the next one gets the new.
-
-        Args:
-            make: gets the last one; returns the tag and the page, or None for the page where the last one is still right.
         """
         now = time.monotonic()
         last, before = self._made.get(key), self._asked.get(key, 0.0)
@@ -239,13 +240,12 @@ class Pages:
         if last and now - last.at < _OLD:
             if now - before >= FRESH:
                 await asyncio.wait({making}, timeout=_PATIENCE)
-            if not making.done() or making.exception():  # who asks when it is too old is told
+            # Who asks when it is too old is told that the database is gone.
+            if not making.done() or isinstance(making.exception(), (MatrixError, PoolTimeout)):
                 return last
         return await asyncio.shield(making)
 
-    def _begin(
-        self, key: tuple[str, ...], make: Callable[[Made | None], tuple[str, bytes | None]], last: Made | None
-    ) -> asyncio.Task[Made]:
+    def _begin(self, key: tuple[str, ...], make: Make, last: Made | None) -> asyncio.Task[Made]:
         def end(task: asyncio.Task[Made]) -> None:
             del self._making[key]
             if task.cancelled() or task.exception():
@@ -260,7 +260,7 @@ class Pages:
         return making
 
 
-def _anew(make: Callable[[Made | None], tuple[str, bytes | None]], last: Made | None) -> Made:
+def _anew(make: Make, last: Made | None) -> Made:
     tag, body = make(last)
     if body is None:
         assert last
