@@ -126,6 +126,8 @@ if "torch" in globals():
 
 
 def rms_norm(hidden: int, tokens: int) -> tuple[list[Any], dict[str, Callable[[], Candidate]]]:
+    """Its gradient comes from another function, and nobody else has it: Liger writes into it."""
+
     def build() -> Any:
         module = made(lambda: modeling("llama").LlamaRMSNorm(hidden, 1e-6))
         torch.nn.init.normal_(module.weight)
@@ -135,13 +137,20 @@ def rms_norm(hidden: int, tokens: int) -> tuple[list[Any], dict[str, Callable[[]
         from liger_kernel.transformers.functional import liger_rms_norm
 
         module = build()
-        return lambda x: liger_rms_norm(x, module.weight, 1e-6, 0.0, "llama", False)
+        return lambda x: used(liger_rms_norm(x, module.weight, 1e-6, 0.0, "llama"))
+
+    def bound(**values: str) -> Candidate:
+        module = chosen(build(), **values)
+        return lambda x: used(module(x))
+
+    def used(x: Any) -> Any:
+        return x.neg() if x.requires_grad else x
 
     return [randn(1, tokens, hidden)], {
-        EAGER: build,
+        EAGER: bound,
         "liger-kernel, directly": directly,
-        "liger_kernel": lambda: chosen(build(), rms_norm="liger_kernel"),
-        "triton": lambda: chosen(build(), rms_norm="triton"),
+        "liger_kernel": lambda: bound(rms_norm="liger_kernel"),
+        "triton": lambda: bound(rms_norm="triton"),
     }
 
 
@@ -415,12 +424,14 @@ def models(whole: bool, tiny: bool) -> dict[str, Callable[[], tuple[Any, Callabl
     }
 
 
-def model_cells(part: str, tiny: bool) -> list[Cell]:
+def model_cells(part: str, tiny: bool, names: Iterable[str]) -> list[Cell]:
     whole, tokens = part == "step", TOKENS // (64 if tiny else 1)
     cells: list[Cell] = []
     first: dict[str, float] = {}
     case = f"Llama of 1B shape, {tokens} tokens" if whole else f"{tokens} x 2048 x 128256"
     for name, make in models(whole, tiny).items():
+        if names and name not in names:
+            continue
         cells.append(cell := Cell(case, BOTH, name, "upstream", 3))
         with attempt(cell):
             model, within = make()
@@ -478,7 +489,7 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
                 enter("kernels", kernel_cells(case, inputs, candidates), device_ms, args.rounds)
     for part in ("loss", "step"):
         if part in args.parts:
-            enter(part, model_cells(part, args.tiny), running_ms, args.rounds)
+            enter(part, model_cells(part, args.tiny, args.candidates), running_ms, args.rounds)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     return results
@@ -595,6 +606,7 @@ def _bases(cell: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[str, 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__, "ops.json", PARTS, 300)
     parser.add_argument("--only", metavar="TEXT", help="of the kernels, those cases whose name has this in it")
+    parser.add_argument("--candidates", nargs="+", default=[], metavar="NAME", help="of the loss and the step, these")
     parser.add_argument("--rounds", type=int, default=15)
     command(parser, argv, run, Results, "ops_gpu")
 
