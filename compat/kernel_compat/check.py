@@ -18,7 +18,7 @@ from .environment import Environment
 from .errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from .installer import Report, ShimReport, installed, status
 from .installer import torch_flash_backend as active_backend
-from .kernels import Features, Kernel, Provider, known_kernels
+from .kernels import Features, Kernel, known_kernels
 from .policy import LADDER, Step, ladder
 from .torch_backend import use_torch_flash_backend
 
@@ -176,7 +176,7 @@ def _status(name: str, kernel: Kernel, environment: Environment) -> NameStatus:
         kernel.name,
         _owner(name),
         tuple(provider.unavailable_because(environment)),
-        _install_hint(provider, environment),
+        provider.install_hint(environment),
     )
 
 
@@ -185,10 +185,6 @@ def _owner(name: str) -> Owner:
     if entry is not None:
         return "kernel-compat" if entry.builtin else "registered"
     return "transformers" if _names.upstream_owner(name) else "kernel-compat"
-
-
-def _install_hint(provider: Provider, environment: Environment) -> str:
-    return "" if provider.bundled or provider.distribution in environment.packages else provider.install
 
 
 def require_known(name: str) -> None:
@@ -403,7 +399,7 @@ def _check_name(name: str, report: Report, lacking: Mapping[str, str], steps: _S
         return unchecked("failed", [f"refused: {name} {state}"])
     if kernel is not None:
         unusable = kernel.unavailable_because(environment)
-        install = _install_hint(kernel.provider(environment), environment)
+        install = kernel.provider(environment).install_hint(environment)
         reasons = [reason for reason in unusable if reason != lacking.get("torch")]
         if "torch" in lacking:
             reasons.append(lacking["torch"])
@@ -414,7 +410,7 @@ def _check_name(name: str, report: Report, lacking: Mapping[str, str], steps: _S
     try:
         subject = _Sdpa() if kernel is None else _Registered(name, kernel, entry)
     except KernelUnavailableError as error:
-        return unchecked("not usable", error.reasons, error.install or "")
+        return unchecked("not usable", error.reasons, error.install)
     except Exception as error:
         return unchecked("failed", [_message(error)])
     place = _place(subject.features)

@@ -485,7 +485,8 @@ def _show_plan(console: Console, plan: _Plan) -> None:
         _print(console, f"No plan: {plan.error.kernel} is not usable here.", "bold red")
         for reason in plan.error.reasons:
             _print(console, f"  {reason}")
-        _print(console, str(plan.error.install))
+        if plan.error.install:
+            _print(console, plan.error.install)
         return
     name = plan.preload.attn_implementation
     _print(console, f"attn_implementation  {name or 'unset: sdpa where the model has it, else eager'}", "bold")

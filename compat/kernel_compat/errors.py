@@ -12,7 +12,7 @@ class KernelCompatError(Exception):
 class KernelUnavailableError(KernelCompatError, ImportError):
     """A kernel can't run in this environment; the message says why and which command installs it."""
 
-    def __init__(self, kernel: str, reasons: list[str], install: str | None = None) -> None:
+    def __init__(self, kernel: str, reasons: list[str], install: str = "") -> None:
         self.kernel = kernel
         self.reasons = list(reasons)
         self.install = install

@@ -587,4 +587,4 @@ def verify_flash_support(model: Any, name: str, environment: Environment | None 
                 what = f"{_WORDS.get(feature, feature)}, which {type(model).__name__} needs"
                 raise UnsupportedFeatureError(what, name, f"{instead(kernel.name, feature)} Or use 'eager'.")
     if reasons := provider.unavailable_because(environment):
-        raise KernelUnavailableError(name, reasons, provider.install)
+        raise KernelUnavailableError(name, reasons, provider.install_hint(environment))

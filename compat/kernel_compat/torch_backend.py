@@ -50,7 +50,7 @@ def use_torch_flash_backend(backend: Backend | None) -> Handle:
         raise ValueError(f"{backend!r} is no flash backend of torch; there are: 'FA3', 'FA4', None")
     if backend is not None and (reasons := unavailable_because(backend)):
         absent = any("is not installed" in reason for reason in reasons)
-        raise KernelUnavailableError(f"torch's {backend} backend", reasons, _INSTALL[backend] if absent else None)
+        raise KernelUnavailableError(f"torch's {backend} backend", reasons, _INSTALL[backend] if absent else "")
     with _lock:
         previous = torch_flash_backend()
         _activate(backend, previous)

@@ -208,8 +208,10 @@ def test_unavailable_says_what_installs_it(kernel: str, command: str) -> None:
     assert error.kernel == kernel
     assert kernel in str(error)
     assert command in str(error)
-    assert command in (error.install or "")
+    assert command in error.install
     assert error.reasons == reasons(kernel, nothing)
+    with pytest.raises(KernelUnavailableError, match=r"visible\.$"):  # nothing to install
+        Kernel(kernel, known_kernels()[kernel].providers).load(environment())
 
 
 class Recorder:

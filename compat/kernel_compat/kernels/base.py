@@ -125,6 +125,10 @@ class Provider:
         """What it can do in an environment, as far as that is known without importing it."""
         return self.expected(environment, self.features)
 
+    def install_hint(self, environment: Environment) -> str:
+        """The sentence with the command, where there is something to install."""
+        return self.install if self.absent_because(environment) else ""
+
     def unavailable_because(self, environment: Environment) -> list[str]:
         """Why this package can't run here; empty when all is well."""
         return self.absent_because(environment) + self._no_device_because(environment)
@@ -240,7 +244,7 @@ class Kernel:
     def _load(self, provider: Provider, environment: Environment) -> tuple[Features, Functions]:
         reasons = provider.unloadable_because(environment)
         if reasons:
-            raise KernelUnavailableError(self.name, reasons, provider.install)
+            raise KernelUnavailableError(self.name, reasons, provider.install_hint(environment))
         try:
             module = importlib.import_module(provider.module)
             raw = provider.functions(module)

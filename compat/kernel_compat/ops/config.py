@@ -223,7 +223,7 @@ def _check(op: str, value: str, environment: Environment) -> None:
     specs = [spec for spec in registry.registered_kernels(op) if spec.name == value]
     reasons = [spec.unavailable_because(environment) for spec in specs]
     if all(reasons):
-        raise KernelUnavailableError(f"{op}_implementation={value!r}", reasons[0], specs[0].install or None)
+        raise KernelUnavailableError(f"{op}_implementation={value!r}", reasons[0], specs[0].install_hint(environment))
 
 
 def _unusable(op: str, value: str, environment: Environment) -> str:

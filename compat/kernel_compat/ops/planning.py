@@ -326,7 +326,8 @@ class Plan:
             )
         spec = specs[variant]
         if not self.dry and (reasons := spec.unavailable_because(self._environment)):
-            raise KernelUnavailableError(f"{op} {value!r} for the variant {variant!r}", reasons, spec.install or None)
+            hint = spec.install_hint(self._environment)
+            raise KernelUnavailableError(f"{op} {value!r} for the variant {variant!r}", reasons, hint)
         return spec
 
     def _kernel(self, spec: KernelSpec) -> Callable[..., Any]:

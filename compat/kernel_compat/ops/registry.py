@@ -128,6 +128,10 @@ class KernelSpec:
                 reasons.append(f"{name} {version} is installed, and it needs {requirement.specifier}")
         return reasons
 
+    def install_hint(self, environment: Environment) -> str:
+        """The sentence with the command, where there is something to install."""
+        return self.install if self.absent_because(environment) else ""
+
     def load(self) -> Callable[..., Any]:
         """The kernel.
 
@@ -140,7 +144,7 @@ class KernelSpec:
             raise
         except Exception as error:  # somebody else's package
             reason = f"it does not import ({type(error).__name__}: {error})"
-            raise KernelUnavailableError(f"{self.op} {self.name!r}", [reason], self.install or None) from error
+            raise KernelUnavailableError(f"{self.op} {self.name!r}", [reason], self.install) from error
 
 
 _lock = threading.RLock()

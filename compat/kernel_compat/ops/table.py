@@ -90,9 +90,8 @@ def _choice(op: str, value: str, environment: Environment) -> Choice:
     usable = [spec for spec in specs if not spec.unavailable_because(environment)]
     first = (usable or specs)[0]
     reasons = () if usable else tuple(first.unavailable_because(environment))
-    install = first.install if first.absent_because(environment) else ""
     variants = tuple(spec.variant for spec in usable or specs)
-    return Choice(op, value, variants, reasons, "" if usable else install, first.note)
+    return Choice(op, value, variants, reasons, "" if usable else first.install_hint(environment), first.note)
 
 
 def _build(path: str) -> Any:
