@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,8 +19,11 @@ import transformers
 from bf16 import require_as_close
 from tiny import OPS_MODELS, TRANSFORMERS, VOCAB, randomize
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from kernel_compat import KernelUnavailableError, ops
+from kernel_compat.ops import norms, registry, rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -240,6 +245,92 @@ def test_liger_s_norm_writes_into_gradients_that_nobody_else_has(shared: bool) -
         found = torch.autograd.grad(layer(x), [x, layer.norm.weight])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32; sums of 64
     assert (places["given"] == places["normed"]) is not shared
+
+
+def gated(product: Callable[[Tensor, Tensor], Tensor], how: str = "") -> tuple[list[Tensor], bool]:
+    """Gradients behind a SwiGLU, and whether those of its gate were written over it."""
+    torch.manual_seed(0)
+    gate, up = torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(64, 128)
+    layers, x = torch.nn.ModuleList([gate, up]).to("cuda"), torch.randn(2, 8, 64, device="cuda", requires_grad=True)
+    places: list[int] = []
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def call(x: Tensor) -> Tensor:
+        first, second = gate(x), up(x)
+        if how == "kept":
+            kept.append((first.detach(), first.clone()))
+        elif "saved" not in how:
+            places.append(first.data_ptr())
+            first.register_hook(lambda gradient: places.append(gradient.data_ptr()))
+        regularizer = first.pow(3).sum() if "saved" in how else 0.0  # differentiated behind the product
+        return product(first, second).sin().sum() + regularizer
+
+    loss = checkpoint(call, x, use_reentrant=False) if "checkpointed" in how else call(x)
+    gradients = torch.autograd.grad(loss, [x, *layers.parameters()])
+    assert all(torch.equal(now, before) for now, before in kept)
+    return list(gradients), len(places) > 1 and places[-1] in places[:-1]
+
+
+def kernel(op: str, value: str) -> Callable[..., Any]:
+    try:
+        ops.OpsConfig.from_dict({f"{op}_implementation": value})
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    specs = {spec.variant: spec for spec in registry.registered_kernels(op) if spec.name == value}
+    return next(specs[variant] for variant in ("standard", "full", "causal") if variant in specs).load()
+
+
+@pytest.mark.parametrize(
+    "how", ["", "checkpointed", "kept", "saved", "saved, checkpointed"], ids=lambda how: how or "alone"
+)
+def test_liger_s_swiglu_writes_over_what_nobody_else_has(how: str) -> None:
+    found, in_place = gated(kernel("swiglu_mlp", "liger_kernel"), how)
+    expected, _ = gated(lambda gate, up: functional.silu(gate) * up, how if "saved" in how else "")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32; sums of 16
+    assert in_place is (how in ("", "checkpointed"))
+
+
+def test_liger_s_own_swiglu_writes_over_what_others_have() -> None:
+    """What is mended above."""
+    library = pytest.importorskip("liger_kernel.transformers.functional")
+    found, _ = gated(library.liger_swiglu, "saved")
+    expected, _ = gated(lambda gate, up: functional.silu(gate) * up, "saved")
+    assert not torch.allclose(found[0], expected[0], rtol=0.1, atol=0.1)
+
+
+def beside(op: str, kernel: Callable[..., Any], x: Tensor) -> Tensor:
+    """What a kernel gives in a sum, whose other part has the same gradient, of what autograd has saved before."""
+    *parts, other = (x * factor for factor in (2, 3, 5))
+    saved = sum(part.pow(3).sum() for part in parts)
+    if op == "rms_norm":
+        results = [kernel(parts[0], torch.linspace(1, 2, 256, device="cuda"), 1e-6, casting="llama") + other]
+    elif op == "swiglu_mlp":
+        results = [kernel(*parts) + other]
+    else:
+        heads = [one.view(2, 8, 4, 64).transpose(1, 2) for one in (*parts, other)]
+        angles = torch.arange(8 * 32, device="cuda").view(1, 8, 32).repeat(1, 1, 2)
+        results = [one + heads[-1] for one in kernel(*heads[:-1], angles.cos(), angles.sin())]
+    return sum(result.square().sum() for result in results) + saved
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize(
+    ("op", "value"), [one for one in VALUES if one[0] in ("rms_norm", "swiglu_mlp", "rotary_pos_emb")]
+)
+def test_what_others_have_stays(op: str, value: str, compiled: bool) -> None:
+    """A gradient that goes two ways, and what is saved for another function's."""
+    formulas = {
+        "rms_norm": lambda x, weight, eps, *, casting: norms.reference(x, weight, eps, False, casting),
+        "swiglu_mlp": lambda gate, up: functional.silu(gate) * up,
+        "rotary_pos_emb": rotary.reference,
+    }
+    torch._dynamo.reset()
+    call = partial(beside, op, kernel(op, value))
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 256, device="cuda", requires_grad=True)
+    (expected,) = torch.autograd.grad(beside(op, formulas[op], x), x)
+    (found,) = torch.autograd.grad((torch.compile(call, fullgraph=True) if compiled else call)(x), x)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5  # float32
 
 
 def test_gated_rms_norm_by_fla() -> None:

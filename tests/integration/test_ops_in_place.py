@@ -1,4 +1,4 @@
-"""Kernels that write into query and key, and into gradients, as Liger's do: only where nobody can see it."""
+"""Kernels that write into query and key, into gradients and what they have saved, as Liger's do: only where nobody can see it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kernel_compat import ops
 from kernel_compat.ops import rotary
-from kernel_compat.ops.kernels.ownership import Alone, OwnGradients, guard_backward, is_learning
+from kernel_compat.ops.kernels.ownership import Alone, OwnGradients, guard_backward, is_learning, own_saved
 
 NAME = "in_place"
 
@@ -286,6 +286,125 @@ def test_the_gradient_of_a_norm_that_goes_two_ways_stays(norm_counts: list[str])
         (found,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(found, expected)
     assert norm_counts == ["gradient copied"]
+
+
+class Gated(torch.autograd.Function):
+    """A SwiGLU that writes gradients over the gate and the projection that it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate.view(-1, gate.shape[-1]), up.view(-1, up.shape[-1]))
+        return functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, ...]:
+        saved, (given,) = ctx.saved_tensors, gradients
+        gate, up = (one.detach().clone().requires_grad_() for one in saved)
+        with torch.enable_grad():
+            product = functional.silu(gate) * up
+        back = torch.autograd.grad(product, (gate, up), given.reshape_as(product))
+        return tuple(_write(x, new).view_as(given) for x, new in zip(saved, back, strict=True))
+
+
+@pytest.fixture
+def gate_copies() -> Iterator[list[Tensor]]:
+    """Registers it, with what was copied for its backward."""
+    copies: list[Tensor] = []
+
+    def copy(x: Tensor) -> Tensor:
+        copies.append(x.clone())
+        return copies[-1]
+
+    def factory() -> Callable[[Tensor, Tensor], Tensor]:
+        own: Any = own_saved(Gated, copy)
+        return lambda gate, up: own.apply(gate.contiguous(), up.contiguous())
+
+    ops.register_kernel("swiglu_mlp", "standard", NAME)(factory)
+    yield copies
+    ops.unregister_kernel("swiglu_mlp", "standard", NAME)
+
+
+def gated(model: Any) -> ops.Report:
+    return ops.apply_ops(model, ops.OpsConfig(swiglu_mlp_implementation=NAME))
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant checkpoints", "checkpoints"])
+@pytest.mark.parametrize("name", [n for n in ("llama", "qwen2", "qwen3") if n in OPS_MODELS])
+def test_of_a_gate_nothing_is_copied_where_nobody_looks(
+    gate_copies: list[Tensor], name: str, checkpointing: bool | None
+) -> None:
+    model = build(name).train()
+    expected = gradients(copy.deepcopy(model))
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        if checkpointing:
+            model.enable_input_require_grads()
+    gated(model)
+    require_same(gradients(model), expected)
+    assert not gate_copies
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpoints"])
+def test_a_gate_that_autograd_has_saved_stays(gate_copies: list[Tensor], checkpointing: bool) -> None:
+    """A regularizer's gradient is computed behind SwiGLU's, of what SwiGLU would have written over."""
+    model = build().train()
+    squares: list[Tensor] = []
+
+    def regularized(model: Any) -> Any:
+        total = sum(squares)
+        squares.clear()
+        return total
+
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda m, a, out: squares.append(out.square().sum()))
+    expected = gradients(copy.deepcopy(model), regularized)
+    squares.clear()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    gated(model)
+    require_same(gradients(model, regularized), expected)
+    assert len(gate_copies) == 2  # the gates, and not the projections
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1)[3:]], ids=["it", "detached", "a part"]
+)
+def test_a_gate_that_a_hook_has_kept_stays(gate_copies: list[Tensor], keep: Callable[[Tensor], Tensor]) -> None:
+    model = build()
+    kept: list[tuple[Tensor, Tensor]] = []
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda m, a, out: kept.append((keep(out), keep(out).clone())))
+    gated(model)
+    gradients(model)
+    assert all(torch.equal(now, before) for now, before in kept)
+    assert len(kept) == len(gate_copies) == 2
+
+
+def test_what_hooks_have_kept_of_what_was_saved_stays(gate_copies: list[Tensor]) -> None:
+    """Nobody knows what they do, so all is copied."""
+    model = build()
+    expected = gradients(copy.deepcopy(model))
+    gated(model)
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append((x.detach(), x.clone()))
+        return kept[-1][0]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = gradients(model)
+    require_same(found, expected)
+    assert all(torch.equal(now, before) for now, before in kept)
+    assert len(gate_copies) == 4
+
+
+def test_a_config_is_applied_in_inference_mode(gate_copies: list[Tensor]) -> None:
+    model = build()
+    expected = gradients(copy.deepcopy(model))
+    with torch.inference_mode():
+        gated(model)
+    require_same(gradients(model), expected)
+    assert not gate_copies
 
 
 def apply_rotary_pos_emb(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
 from ..lazy import Pointwise
-from .ownership import Alone, OwnGradients, guard_backward, is_learning, untraced
+from .ownership import Alone, OwnGradients, guard_backward, is_learning, own_saved, untraced, with_own_gradient
 
 
 def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
@@ -38,10 +38,16 @@ def rms_norm_offset() -> Callable[..., Tensor]:
 
 
 def swiglu() -> Callable[..., Tensor]:
+    from liger_kernel.ops import LigerSiLUMulFunction
     from liger_kernel.transformers.functional import liger_swiglu
 
+    own = own_saved(LigerSiLUMulFunction)  # what `liger_swiglu` applies
+
     def kernel(gate: Tensor, up: Tensor) -> Tensor:
-        product: Tensor = liger_swiglu(gate, up)
+        if torch.compiler.is_compiling():  # which takes those copies away that nobody would miss
+            traced: Tensor = liger_swiglu(gate.clone(), up.clone())
+            return traced
+        product: Tensor = own.apply(gate, up)
         guard_backward(product, "swiglu_mlp_implementation='liger_kernel'", once=True)
         return product
 
@@ -64,6 +70,8 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         rotated: tuple[Tensor, Tensor] = liger_rope(query, key, cos, sin)
+        if torch.compiler.is_compiling():
+            return with_own_gradient(rotated[0]), with_own_gradient(rotated[1])
         guard_backward(rotated[0], "rotary_pos_emb_implementation='liger_kernel'", prepare=own_gradients)
         return rotated
 

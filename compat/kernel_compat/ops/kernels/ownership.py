@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 _learning: ContextVar[bool] = ContextVar("_learning", default=False)
 
@@ -29,7 +31,7 @@ class Alone:
         if type(x) is not Tensor or torch.compiler.is_compiling():
             return False
         counts = _references(x)
-        if _learning.get():
+        if counts and _learning.get():
             self._known.add(counts)
         return counts in self._known
 
@@ -40,10 +42,11 @@ def is_learning() -> bool:
 
 @contextmanager
 def learning() -> Iterator[None]:
-    """Within it, in this thread, tensors that are asked about are alone."""
+    """Within it, in this thread, tensors that are asked about are alone. They aren't of inference mode."""
     token = _learning.set(True)
     try:
-        yield
+        with torch.inference_mode(False):
+            yield
     finally:
         _learning.reset(token)
 
@@ -55,7 +58,7 @@ def _references(x: Tensor) -> tuple[int, ...]:
         memory = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
         return (sys.getrefcount(x), x._use_count(), memory, *of_base)
     except (AttributeError, RuntimeError):  # another torch, or a tensor without memory
-        return (-id(x),)
+        return ()
 
 
 class OwnGradients:
@@ -73,6 +76,87 @@ class OwnGradients:
         return tuple(x if x is None or self._alone(x) else self._copy(x) for x in gradients)
 
 
+def own_saved(function: type[Function], copy: Callable[[Tensor], Tensor] = torch.clone) -> type[Function]:
+    """The function, whose backward writes into views that its forward has saved: into those that nobody else has, and copies of
+    the others.
+    """
+    alone = {None: Alone(), _CHECKPOINT: Alone()}
+    with learning(), torch.enable_grad():
+        views = _with_own(_Views, alone, copy)
+        views.apply(torch.ones(1, 1, 2, requires_grad=True).neg()).sum().backward()
+        checkpoint(
+            lambda x: views.apply(x.neg()),
+            torch.ones(1, 1, 2, requires_grad=True),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        ).sum().backward()
+    return _with_own(function, alone, copy)
+
+
+def _with_own(function: Any, alone: Mapping[Any, Alone], copy: Callable[[Tensor], Tensor]) -> type[Function]:
+    class Own(function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            ctx.alone = alone.get(_saving_by())
+            return function.forward(ctx, *args)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            saved = tuple(x if ctx.alone is not None and ctx.alone(x) else copy(x) for x in ctx.saved_tensors)
+            return function.backward(_Context(ctx, saved), *gradients)
+
+    return Own
+
+
+class _Context:
+    """A context that has other tensors saved."""
+
+    def __init__(self, ctx: Any, saved: tuple[Tensor, ...]) -> None:
+        self._ctx, self.saved_tensors = ctx, saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _Views(Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.view(-1, x.shape[-1]))
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+_CHECKPOINT = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
+
+
+def _saving_by() -> tuple[str, str] | None:
+    """Who is asked now for what a function saves; None is autograd itself."""
+    try:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return None if hooks is None else (hooks[0].__module__, hooks[0].__qualname__)
+    except AttributeError:  # another torch, or a hook that is no function
+        return ("", "")
+
+
+class _OwnGradient(Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clone()
+
+
+def with_own_gradient(x: Tensor) -> Tensor:
+    """The tensor, whose gradient is a copy. For torch.compile, which takes away what nobody sees."""
+    own: Tensor = _OwnGradient.apply(x)
+    return own
+
+
 def guard_backward(
     out: Any, what: str, *, once: bool = False, prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
 ) -> None:
@@ -84,8 +168,10 @@ def guard_backward(
         once: it changes what it has saved, so that a second backward is wrong.
         prepare: what becomes of the gradients that come in.
     """
+    if torch.compiler.is_compiling():
+        return
     node = out.grad_fn
-    if node is None or torch.compiler.is_compiling():
+    if node is None:
         return
     done = False
 
@@ -111,4 +197,13 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-__all__ = ["Alone", "OwnGradients", "guard_backward", "is_learning", "learning", "untraced"]
+__all__ = [
+    "Alone",
+    "OwnGradients",
+    "guard_backward",
+    "is_learning",
+    "learning",
+    "own_saved",
+    "untraced",
+    "with_own_gradient",
+]
