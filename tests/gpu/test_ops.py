@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -296,6 +297,43 @@ def test_liger_s_own_swiglu_writes_over_what_others_have() -> None:
     found, _ = gated(library.liger_swiglu, "saved")
     expected, _ = gated(lambda gate, up: functional.silu(gate) * up, "saved")
     assert not torch.allclose(found[0], expected[0], rtol=0.1, atol=0.1)
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Within it, what has the host wait for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+def test_the_backward_of_liger_s_loss_does_not_wait_for_the_device(factor: float, reduction: str) -> None:
+    loss = kernel("cross_entropy_loss", "liger_kernel")
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(size, 64, device="cuda", requires_grad=True) for size in (100, 1000))
+    bias = torch.randn(1000, device="cuda", requires_grad=True)
+    labels = torch.randint(1000, (100,), device="cuda")
+    labels[7] = -100
+
+    def gradients(loss: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss * factor, (hidden, weight, bias))
+
+    expected = gradients(functional.cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction))
+    gradients(loss(hidden, weight, labels, bias=bias, reduction=reduction))  # compiles
+    out = loss(hidden, weight, labels, bias=bias, reduction=reduction)
+    with without_waiting():
+        found = gradients(out)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-5  # float32
+
+    library = importlib.import_module("liger_kernel.transformers.functional")
+    theirs = library.liger_fused_linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)
+    with without_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        gradients(theirs)
 
 
 def beside(op: str, kernel: Callable[..., Any], x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, tr
 from kernel_compat.ops.kernels.triton_load_balancing import load_balancing_loss
 from kernel_compat.ops.kernels.triton_rms_norm import rms_norm
 from kernel_compat.ops.kernels.triton_rotary import rotary_pos_emb
+from kernel_compat.ops.kernels.triton_scale import scale_
 
 assert triton.knobs.runtime.interpret
 
@@ -80,6 +81,17 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 layouts = st.sampled_from(["contiguous", "transposed", "sliced"])
 thorough = settings(max_examples=8, deadline=None)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 2731)])
+@pytest.mark.parametrize("factor", [1.0, -0.3, 0.0, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_scale(dtype: torch.dtype, factor: float, shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, dtype=dtype)
+    for one in (values, torch.stack([values, values], -1)[..., 1]):
+        expected = (one.double() * torch.tensor(factor).double()).to(dtype)
+        scale_(one, torch.tensor(factor))
+        torch.testing.assert_close(one, expected, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=0, equal_nan=True)
 
 
 # RMSNorm

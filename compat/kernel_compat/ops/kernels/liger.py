@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
 from ..lazy import Pointwise
+from ..rewriting import with_globals
 from .ownership import Alone, OwnGradients, guard_backward, is_learning, own_saved, untraced, with_own_gradient
 
 
@@ -86,7 +87,12 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def cross_entropy() -> Callable[..., Tensor]:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    from liger_kernel.transformers import functional
+
+    name = "LigerFusedLinearCrossEntropyFunction"
+    fused = with_globals(
+        functional.liger_fused_linear_cross_entropy, {name: _without_waiting(getattr(functional, name))}
+    )
 
     def kernel(
         hidden_states: Tensor,
@@ -107,7 +113,7 @@ def cross_entropy() -> Callable[..., Tensor]:
             dtype = torch.get_autocast_dtype(kind)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        loss: Any = liger_fused_linear_cross_entropy(
+        loss: Any = fused(
             hidden_states,
             weight,
             labels,
@@ -124,6 +130,22 @@ def cross_entropy() -> Callable[..., Tensor]:
         return loss
 
     return untraced(kernel)
+
+
+def _without_waiting(function: Any) -> type[torch.autograd.Function]:
+    """Liger's backward asks the device whether the loss's gradient is one, and has the host wait for all that is queued."""
+    from .triton_scale import scale_
+
+    class OnDevice(function):  # type: ignore[misc]
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor, *others: Any) -> Any:
+            results = function.backward(ctx, torch.ones((), dtype=gradient.dtype), *others)
+            for result in results:
+                if result is not None:
+                    scale_(result, gradient)
+            return results
+
+    return OnDevice
 
 
 def _as_liger_has_it(pointwise: Sequence[Pointwise]) -> tuple[float, float | None]:
