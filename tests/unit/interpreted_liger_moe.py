@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
+import interpreter  # noqa: F401  # repaired
 import pytest
 import torch
-import triton
-from triton.runtime import interpreter
 
 from kernel_compat import UnsupportedFeatureError
 from kernel_compat.ops.experts import Experts, reference
 from kernel_compat.ops.kernels import liger_moe
-
-assert triton.knobs.runtime.interpret
-
-_patch = interpreter._patch_lang_tensor
-
-
-def _indexing(tensor, scope):  # type: ignore[no-untyped-def]
-    """triton 3.6's interpreter has loops that numpy 2.4 refuses."""
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = _indexing
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+import interpreter  # noqa: F401  # repaired
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton.runtime import interpreter
 
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, triton_rotary
@@ -22,32 +19,11 @@ from kernel_compat.ops.kernels.triton_rms_norm import rms_norm
 from kernel_compat.ops.kernels.triton_rotary import rotary_pos_emb
 from kernel_compat.ops.kernels.triton_scale import scale_
 
-assert triton.knobs.runtime.interpret
-
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
 
 #: What opcheck is asked for; the rest is about autograd, which is not the operators' business.
 PROMISES = ("test_schema", "test_faketensor")
-
-
-def _repair_interpreter() -> None:
-    """Triton cuts float32 off to bfloat16 where devices round, and triton 3.6 has loops that newer numpy refuses."""
-    convert, patch = interpreter._convert_float, interpreter._patch_lang_tensor
-
-    def rounding(data: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(data, source, target, mode)
-        return torch.from_numpy(np.array(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
-
-    def indexing(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._convert_float, interpreter._patch_lang_tensor = rounding, indexing
-
-
-_repair_interpreter()
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,13 @@ triton = pytest.importorskip("triton")
 from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, triton_rotary, triton_scale  # noqa: E402
 
 
-def test_interpreted() -> None:
+@pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_liger.py"])
+def test_interpreted(file: str) -> None:
     """In a process of its own: when triton is imported, the environment says whether its kernels are interpreted."""
+    if "liger" in file:
+        pytest.importorskip("liger_kernel")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/interpreted_triton.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/unit/{file}"],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         cwd=Path(__file__).parents[2],
         capture_output=True,
