@@ -164,9 +164,26 @@ def test_nothing_is_copied_where_nobody_looks(counts: list[str], name: str) -> N
     assert counts.count("gradient written") + counts.count("gradient copied") == 2 * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(
+ways_to_keep = pytest.mark.parametrize(
     "keep", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1)[3:]], ids=["it", "detached", "a part"]
 )
+
+
+def regularize(modules: list[Any]) -> Callable[[Any], Any]:
+    """Has autograd save what they give. What it returns gives the sum of the squares since."""
+    squares: list[Tensor] = []
+
+    def regularizer(model: Any) -> Any:
+        total = sum(squares)
+        squares.clear()
+        return total
+
+    for module in modules:
+        module.register_forward_hook(lambda m, a, out: squares.append(out.square().sum()))
+    return regularizer
+
+
+@ways_to_keep
 def test_what_a_hook_has_kept_stays(counts: list[str], keep: Callable[[Tensor], Tensor]) -> None:
     model = build()
     kept: list[tuple[Tensor, Tensor]] = []
@@ -181,18 +198,10 @@ def test_what_a_hook_has_kept_stays(counts: list[str], keep: Callable[[Tensor], 
 
 def test_what_autograd_has_saved_stays(counts: list[str]) -> None:
     model = build()
-    squares: list[Tensor] = []
-
-    def regularized(model: Any) -> Any:
-        total = sum(squares)
-        squares.clear()
-        return total
-
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.register_forward_hook(lambda m, a, out: squares.append(out.square().sum()))
-    expected = gradients(copy.deepcopy(model), regularized)
+    regularizer = regularize([layer.self_attn.k_proj for layer in model.model.layers])
+    expected = gradients(copy.deepcopy(model), regularizer)
     apply(model)
-    require_same(gradients(model, regularized), expected)
+    require_same(gradients(model, regularizer), expected)
     assert counts.count("input copied") == 2
 
 
@@ -348,27 +357,16 @@ def test_of_a_gate_nothing_is_copied_where_nobody_looks(
 def test_a_gate_that_autograd_has_saved_stays(gate_copies: list[Tensor], checkpointing: bool) -> None:
     """A regularizer's gradient is computed behind SwiGLU's, of what SwiGLU would have written over."""
     model = build().train()
-    squares: list[Tensor] = []
-
-    def regularized(model: Any) -> Any:
-        total = sum(squares)
-        squares.clear()
-        return total
-
-    for layer in model.model.layers:
-        layer.mlp.gate_proj.register_forward_hook(lambda m, a, out: squares.append(out.square().sum()))
-    expected = gradients(copy.deepcopy(model), regularized)
-    squares.clear()
+    regularizer = regularize([layer.mlp.gate_proj for layer in model.model.layers])
+    expected = gradients(copy.deepcopy(model), regularizer)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     gated(model)
-    require_same(gradients(model, regularized), expected)
+    require_same(gradients(model, regularizer), expected)
     assert len(gate_copies) == 2  # the gates, and not the projections
 
 
-@pytest.mark.parametrize(
-    "keep", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1)[3:]], ids=["it", "detached", "a part"]
-)
+@ways_to_keep
 def test_a_gate_that_a_hook_has_kept_stays(gate_copies: list[Tensor], keep: Callable[[Tensor], Tensor]) -> None:
     model = build()
     kept: list[tuple[Tensor, Tensor]] = []
