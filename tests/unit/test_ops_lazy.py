@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kernel_compat.ops import lazy as module
 from kernel_compat.ops import losses
 from kernel_compat.ops.lazy import Deferred, LazyLogits, Pending, Pointwise
 
@@ -172,6 +174,35 @@ def test_behind_a_step_of_the_optimizer_they_are_gone(head: nn.Linear) -> None:
     assert torch.equal(early.compute(), expected)
     with pytest.raises(RuntimeError, match="the weight of the head has changed since"):
         late.compute()
+
+
+def test_behind_a_fused_step_of_the_optimizer_they_are_gone(head: nn.Linear) -> None:
+    """Which torch doesn't count as a change of the weight."""
+    other = nn.Linear(4, 5)
+    logits = given(head, torch.randn(2, 3, 4))
+    for layer in (other, head):
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    version = head.weight._version
+    torch.optim.AdamW(other.parameters(), fused=True).step()
+    assert torch.equal((logits * 1).compute(), logits.compute())
+    late = given(head, torch.randn(2, 3, 4))
+    torch.optim.AdamW(head.parameters(), fused=True).step()
+    assert head.weight._version == version
+
+    with pytest.raises(RuntimeError, match="the weight of the head has changed since"):
+        late.compute()
+
+
+def test_optimizers_are_watched_as_long_as_there_is_a_head() -> None:
+    module._steps.clear()  # of other tests' heads
+    weight = torch.randn(5, 4)
+    logits = Deferred(torch.randn(2, 4), weight, None, Pending(None, None))
+    assert module._hooks
+    del weight, logits
+    gc.collect()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+    assert not module._hooks
 
 
 def test_changed_in_place_they_stay_changed(lazy: Deferred, real: Tensor) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Pointwise(NamedTuple):
@@ -74,7 +76,7 @@ class Deferred:
         self.pointwise = pointwise
         self._autocast = _autocast(hidden_states.device.type)
         self._gradients = torch.is_grad_enabled()
-        self._version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
+        self._version = None if torch.compiler.is_compiling() or weight.is_inference() else _version_of(weight)
         self._computed: Tensor | None = None
 
     def compute(self) -> Tensor:
@@ -102,7 +104,7 @@ class Deferred:
             # FSDP2 has taken what it had gathered for the forward. All ranks gather it again.
             head = self.pending.head
             return tuple(p if p is None else p.full_tensor() for p in (head.weight, head.bias))  # type: ignore[return-value]
-        if self._version is not None and self.weight._version != self._version:
+        if self._version is not None and _version_of(self.weight) != self._version:
             raise RuntimeError(
                 "these logits were not computed in the forward, and the weight of the head has changed since: use them "
                 "before the optimizer's step"
@@ -190,6 +192,28 @@ class Deferred:
             return args[0].tanh()
         args, kwargs = torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+#: How many steps optimizers have made of heads' weights: torch's version of a tensor doesn't count those of fused ones.
+_steps: Any = WeakTensorKeyDictionary()
+_hooks: list[Any] = []
+
+
+def _version_of(weight: Tensor) -> tuple[int, int]:
+    """Another one after every change that can be told of."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_count))
+    return weight._version, _steps.setdefault(weight, 0)
+
+
+def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    weights = {id(weight): weight for weight in _steps.keys()}  # noqa: SIM118  # it has no other iterator
+    if not weights and _hooks:
+        _hooks.pop().remove()
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if id(weight) in weights:
+                _steps[weight] += 1
 
 
 def _autocast(kind: str) -> torch.dtype | None:
