@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kernel_compat import ops
 from kernel_compat.ops import rotary
-from kernel_compat.ops.kernels.ownership import Alone, OwnGradients, guard_backward, is_learning, own_saved
+from kernel_compat.ops.kernels.ownership import Alone, guard_backward, is_learning, own_gradients, own_saved
 
 NAME = "in_place"
 
@@ -48,7 +48,7 @@ def counts() -> Iterator[list[str]]:
     seen: list[str] = []
 
     def factory() -> Callable[..., Any]:
-        alone, own_gradients = Alone(), counted(seen)
+        alone, turned = Alone(), counted(Turned, seen)
 
         def own(x: Tensor, what: str, is_alone: bool) -> Tensor:
             seen.append(f"{what} {'written' if is_alone else 'copied'}")
@@ -64,8 +64,8 @@ def counts() -> Iterator[list[str]]:
             return rotate(own(query, "input", mine[0]), own(key, "input", mine[1]), cos, sin)
 
         def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-            rotated = Turned.apply(query, key, cos, sin)
-            guard_backward(rotated[0], "this", prepare=own_gradients)
+            rotated = turned.apply(query, key, cos, sin)
+            guard_backward(rotated[0], "this")
             return rotated
 
         kernel.consuming = consuming  # type: ignore[attr-defined]
@@ -77,18 +77,20 @@ def counts() -> Iterator[list[str]]:
     ops.unregister_kernel("rotary_pos_emb", "full", NAME)
 
 
-def counted(seen: list[str]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Gradients of one's own, and of each, in `seen`, whether it was copied for it."""
-    own = OwnGradients()
+def counted(function: Any, seen: list[str]) -> Any:
+    """The function with gradients of its own; `seen` has each, and each that was copied for it."""
 
-    def counting(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        given = own(gradients)
-        seen.extend(
-            f"gradient {'written' if one is other else 'copied'}" for one, other in zip(gradients, given, strict=True)
-        )
-        return given
+    class Counting(function):  # type: ignore[misc]
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            seen.extend("gradient" for _ in gradients)
+            return function.backward(ctx, *gradients)
 
-    return counting
+    def copy(x: Tensor) -> Tensor:
+        seen.append("gradient copied")
+        return x.clone()
+
+    return own_gradients(Counting, copy)
 
 
 def build(name: str = "llama") -> Any:
@@ -121,11 +123,11 @@ def norm_counts() -> Iterator[list[str]]:
     seen: list[str] = []
 
     def factory() -> Callable[..., Tensor]:
-        own_gradients = counted(seen)
+        own = counted(Normed, seen)
 
         def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
-            normed: Tensor = Normed.apply(hidden_states, weight, eps)
-            guard_backward(normed, "this", prepare=own_gradients)
+            normed: Tensor = own.apply(hidden_states, weight, eps)
+            guard_backward(normed, "this")
             return normed
 
         return kernel
@@ -161,11 +163,13 @@ def test_nothing_is_copied_where_nobody_looks(counts: list[str], name: str) -> N
     require_same(gradients(model), expected)
     assert counts.count("input written") == 2 * model.config.num_hidden_layers
     assert counts.count("input copied") == 0
-    assert counts.count("gradient written") + counts.count("gradient copied") == 2 * model.config.num_hidden_layers
+    assert counts.count("gradient") == 2 * model.config.num_hidden_layers
 
 
 ways_to_keep = pytest.mark.parametrize(
-    "keep", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1)[3:]], ids=["it", "detached", "a part"]
+    "keep",
+    [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1)[3:], lambda x: x.untyped_storage()],
+    ids=["it", "detached", "a part", "its memory"],
 )
 
 
@@ -183,16 +187,21 @@ def regularize(modules: list[Any]) -> Callable[[Any], Any]:
     return regularizer
 
 
+def same(one: Any, other: Any) -> bool:
+    """Tensors, or memory."""
+    return torch.equal(one, other) if isinstance(one, Tensor) else one.tolist() == other.tolist()
+
+
 @ways_to_keep
 def test_what_a_hook_has_kept_stays(counts: list[str], keep: Callable[[Tensor], Tensor]) -> None:
     model = build()
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept: list[tuple[Any, Any]] = []
     for layer in model.model.layers:
         layer.self_attn.q_proj.register_forward_hook(lambda m, a, out: kept.append((keep(out), keep(out).clone())))
     apply(model)
     gradients(model)
     assert counts.count("input copied") == 2  # the queries, and not the keys
-    assert all(torch.equal(now, before) for now, before in kept)
+    assert all(same(now, before) for now, before in kept)
     assert len(kept) == 2
 
 
@@ -269,7 +278,7 @@ def test_the_gradients_of_norms_are_written_in_place(norm_counts: list[str]) -> 
     with ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation=NAME)):
         norm_counts.clear()
         require_same(gradients(model), expected)
-    assert norm_counts.count("gradient written") == 2 * model.config.num_hidden_layers
+    assert norm_counts.count("gradient") == 2 * model.config.num_hidden_layers + 1
     assert norm_counts.count("gradient copied") == 1  # of the last, which is a view of the head's
 
 
@@ -294,7 +303,23 @@ def test_the_gradient_of_a_norm_that_goes_two_ways_stays(norm_counts: list[str])
         norm_counts.clear()
         (found,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(found, expected)
-    assert norm_counts == ["gradient copied"]
+    assert norm_counts == ["gradient copied", "gradient"]
+
+
+@pytest.mark.parametrize("hook", ["register_prehook", "register_hook"])
+def test_the_gradient_of_a_norm_that_a_hook_keeps_stays(norm_counts: list[str], hook: str) -> None:
+    """A hook that comes later than ours, and one behind the backward."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    kept: list[Tensor] = []
+    layer, factor = LlamaRMSNorm(6), torch.randn(2, 6)
+    with ops.apply_ops(layer, ops.OpsConfig(rms_norm_implementation=NAME)):
+        norm_counts.clear()
+        normed = layer(torch.randn(2, 6, requires_grad=True))
+        getattr(normed.grad_fn, hook)(lambda *given: kept.append(given[-1][0]))
+        (normed * factor).sum().backward()
+    assert torch.equal(kept[0], factor)
+    assert norm_counts == ["gradient copied", "gradient"]
 
 
 class Gated(torch.autograd.Function):
@@ -369,12 +394,12 @@ def test_a_gate_that_autograd_has_saved_stays(gate_copies: list[Tensor], checkpo
 @ways_to_keep
 def test_a_gate_that_a_hook_has_kept_stays(gate_copies: list[Tensor], keep: Callable[[Tensor], Tensor]) -> None:
     model = build()
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept: list[tuple[Any, Any]] = []
     for layer in model.model.layers:
         layer.mlp.up_proj.register_forward_hook(lambda m, a, out: kept.append((keep(out), keep(out).clone())))
     gated(model)
     gradients(model)
-    assert all(torch.equal(now, before) for now, before in kept)
+    assert all(same(now, before) for now, before in kept)
     assert len(kept) == len(gate_copies) == 2
 
 
@@ -392,8 +417,28 @@ def test_what_hooks_have_kept_of_what_was_saved_stays(gate_copies: list[Tensor])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         found = gradients(model)
     require_same(found, expected)
-    assert all(torch.equal(now, before) for now, before in kept)
+    assert all(same(now, before) for now, before in kept)
     assert len(gate_copies) == 4
+
+
+def test_compiled_autograd() -> None:
+    """It follows backwards that it knows, and nothing is alone there."""
+    inputs = [torch.randn(2, 3, 4, requires_grad=True) for _ in range(2)]
+    gated: Any = own_saved(Gated)
+    normed: Any = own_gradients(Normed)
+
+    def results(product: Callable[..., Tensor], norm: Callable[..., Tensor]) -> list[Tensor]:
+        gate, up = inputs[0] * 2, inputs[1] * 3
+        regularizer = gate.pow(3).sum()
+        loss = regularizer + (norm(product(gate, up), torch.ones(4), 1e-6) + inputs[0] * 5).sin().sum()
+        return list(torch.autograd.grad(loss, inputs))
+
+    expected = results(
+        lambda gate, up: functional.silu(gate) * up, lambda x, weight, eps: functional.rms_norm(x, (4,), weight, eps)
+    )
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        require_same(results(gated.apply, normed.apply), expected)
 
 
 def test_a_config_is_applied_in_inference_mode(gate_copies: list[Tensor]) -> None:

@@ -24,17 +24,38 @@ def require_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("factor", [1.0, 0.37])
-def test_cross_entropy(factor: float, reduction: Literal["mean", "sum"]) -> None:
+@pytest.mark.parametrize("trained", ["hidden weight bias", "hidden", "weight", "bias"])
+def test_cross_entropy(factor: float, reduction: Literal["mean", "sum"], trained: str) -> None:
+    """A head alone is trained, too: without hidden states to differentiate for Liger computes no gradient."""
     torch.manual_seed(0)
-    hidden, weight = (torch.randn(size, 16, requires_grad=True) for size in (10, 37))
-    bias, labels = torch.randn(37, requires_grad=True), torch.randint(37, (10,))
+    given = {"hidden": torch.randn(10, 16), "weight": torch.randn(37, 16), "bias": torch.randn(37)}
+    hidden, weight, bias = given.values()
+    leaves = [given[name].requires_grad_() for name in trained.split()]
+    labels = torch.randint(37, (10,))
     labels[3] = -100
 
     def results(loss: Tensor) -> tuple[Tensor, ...]:
-        return loss, *torch.autograd.grad(loss * factor, (hidden, weight, bias))
+        return loss, *torch.autograd.grad(loss * factor, leaves)
 
     expected = results(functional.cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction))
     require_close(results(liger.cross_entropy()(hidden, weight, labels, bias=bias, reduction=reduction)), expected)
+
+
+def test_what_hooks_keep_of_what_the_loss_has_saved_stays() -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append((x, x.clone()))
+        return x
+
+    hidden, weight = (torch.randn(size, 16, requires_grad=True) for size in (10, 37))
+    labels = torch.randint(37, (10,))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = liger.cross_entropy()(hidden, weight, labels)
+    expected = torch.autograd.grad(functional.cross_entropy(hidden @ weight.T, labels) * 3, (hidden, weight))
+    require_close(torch.autograd.grad(found * 3, (hidden, weight)), expected)
+    assert kept
+    assert all(torch.equal(now, then) for now, then in kept)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])

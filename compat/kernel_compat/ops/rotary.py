@@ -282,7 +282,7 @@ def teach(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
     They come from a projection, whose result is seen as heads, or from a norm of those.
     """
     with learning(), torch.no_grad():
-        cos = torch.ones(1, 3, 2, dtype=torch.bfloat16)
+        cos = torch.ones(1, 3, 2, dtype=torch.bfloat16, device="cpu")
         query, key = cos.neg().view(1, 3, 1, 2).transpose(1, 2), cos.neg().view(1, 3, 1, 2).transpose(1, 2)
         query, key = function(query, key, cos, cos)
         query, key = query.neg(), key.neg()

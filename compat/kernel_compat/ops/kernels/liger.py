@@ -11,13 +11,23 @@ from torch import Tensor
 from ...errors import UnsupportedFeatureError
 from ..lazy import Pointwise
 from ..rewriting import with_globals
-from .ownership import Alone, OwnGradients, guard_backward, is_learning, own_saved, untraced, with_own_gradient
+from .ownership import (
+    Alone,
+    guard_backward,
+    is_learning,
+    own_gradients,
+    own_saved,
+    saving_by,
+    untraced,
+    with_own_gradient,
+)
 
 
 def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
-    from liger_kernel.transformers.functional import liger_rms_norm
+    from liger_kernel.transformers import functional
 
-    own_gradients = OwnGradients()
+    name = "LigerRMSNormFunction"
+    in_place = with_globals(functional.liger_rms_norm, {name: own_gradients(getattr(functional, name))})
 
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
         dtype = hidden_states.dtype
@@ -26,9 +36,10 @@ def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
             hidden_states, weight = hidden_states.to(wide), weight.to(wide)
         # In place its backward writes over gradients that another branch may need: Gemma 2 norms behind the layer, too. Not in
         # place it fills with zeros first what it then writes.
-        in_place = not torch.compiler.is_compiling()
-        normed: Tensor = liger_rms_norm(hidden_states, weight, eps, offset, casting, in_place)
-        guard_backward(normed, "rms_norm_implementation='liger_kernel'", prepare=own_gradients)
+        traced = torch.compiler.is_compiling()
+        call = functional.liger_rms_norm if traced else in_place
+        normed: Tensor = call(hidden_states, weight, eps, offset, casting, not traced)
+        guard_backward(normed, "rms_norm_implementation='liger_kernel'")
         return normed.to(dtype) if casting == "gemma" else normed  # upstream's product has the wider dtype
 
     return kernel
@@ -56,9 +67,10 @@ def swiglu() -> Callable[..., Tensor]:
 
 
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
-    from liger_kernel.transformers.functional import liger_rope
+    from liger_kernel.transformers import functional
 
-    alone, own_gradients = Alone(), OwnGradients(_apart)
+    alone, name = Alone(), "LigerRopeFunction"
+    in_place = with_globals(functional.liger_rope, {name: own_gradients(getattr(functional, name), _apart)})
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(_apart(query), _apart(key), cos, sin)
@@ -70,10 +82,11 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
         return rotate(query if own[0] else _apart(query), key if own[1] else _apart(key), cos, sin)
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = liger_rope(query, key, cos, sin)
         if torch.compiler.is_compiling():
-            return with_own_gradient(rotated[0]), with_own_gradient(rotated[1])
-        guard_backward(rotated[0], "rotary_pos_emb_implementation='liger_kernel'", prepare=own_gradients)
+            query, key = functional.liger_rope(query, key, cos, sin)
+            return with_own_gradient(query), with_own_gradient(key)
+        rotated: tuple[Tensor, Tensor] = in_place(query, key, cos, sin)
+        guard_backward(rotated[0], "rotary_pos_emb_implementation='liger_kernel'")
         return rotated
 
     kernel.consuming = consuming  # type: ignore[attr-defined]
@@ -113,6 +126,9 @@ def cross_entropy() -> Callable[..., Tensor]:
             dtype = torch.get_autocast_dtype(kind)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
+        trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        if torch.is_grad_enabled() and trained and not hidden_states.requires_grad:
+            hidden_states = hidden_states.detach().requires_grad_()  # without which Liger computes no gradient at all
         loss: Any = fused(
             hidden_states,
             weight,
@@ -138,8 +154,15 @@ def _without_waiting(function: Any) -> type[torch.autograd.Function]:
 
     class OnDevice(function):  # type: ignore[misc]
         @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            ctx.is_own = saving_by() is None  # what is saved, which the results are
+            return function.forward(ctx, *args)
+
+        @staticmethod
         def backward(ctx: Any, gradient: Tensor, *others: Any) -> Any:
-            results = function.backward(ctx, torch.ones((), dtype=gradient.dtype), *others)
+            results = function.backward(ctx, torch.ones((), dtype=gradient.dtype, device="cpu"), *others)
+            if not ctx.is_own:
+                return tuple(None if result is None else (result * gradient).to(result.dtype) for result in results)
             for result in results:
                 if result is not None:
                     scale_(result, gradient)

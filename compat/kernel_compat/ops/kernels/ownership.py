@@ -31,7 +31,7 @@ class Alone:
         if type(x) is not Tensor or torch.compiler.is_compiling():
             return False
         counts = _references(x)
-        if counts and _learning.get():
+        if counts and _learning.get() and not sys.gettrace():  # which has references of its own
             self._known.add(counts)
         return counts in self._known
 
@@ -45,7 +45,7 @@ def learning() -> Iterator[None]:
     """Within it, in this thread, tensors that are asked about are alone. They aren't of inference mode."""
     token = _learning.set(True)
     try:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         _learning.reset(token)
@@ -55,57 +55,69 @@ def _references(x: Tensor) -> tuple[int, ...]:
     try:
         base = x._base
         of_base = () if base is None else (sys.getrefcount(base), base._use_count())
-        memory = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-        return (sys.getrefcount(x), x._use_count(), memory, *of_base)
+        storage = x.untyped_storage()  # one object for all that ask
+        memory = (torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage))
+        return (sys.getrefcount(x), x._use_count(), *memory, *of_base)
     except (AttributeError, RuntimeError):  # another torch, or a tensor without memory
         return ()
 
 
-class OwnGradients:
-    """What a backward gets that writes into its gradients: those that nobody else has, and copies of the others."""
-
-    def __init__(self, copy: Callable[[Tensor], Tensor] = torch.clone) -> None:
-        self._copy = copy
-        self._alone = Alone()
-        with learning(), torch.enable_grad():
-            out = torch.ones(1, 1, 1, 2, requires_grad=True).neg()
-            guard_backward(out, "", prepare=self)
-            out.sin().sum().backward()
-
-    def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(x if x is None or self._alone(x) else self._copy(x) for x in gradients)
+def own_gradients(function: Any, copy: Callable[[Tensor], Tensor] = torch.clone) -> type[Function]:
+    """The function, whose backward writes into its gradients: into those that nobody else has, and copies of the others."""
+    alone = Alone()
+    with learning():
+        out = _with_own_gradients(_Views, alone, copy).apply(_unknown())
+        guard_backward(out, "")
+        out.sin().sum().backward()
+    return _with_own_gradients(function, alone, copy)
 
 
-def own_saved(function: type[Function], copy: Callable[[Tensor], Tensor] = torch.clone) -> type[Function]:
+def _with_own_gradients(function: Any, alone: Alone, copy: Callable[[Tensor], Tensor]) -> type[Function]:
+    class Own(function):  # type: ignore[misc]
+        # Asked here, and not in a hook before: hooks that come later may keep what they get.
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            own = tuple(x if x is None or alone(x) else copy(x) for x in gradients)
+            return function.backward(ctx, *own)
+
+    return Own
+
+
+def own_saved(function: Any, copy: Callable[[Tensor], Tensor] = torch.clone) -> type[Function]:
     """The function, whose backward writes into views that its forward has saved: into those that nobody else has, and copies of
     the others.
     """
     alone = {None: Alone(), _CHECKPOINT: Alone()}
-    with learning(), torch.enable_grad():
-        views = _with_own(_Views, alone, copy)
-        views.apply(torch.ones(1, 1, 2, requires_grad=True).neg()).sum().backward()
+    with learning():
+        views = _with_own_saved(_Views, alone, copy)
+        views.apply(_unknown()).sum().backward()
         checkpoint(
-            lambda x: views.apply(x.neg()),
-            torch.ones(1, 1, 2, requires_grad=True),
-            use_reentrant=False,
-            preserve_rng_state=False,
+            lambda x: views.apply(x.neg()), _unknown(), use_reentrant=False, preserve_rng_state=False
         ).sum().backward()
-    return _with_own(function, alone, copy)
+    return _with_own_saved(function, alone, copy)
 
 
-def _with_own(function: Any, alone: Mapping[Any, Alone], copy: Callable[[Tensor], Tensor]) -> type[Function]:
+def _with_own_saved(function: Any, alone: Mapping[Any, Alone], copy: Callable[[Tensor], Tensor]) -> type[Function]:
     class Own(function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            ctx.alone = alone.get(_saving_by())
+            ctx.alone = alone.get(saving_by())
             return function.forward(ctx, *args)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
+            if torch.compiler.is_compiling():  # by compiled autograd, which follows no context but its own
+                ctx.saved_tensors = tuple(copy(x) for x in ctx.saved_tensors)
+                return function.backward(ctx, *gradients)
             saved = tuple(x if ctx.alone is not None and ctx.alone(x) else copy(x) for x in ctx.saved_tensors)
             return function.backward(_Context(ctx, saved), *gradients)
 
     return Own
+
+
+def _unknown() -> Tensor:
+    """A tensor that nobody else has. On the CPU, whose backward is in the thread that learns."""
+    return torch.ones(1, 1, 2, device="cpu", requires_grad=True).neg()
 
 
 class _Context:
@@ -132,7 +144,7 @@ class _Views(Function):  # type: ignore[misc]
 _CHECKPOINT = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
 
 
-def _saving_by() -> tuple[str, str] | None:
+def saving_by() -> tuple[str, str] | None:
     """Who is asked now for what a function saves; None is autograd itself."""
     try:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -157,16 +169,13 @@ def with_own_gradient(x: Tensor) -> Tensor:
     return own
 
 
-def guard_backward(
-    out: Any, what: str, *, once: bool = False, prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
-) -> None:
+def guard_backward(out: Any, what: str, *, once: bool = False) -> None:
     """Make the backward of a library's function refuse what it would get wrong silently.
 
     Args:
         out: what the function gave.
         what: the field and its value, for the error.
         once: it changes what it has saved, so that a second backward is wrong.
-        prepare: what becomes of the gradients that come in.
     """
     if torch.compiler.is_compiling():
         return
@@ -175,14 +184,13 @@ def guard_backward(
         return
     done = False
 
-    def before(gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def before(gradients: tuple[Any, ...]) -> None:
         nonlocal done
         if torch.is_grad_enabled():
             raise RuntimeError(f"{what} has no second derivative (create_graph=True)")
         if done:
             raise RuntimeError(f"{what} changes what it has saved in its backward, which can't run a second time")
         done = once
-        return None if prepare is None else prepare(gradients)
 
     node.register_prehook(before)
 
@@ -199,11 +207,12 @@ def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 __all__ = [
     "Alone",
-    "OwnGradients",
     "guard_backward",
     "is_learning",
     "learning",
+    "own_gradients",
     "own_saved",
+    "saving_by",
     "untraced",
     "with_own_gradient",
 ]
