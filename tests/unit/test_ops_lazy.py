@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kernel_compat.ops import lazy as module
 from kernel_compat.ops import losses
@@ -194,15 +195,22 @@ def test_behind_a_fused_step_of_the_optimizer_they_are_gone(head: nn.Linear) -> 
         late.compute()
 
 
-def test_optimizers_are_watched_as_long_as_there_is_a_head() -> None:
+def test_heads_are_watched_as_long_as_they_are_there() -> None:
+    """And the hooks of others run, those that came later too."""
     module._steps.clear()  # of other tests' heads
     weight = torch.randn(5, 4)
     logits = Deferred(torch.randn(2, 4), weight, None, Pending(None, None))
-    assert module._hooks
+    assert len(module._steps) == 1
+    later: list[Any] = []
+    hook = register_optimizer_step_post_hook(lambda *given: later.append(given))
     del weight, logits
     gc.collect()
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
-    assert not module._hooks
+    try:
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+    finally:
+        hook.remove()
+    assert len(module._steps) == 0
+    assert len(later) == 1
 
 
 def test_changed_in_place_they_stay_changed(lazy: Deferred, real: Tensor) -> None:

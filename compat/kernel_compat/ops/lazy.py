@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -196,20 +197,24 @@ class Deferred:
 
 #: How many steps optimizers have made of heads' weights: torch's version of a tensor doesn't count those of fused ones.
 _steps: Any = WeakTensorKeyDictionary()
-_hooks: list[Any] = []
 
 
 def _version_of(weight: Tensor) -> tuple[int, int]:
     """Another one after every change that can be told of."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_count))
+    _watch_optimizers()
     return weight._version, _steps.setdefault(weight, 0)
 
 
+@cache
+def _watch_optimizers() -> None:
+    """For good: torch iterates over the hooks as it calls them, and none may go meanwhile."""
+    register_optimizer_step_post_hook(_count)
+
+
 def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    weights = {id(weight): weight for weight in _steps.keys()}  # noqa: SIM118  # it has no other iterator
-    if not weights and _hooks:
-        _hooks.pop().remove()
+    weights = {id(weight) for weight in _steps.keys()}  # noqa: SIM118  # it has no other iterator
+    if not weights:
+        return
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if id(weight) in weights:
