@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 import transformers
 from bf16 import require_as_close
+from synchronization import no_synchronization
 from tiny import OPS_MODELS, TRANSFORMERS, VOCAB, randomize
 from torch import Tensor
 from torch.nn import functional
@@ -300,16 +300,6 @@ def test_liger_s_own_swiglu_writes_over_what_others_have() -> None:
     assert not torch.allclose(found[0], expected[0], rtol=0.1, atol=0.1)
 
 
-@contextmanager
-def without_waiting() -> Iterator[None]:
-    """Within it, what has the host wait for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("factor", [1.0, 0.37])
 def test_the_backward_of_liger_s_loss_does_not_wait_for_the_device(factor: float, reduction: str) -> None:
@@ -326,14 +316,14 @@ def test_the_backward_of_liger_s_loss_does_not_wait_for_the_device(factor: float
     expected = gradients(functional.cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction))
     gradients(loss(hidden, weight, labels, bias=bias, reduction=reduction))  # compiles
     out = loss(hidden, weight, labels, bias=bias, reduction=reduction)
-    with without_waiting():
+    with no_synchronization():
         found = gradients(out)
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).norm() / other.norm()) < 1e-5  # float32
 
     library = importlib.import_module("liger_kernel.transformers.functional")
     theirs = library.liger_fused_linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)
-    with without_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+    with no_synchronization(), pytest.raises(RuntimeError, match="synchroniz"):
         gradients(theirs)
 
 

@@ -6,14 +6,13 @@ The bound is eager's own error in bfloat16, twice, and one rounding more: a kern
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from synchronization import no_synchronization
 from torch import Tensor, nn
 
 from kernel_compat import ops
@@ -110,15 +109,6 @@ def test_parameters_held_the_other_way(config: ops.OpsConfig) -> None:
             ops.apply_ops(layer, config)
     else:
         check(layer, config)
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_quack_reads_nothing_back() -> None:

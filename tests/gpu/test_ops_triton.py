@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from synchronization import no_synchronization
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -158,11 +159,8 @@ def test_load_balancing_does_not_wait_for_the_device(masked: bool) -> None:
     logits = tuple(randn(600, 60).requires_grad_() for _ in range(3))
     mask = torch.ones(2, 300, device="cuda", dtype=torch.long) if masked else None
     load_balancing_loss(logits, 60, 4, mask).backward()  # type: ignore[union-attr]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         load_balancing_loss(logits, 60, 4, mask).backward()  # type: ignore[union-attr]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:

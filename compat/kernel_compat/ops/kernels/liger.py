@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,8 +27,7 @@ from .ownership import (
 def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
     from liger_kernel.transformers import functional
 
-    name = "LigerRMSNormFunction"
-    in_place = with_globals(functional.liger_rms_norm, {name: own_gradients(getattr(functional, name))})
+    in_place = _with(own_gradients, functional.liger_rms_norm, "LigerRMSNormFunction")
 
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
         dtype = hidden_states.dtype
@@ -50,16 +50,15 @@ def rms_norm_offset() -> Callable[..., Tensor]:
 
 
 def swiglu() -> Callable[..., Tensor]:
-    from liger_kernel.ops import LigerSiLUMulFunction
-    from liger_kernel.transformers.functional import liger_swiglu
+    from liger_kernel.transformers import functional
 
-    own = own_saved(LigerSiLUMulFunction)  # what `liger_swiglu` applies
+    in_place = _with(own_saved, functional.liger_swiglu, "LigerSiLUMulFunction")
 
     def kernel(gate: Tensor, up: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # which takes those copies away that nobody would miss
-            traced: Tensor = liger_swiglu(gate.clone(), up.clone())
+            traced: Tensor = functional.liger_swiglu(gate.clone(), up.clone())
             return traced
-        product: Tensor = own.apply(gate, up)
+        product: Tensor = in_place(gate, up)
         guard_backward(product, "swiglu_mlp_implementation='liger_kernel'", once=True)
         return product
 
@@ -69,8 +68,8 @@ def swiglu() -> Callable[..., Tensor]:
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
     from liger_kernel.transformers import functional
 
-    alone, name = Alone(), "LigerRopeFunction"
-    in_place = with_globals(functional.liger_rope, {name: own_gradients(getattr(functional, name), _apart)})
+    alone = Alone()
+    in_place = _with(partial(own_gradients, copy=_apart), functional.liger_rope, "LigerRopeFunction")
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(_apart(query), _apart(key), cos, sin)
@@ -102,10 +101,7 @@ def _apart(x: Tensor) -> Tensor:
 def cross_entropy() -> Callable[..., Tensor]:
     from liger_kernel.transformers import functional
 
-    name = "LigerFusedLinearCrossEntropyFunction"
-    fused = with_globals(
-        functional.liger_fused_linear_cross_entropy, {name: _without_waiting(getattr(functional, name))}
-    )
+    fused = _with(_without_waiting, functional.liger_fused_linear_cross_entropy, "LigerFusedLinearCrossEntropyFunction")
 
     def kernel(
         hidden_states: Tensor,
@@ -146,6 +142,11 @@ def cross_entropy() -> Callable[..., Tensor]:
         return loss
 
     return untraced(kernel)
+
+
+def _with(change: Callable[[Any], Any], call: Any, name: str) -> Callable[..., Any]:
+    """One of Liger's functions that applies a changed autograd function."""
+    return with_globals(call, {name: change(call.__globals__[name])})
 
 
 def _without_waiting(function: Any) -> type[torch.autograd.Function]:

@@ -66,7 +66,7 @@ def own_gradients(function: Any, copy: Callable[[Tensor], Tensor] = torch.clone)
     """The function, whose backward writes into its gradients: into those that nobody else has, and copies of the others."""
     alone = Alone()
     with learning():
-        out = _with_own_gradients(_Views, alone, copy).apply(_unknown())
+        out = _with_own_gradients(_Views, alone, copy).apply(_fresh())
         guard_backward(out, "")
         out.sin().sum().backward()
     return _with_own_gradients(function, alone, copy)
@@ -90,9 +90,9 @@ def own_saved(function: Any, copy: Callable[[Tensor], Tensor] = torch.clone) -> 
     alone = {None: Alone(), _CHECKPOINT: Alone()}
     with learning():
         views = _with_own_saved(_Views, alone, copy)
-        views.apply(_unknown()).sum().backward()
+        views.apply(_fresh()).sum().backward()
         checkpoint(
-            lambda x: views.apply(x.neg()), _unknown(), use_reentrant=False, preserve_rng_state=False
+            lambda x: views.apply(x.neg()), _fresh(), use_reentrant=False, preserve_rng_state=False
         ).sum().backward()
     return _with_own_saved(function, alone, copy)
 
@@ -115,7 +115,7 @@ def _with_own_saved(function: Any, alone: Mapping[Any, Alone], copy: Callable[[T
     return Own
 
 
-def _unknown() -> Tensor:
+def _fresh() -> Tensor:
     """A tensor that nobody else has. On the CPU, whose backward is in the thread that learns."""
     return torch.ones(1, 1, 2, device="cpu", requires_grad=True).neg()
 
