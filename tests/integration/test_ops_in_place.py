@@ -187,17 +187,23 @@ def regularize(modules: list[Any]) -> Callable[[Any], Any]:
     return regularizer
 
 
+def keep_from(modules: list[Any], keep: Callable[[Tensor], Any]) -> list[tuple[Any, Any]]:
+    """What hooks keep of what modules give, and copies of it as it was."""
+    kept: list[tuple[Any, Any]] = []
+    for module in modules:
+        module.register_forward_hook(lambda m, a, out: kept.append((keep(out), keep(out).clone())))
+    return kept
+
+
 def same(one: Any, other: Any) -> bool:
     """Tensors, or memory."""
     return torch.equal(one, other) if isinstance(one, Tensor) else one.tolist() == other.tolist()
 
 
 @ways_to_keep
-def test_what_a_hook_has_kept_stays(counts: list[str], keep: Callable[[Tensor], Tensor]) -> None:
+def test_what_a_hook_has_kept_stays(counts: list[str], keep: Callable[[Tensor], Any]) -> None:
     model = build()
-    kept: list[tuple[Any, Any]] = []
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.register_forward_hook(lambda m, a, out: kept.append((keep(out), keep(out).clone())))
+    kept = keep_from([layer.self_attn.q_proj for layer in model.model.layers], keep)
     apply(model)
     gradients(model)
     assert counts.count("input copied") == 2  # the queries, and not the keys
@@ -392,11 +398,9 @@ def test_a_gate_that_autograd_has_saved_stays(gate_copies: list[Tensor], checkpo
 
 
 @ways_to_keep
-def test_a_gate_that_a_hook_has_kept_stays(gate_copies: list[Tensor], keep: Callable[[Tensor], Tensor]) -> None:
+def test_a_gate_that_a_hook_has_kept_stays(gate_copies: list[Tensor], keep: Callable[[Tensor], Any]) -> None:
     model = build()
-    kept: list[tuple[Any, Any]] = []
-    for layer in model.model.layers:
-        layer.mlp.up_proj.register_forward_hook(lambda m, a, out: kept.append((keep(out), keep(out).clone())))
+    kept = keep_from([layer.mlp.up_proj for layer in model.model.layers], keep)
     gated(model)
     gradients(model)
     assert all(same(now, before) for now, before in kept)
