@@ -383,14 +383,15 @@ def test_what_somebody_put_over_it_stays() -> None:
 # With what else is done to models ------------------------------------------------------------------------------------
 
 
-def test_it_compiles_in_one_graph() -> None:
+@pytest.mark.parametrize("inputs", [{}, {"num_items_in_batch": 40}], ids=["mean", "items"])
+def test_it_compiles_in_one_graph(inputs: dict[str, Any]) -> None:
     model = build("llama")
     model.config._attn_implementation = "sdpa"
-    eager, expected = step(model)
+    eager, expected = step(model, **inputs)
     ops.apply_ops(model, config_for("llama"))
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    bound, found = step(compiled)
+    bound, found = step(compiled, **inputs)
 
     torch.testing.assert_close(bound.loss, eager.loss, rtol=1e-6, atol=0)
     assert_same({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected, 1e-4)

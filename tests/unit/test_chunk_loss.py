@@ -191,11 +191,13 @@ def test_autocast_does_as_it_does_to_a_linear_layer() -> None:
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
 
 
-def test_it_compiles_in_one_graph() -> None:
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_it_compiles_in_one_graph(reduction: Any) -> None:
     x, weight, bias, labels = problem(150, 8, 20)
 
-    found = torch.compile(chunk_loss, fullgraph=True, backend="aot_eager")(x, weight, labels, bias=bias)
-    wanted = chunk_loss(x, weight, labels, bias=bias)
+    compiled = torch.compile(chunk_loss, fullgraph=True, backend="aot_eager")
+    found = compiled(x, weight, labels, bias=bias, reduction=reduction)
+    wanted = chunk_loss(x, weight, labels, bias=bias, reduction=reduction)
 
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
     for one, other in zip(gradients(found, x, weight, bias), gradients(wanted, x, weight, bias), strict=True):

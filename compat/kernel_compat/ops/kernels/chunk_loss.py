@@ -95,7 +95,8 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
                 steps.append(one(steps[-1]))
             logarithms = steps[-1].log_softmax(-1, dtype=wide)
             of_targets = logarithms.gather(-1, targets)
-            loss -= of_targets.masked_fill(~counts, 0.0).sum()
+            # Not in place: traced by torch.compile, what a forward returns has no gradient where it has changed it.
+            loss = loss - of_targets.masked_fill(~counts, 0.0).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             # What is one less, of the targets, before it is rounded: near 1 nothing would be left.
