@@ -49,7 +49,7 @@ class Binding:
 
 @dataclass(eq=False)
 class Report:
-    """What `apply_ops` did to a model. At the end of a ``with`` block it is undone.
+    """What `apply_ops` did to a model. At the end of the outermost ``with`` block it is undone.
 
     Attributes:
         config: what was asked for.
@@ -63,6 +63,7 @@ class Report:
     _model: Any = field(default=None, repr=False)
     _changes: list[Any] = field(default_factory=list, repr=False)
     _whole: Report | None = field(default=None, repr=False)
+    _blocks: int = field(default=0, repr=False)
 
     @property
     def active(self) -> bool:
@@ -111,12 +112,17 @@ class Report:
             )
 
     def __enter__(self) -> Report:
+        with _lock:
+            self._blocks += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.undo()
+        with _lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self.undo()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Report:
         other = Report(self.config, self.bindings, self.notes)
