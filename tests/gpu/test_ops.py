@@ -74,7 +74,7 @@ def build(name: str) -> Any:
     return randomize(model).to(torch.bfloat16).float().to("cuda").train()
 
 
-def run(model: Any) -> Result:
+def run(model: Any, **inputs: Any) -> Result:
     """Padded on the right, with labels that are partly ignored."""
     torch.manual_seed(0)
     ids = torch.randint(3, VOCAB, (3, 40), device="cuda")
@@ -83,7 +83,7 @@ def run(model: Any) -> Result:
     labels = ids.masked_fill(mask == 0, -100)
     labels[1, :9] = -100
     model.zero_grad()
-    outputs = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+    outputs = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False, **inputs)
     outputs.loss.backward()
     gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
     scaled = [gradient / gradient.norm().clamp_min(1e-12) for gradient in gradients]
@@ -401,8 +401,12 @@ def test_gated_rms_norm_by_fla() -> None:
         require_as_close(ours.double(), theirs.double(), right)
 
 
-@pytest.mark.parametrize("value", ["liger_kernel", "triton"])
-def test_compiled(value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "inputs"),
+    [("liger_kernel", {}), ("triton", {}), ("triton", {"num_items_in_batch": 90})],
+    ids=["liger_kernel", "triton", "triton, items"],
+)
+def test_compiled(value: str, inputs: dict[str, Any]) -> None:
     """As without torch.compile, but for what inductor rounds less often."""
     fields = {"rms_norm": value, "rotary_pos_emb": value, "cross_entropy_loss": "chunk_loss"}
     if value == "liger_kernel":
@@ -416,8 +420,41 @@ def test_compiled(value: str) -> None:
     ops.apply_ops(model, config)
     torch._dynamo.reset()
 
-    exact, plain, compiled = run(truth), run(model), run(torch.compile(model))
+    exact, plain, compiled = run(truth, **inputs), run(model, **inputs), run(torch.compile(model), **inputs)
 
     for what in ("gradient", "logits"):
         require_as_close(getattr(compiled, what), getattr(plain, what), getattr(exact, what))
     assert abs(float(compiled.loss - plain.loss)) <= 1e-2 * float(plain.loss)
+
+
+class Squared(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.float().square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return (gradients[0] * 2 * x.float() / x.numel()).to(x.dtype)
+
+
+@pytest.mark.parametrize("value", ["chunk_loss", "liger_kernel"])
+@pytest.mark.parametrize("call", [Squared.apply, lambda x: x.float().square().mean()], ids=["function", "methods"])
+def test_a_loss_of_the_logits_has_its_gradients(value: str, call: Callable[..., Any]) -> None:
+    """Which are computed in another thread than the forward."""
+    if value == "liger_kernel":
+        pytest.importorskip(value)
+    truth = build("llama")
+    model = copy.deepcopy(truth).bfloat16()
+    ids = torch.randint(3, VOCAB, (3, 40), device="cuda")
+    found = []
+    for one in (truth, model, model):
+        if found[1:]:
+            ops.apply_ops(model, ops.OpsConfig(cross_entropy_loss_implementation=value))
+        one.zero_grad()
+        outputs = one(input_ids=ids, labels=ids)
+        (outputs.loss + 0.1 * call(outputs.logits)).backward()
+        gradients = [p.grad.float().flatten() for p in one.parameters() if p.grad is not None]
+        found.append(torch.cat([gradient / gradient.norm().clamp_min(1e-12) for gradient in gradients]))
+    require_as_close(found[2], found[1], found[0])

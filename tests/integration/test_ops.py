@@ -312,6 +312,15 @@ def test_undone_a_model_is_what_it_was() -> None:
     assert [name for name in vars(module) if "kernel_compat" in name] == []
 
 
+def test_the_outermost_block_undoes() -> None:
+    model = build("llama")
+    with ops.apply_ops(model, CHUNKED) as outer:
+        with ops.apply_ops(model, CHUNKED) as inner:
+            assert inner is outer
+        assert ops.applied(model) is outer
+    assert ops.applied(model) is None
+
+
 def test_again_with_the_same_config_it_is_the_same_report() -> None:
     model = build("llama")
     report = ops.apply_ops(model, CHUNKED)
@@ -437,6 +446,7 @@ def test_fsdp2_wraps_before_or_after(tmp_path: Path, when: str, head: str) -> No
         bound, found = step(model)
         report = ops.applied(model)
         assert report is not None
+        assert bound.logits._deferred._computed is None
         logits = bound.logits.compute()
         report.undo()
         again, _ = step(model)
@@ -447,6 +457,132 @@ def test_fsdp2_wraps_before_or_after(tmp_path: Path, when: str, head: str) -> No
     torch.testing.assert_close(logits, eager.logits, rtol=1e-5, atol=1e-5)
     assert_same({name: value.full_tensor() for name, value in found.items()}, expected, 1e-4)
     assert isinstance(again.logits, torch.Tensor)
+
+
+def with_a_loss_of_the_logits(model: Any, around: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a model's loss and of another that the logits have."""
+    model.zero_grad()
+    outputs = (around or model)(**(inputs or {"input_ids": IDS, "labels": LABELS}))
+    loss, logits = outputs if isinstance(outputs, tuple) else (outputs.loss, outputs.logits)
+    (loss + logits.square().mean()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for name, g in gradients.items()}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_model_leaves_the_logits_their_gradient(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = build("llama")
+
+    def forward(ids: Any, *args: Any) -> Any:
+        outputs = model(input_ids=IDS, labels=LABELS)
+        return outputs.loss, outputs.logits
+
+    def around(**inputs: Any) -> Any:
+        # A reentrant one asks for an input that has a gradient.
+        return checkpoint(forward, IDS, torch.ones((), requires_grad=True), use_reentrant=reentrant)
+
+    expected = with_a_loss_of_the_logits(model)
+    ops.apply_ops(model, CHUNKED)
+
+    assert_same(with_a_loss_of_the_logits(model, around), expected, 1e-4)
+
+
+def spread(rank: int, store: str) -> None:
+    """One of two ranks, each with a sequence of its own."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    parts = [{"input_ids": IDS[i : i + 1], "labels": LABELS[i : i + 1]} for i in range(2)]
+    reference = build("llama")
+    each = [with_a_loss_of_the_logits(reference, **part) for part in parts]
+    expected = {name: (each[0][name] + each[1][name]) / 2 for name in each[0]}
+    distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
+    try:
+        for wrapper in ("ddp", "ddp with unused parameters", "fsdp2", "fsdp2, the head by itself"):
+            model = build("llama")
+            ops.apply_ops(model, CHUNKED)
+            around = model
+            if "ddp" in wrapper:
+                around = DistributedDataParallel(model, find_unused_parameters="unused" in wrapper)
+            else:
+                apart = [model.lm_head] if "head" in wrapper else []
+                for one in (*apart, *model.model.layers, model):
+                    fully_shard(one)
+            if "unused" not in wrapper:  # which copies all outputs
+                logits = around(**parts[rank]).logits
+                assert isinstance(logits, LazyLogits), wrapper
+                assert logits._deferred._computed is None, wrapper
+            assert_same(with_a_loss_of_the_logits(model, around, **parts[rank]), expected, 1e-4)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_what_spreads_a_model_leaves_the_logits_their_gradient(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(spread, (str(tmp_path / "store"),), nprocs=2)
+
+
+def test_behind_an_optimizer_s_step_the_logits_of_a_compiled_model_are_gone() -> None:
+    model = build("llama")
+    model.config._attn_implementation = "sdpa"
+    ops.apply_ops(model, CHUNKED)
+    compiled = torch.compile(model, backend="eager")
+    optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([torch.ones(1)])
+    for _ in range(2):
+        optimizer.zero_grad()
+        early, late = (compiled(input_ids=IDS, labels=LABELS, use_cache=False) for _ in range(2))
+        (early.loss + late.loss).backward()
+        other.step()
+        assert isinstance(early.logits, Deferred)
+        expected = early.logits.compute()
+        optimizer.step()
+
+        assert early.logits.compute() is expected
+        with pytest.raises(RuntimeError, match="the head has changed since"):
+            late.logits.compute()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_on_the_head_is_not_passed_over(kind: str, compiled: bool) -> None:
+    model = build("llama")
+    model.config._attn_implementation = "sdpa"
+    ops.apply_ops(model, CHUNKED)
+    hook = getattr(model.lm_head, kind)(lambda *given: None)
+    torch._dynamo.reset()  # it doesn't look for hooks that come later
+    run = torch.compile(model, backend="eager") if compiled else model
+
+    with pytest.raises(UnsupportedFeatureError, match="a backward hook on the head, which no gradient of logits"):
+        run(input_ids=IDS, labels=LABELS)
+    hook.remove()
+    torch._dynamo.reset()
+    run(input_ids=IDS, labels=LABELS).loss.backward()
+
+
+def test_what_keeps_the_hidden_states_from_the_loss_is_named() -> None:
+    model = build("llama")
+    report = ops.apply_ops(model, CHUNKED)
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: output.clamp(-1, 1))
+    with pytest.raises(UnsupportedFeatureError, match="from the logits, or a hook on its head computes them"):
+        model(input_ids=IDS, labels=LABELS)
+    hook.remove()
+    model.loss_function = causal_loss
+    with pytest.raises(UnsupportedFeatureError, match="the loss_function of LlamaForCausalLM, which has been replaced"):
+        model(input_ids=IDS, labels=LABELS)
+    with pytest.warns(UserWarning, match="loss_function"):
+        report.undo()
+
+
+def test_an_adapter_on_the_head_behind_it_is_an_error() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    ops.apply_ops(model, CHUNKED)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
+
+    with pytest.raises(UnsupportedFeatureError, match="replaced by a peft.* Set cross_entropy_loss_impl.*='eager'"):
+        adapted(input_ids=IDS, labels=LABELS)
 
 
 def test_accelerate_s_hooks_stay_around_it() -> None:
@@ -821,7 +957,7 @@ def test_logits_read_late_are_those_of_the_forward_or_an_error() -> None:
     bound = model(input_ids=IDS, labels=LABELS)
     bound.loss.backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="use them before the optimizer's step"):
+    with pytest.raises(RuntimeError, match="the head has changed since"):
         bound.logits.argmax(-1)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
 
 from kernel_compat.ops import lazy as module
 from kernel_compat.ops import losses
@@ -173,7 +174,7 @@ def test_behind_a_step_of_the_optimizer_they_are_gone(head: nn.Linear) -> None:
         head.weight.mul_(2)
 
     assert torch.equal(early.compute(), expected)
-    with pytest.raises(RuntimeError, match="the weight of the head has changed since"):
+    with pytest.raises(RuntimeError, match="the head has changed since"):
         late.compute()
 
 
@@ -191,14 +192,41 @@ def test_behind_a_fused_step_of_the_optimizer_they_are_gone(head: nn.Linear) -> 
     torch.optim.AdamW(head.parameters(), fused=True).step()
     assert head.weight._version == version
 
-    with pytest.raises(RuntimeError, match="the weight of the head has changed since"):
+    with pytest.raises(RuntimeError, match="the head has changed since"):
         late.compute()
+
+
+def test_behind_a_step_of_the_bias_alone_they_are_gone(head: nn.Linear) -> None:
+    logits = given(head, torch.randn(2, 3, 4))
+    assert head.bias is not None
+    head.bias.grad = torch.ones_like(head.bias)
+    torch.optim.SGD([head.bias], lr=1.0).step()
+
+    with pytest.raises(RuntimeError, match="the head has changed since"):
+        logits.compute()
+
+
+def test_behind_a_change_of_the_hidden_states_they_are_gone(head: nn.Linear) -> None:
+    hidden_states = torch.randn(2, 3, 4)
+    logits = given(head, hidden_states[:, 1:])
+    hidden_states /= 2
+
+    with pytest.raises(RuntimeError, match="the last hidden state has changed since"):
+        logits.compute()
+
+
+def test_no_gradient_of_the_loss_is_promised(lazy: Deferred) -> None:
+    for wrapped in (lazy, LazyLogits(lazy)):
+        with pytest.raises(RuntimeError, match="the loss takes the hidden states, and no gradient of it comes"):
+            wrapped.retain_grad()
+    with pytest.raises(RuntimeError, match="use logits.compute()"):
+        lazy.register_hook(print)
 
 
 def test_heads_are_watched_as_long_as_they_are_there() -> None:
     """And the hooks of others run, those that came later too."""
     module._steps.clear()  # of other tests' heads
-    weight = torch.randn(5, 4)
+    weight = nn.Parameter(torch.randn(5, 4))
     logits = Deferred(torch.randn(2, 4), weight, None, Pending(None, None))
     assert len(module._steps) == 1
     later: list[Any] = []
@@ -288,3 +316,119 @@ def test_as_a_tensor_they_are_copied_and_pickled_as_logits(logits: LazyLogits, r
     assert torch.equal(copy.deepcopy(logits.detach()), real)
     with torch.no_grad():
         assert torch.equal(pickle.loads(pickle.dumps(logits)), real)
+
+
+# Their gradients -----------------------------------------------------------------------------------------------------
+
+
+class Squared(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 2 * x
+
+
+class AsItIs(torch.autograd.Function):  # type: ignore[misc]
+    """As wrappers do to outputs whose backward they wait for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 3
+
+
+def squared(x: Tensor) -> Tensor:
+    return x.square().sum()
+
+
+def below(x: Tensor) -> Tensor:
+    """Called as C++ does."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.square().sum()
+
+
+def looked_at_before(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert x.argmax(-1).shape == x.shape[:-1]
+    return squared(x) + below(x)
+
+
+def twice(x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    return squared(gradient)
+
+
+USES: dict[str, Callable[[Any], Tensor]] = {
+    "methods": squared,
+    "a function of somebody's own": Squared.apply,
+    "what gives them back": lambda x: squared(AsItIs.apply(x)),
+    "what gives them back, in another dtype": lambda x: squared(AsItIs.apply(x).double()),
+    "C++": below,
+    "C++, then methods": lambda x: below(x) + squared(x),
+    "without gradients, then with": looked_at_before,
+    "checkpoint": lambda x: checkpoint(squared, x, use_reentrant=False),
+    "reentrant checkpoint": lambda x: checkpoint(squared, x, use_reentrant=True),
+    "vmap": lambda x: torch.vmap(lambda row: row.square().sum())(x).sum(),
+    "another dtype": lambda x: squared(x.double()),
+    "another dtype in a function": lambda x: Squared.apply(x.double()),
+    "changed in place": lambda x: squared(x.mul_(2)),
+    "a gradient's gradient": twice,
+    "detached": lambda x: x.detach().sum() * squared(x),
+}
+
+
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("use", list(USES))
+def test_what_they_are_used_for_has_its_gradients(head: nn.Linear, use: str, softcap: bool) -> None:
+    hidden_states = torch.randn(2, 3, 4, requires_grad=True)
+    lazy, real = given(head, hidden_states * 2), nn.functional.linear(hidden_states * 2, head.weight, head.bias)
+    if softcap:
+        lazy, real = (torch.tanh(x / 2) * 2 for x in (lazy, real))
+
+    found, expected = USES[use](LazyLogits(lazy)), USES[use](real)
+
+    torch.testing.assert_close(found, expected)
+    leaves = [hidden_states, *head.parameters()]
+    torch.testing.assert_close(gradients(found, leaves), gradients(expected, leaves))
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    """Not by `torch.autograd.grad`, which reentrant checkpoints refuse."""
+    for leaf in leaves:
+        leaf.grad = None
+    out.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def test_their_place_in_the_graph_is_known(head: nn.Linear) -> None:
+    """Asked by those that wait for the backward, FSDP2 and DistributedDataParallel for two."""
+    calls: list[Tensor] = []
+    logits = LazyLogits(given(head, torch.randn(2, 3, 4)))
+
+    assert (logits.requires_grad, logits.is_leaf) == (True, False)
+    assert logits.grad_fn is not None
+    logits.register_hook(calls.append)
+    passed = AsItIs.apply(logits)
+    assert isinstance(passed, LazyLogits)
+    assert logits._deferred._computed is None
+    assert logits._deferred._values is None
+    passed.sum().backward()
+    assert torch.equal(calls[0], torch.full((2, 3, 7), 3.0))
+    with torch.no_grad():
+        assert not LazyLogits(given(head, torch.randn(2, 3, 4))).requires_grad
+    for parameter in head.parameters():
+        parameter.requires_grad_(False)
+    assert not LazyLogits(given(head, torch.randn(2, 3, 4))).requires_grad
+
+
+def test_nobody_changes_them_unseen(logits: LazyLogits) -> None:
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="changes logits that have not"):
+        logits.mul_(2)

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
@@ -77,46 +80,82 @@ class Deferred:
         self.pointwise = pointwise
         self._autocast = _autocast(hidden_states.device.type)
         self._gradients = torch.is_grad_enabled()
-        self._version = None if torch.compiler.is_compiling() or weight.is_inference() else _version_of(weight)
+        self._state = None if torch.compiler.is_compiling() else tuple(map(_state_of, (hidden_states, weight, bias)))
         self._computed: Tensor | None = None
+        self._operands: tuple[Tensor, Tensor | None] | None = None
+        self._values: Tensor | None = None
 
     def compute(self) -> Tensor:
         """The logits themselves.
 
         Raises:
-            RuntimeError: the weight of the head has changed since the forward: they can't be had any more.
+            RuntimeError: the hidden states or the head have changed since the forward: they can't be had any more.
         """
         if self._computed is None:
-            weight, bias = self._parameters()
-            inference = torch.inference_mode() if self.hidden_states.is_inference() else nullcontext()
-            autocast = torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
-            with inference, torch.set_grad_enabled(self._gradients), autocast:
-                logits: Tensor = torch.nn.functional.linear(self.hidden_states, weight, bias)
-                for one in self.pointwise:
-                    logits = one(logits)
-            self._computed = logits
-            if not torch.compiler.is_compiling() and not logits.is_inference():
-                self.pending.computed.append((logits, logits._version))
-            return logits
+            traced = torch.compiler.is_compiling()
+            # Whoever has hooks in force, a checkpoint for one, mustn't find more saved the first time than the second.
+            unseen = nullcontext() if traced else saved_tensors_hooks(as_it_is, as_it_is)
+            with unseen, torch.set_grad_enabled(self._gradients):
+                self._operands = self._parameters()
+                self._computed = self._linear(self._gradients, *self._operands)
+            if not traced and not self._computed.is_inference():
+                self.pending.computed.append((self._computed, self._computed._version))
         return self._computed
 
+    def values(self) -> Tensor:
+        """The logits for what is called below autograd, which leaves no trace of what they come from."""
+        if self._computed is not None:
+            return self._computed
+        if self._values is None:
+            self._values = self._linear(False, *self._parameters())
+        return self._values
+
+    def gradients(self, gradient: Tensor, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+        """Of the hidden states, the weight and the bias, as far as they are needed."""
+        computed = self.compute()
+        assert self._operands is not None
+        parameters = (
+            own if hasattr(own, "full_tensor") else used
+            for own, used in zip((self.weight, self.bias), self._operands, strict=True)
+        )
+        wanted = [x for x, need in zip((self.hidden_states, *parameters), needed, strict=True) if need]
+        found = iter(
+            torch.autograd.grad(computed, wanted, gradient, retain_graph=True, create_graph=torch.is_grad_enabled())
+        )
+        return tuple(next(found) if need else None for need in needed)
+
+    def _linear(self, gradients: bool, weight: Tensor, bias: Tensor | None) -> Tensor:
+        inference = torch.inference_mode() if self.hidden_states.is_inference() else nullcontext()
+        autocast = torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
+        with inference, torch.set_grad_enabled(gradients), autocast:
+            logits: Tensor = torch.nn.functional.linear(self.hidden_states, weight, bias)
+            for one in self.pointwise:
+                logits = one(logits)
+        return logits
+
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        if self.weight.untyped_storage().size() == 0 or hasattr(self.weight, "full_tensor"):
+        sharded = self.weight.untyped_storage().size() == 0 or hasattr(self.weight, "full_tensor")
+        if self._state is None:
+            changed = "head" if not sharded and _stepped_since(self.hidden_states, self.weight, self.bias) else ""
+        else:
+            hidden_states, *parameters = map(_state_of, (self.hidden_states, self.weight, self.bias))
+            changed = "" if sharded or (*parameters,) == self._state[1:] else "head"
+            changed = changed if hidden_states == self._state[0] else "last hidden state"
+        if changed:
+            raise RuntimeError(
+                f"these logits were not computed in the forward, and the {changed} has changed since: use them before that"
+            )
+        if sharded:
             # FSDP2 has taken what it had gathered for the forward. All ranks gather it again.
             head = self.pending.head
             return tuple(p if p is None else p.full_tensor() for p in (head.weight, head.bias))  # type: ignore[return-value]
-        if self._version is not None and _version_of(self.weight) != self._version:
-            raise RuntimeError(
-                "these logits were not computed in the forward, and the weight of the head has changed since: use them "
-                "before the optimizer's step"
-            )
         return self.weight, self.bias
 
     def _then(self, one: Pointwise) -> Any:
         if self._computed is not None and not self._as_computed():
             return one(self._computed)
         other = Deferred(self.hidden_states, self.weight, self.bias, self.pending, (*self.pointwise, one))
-        other._autocast, other._gradients, other._version = self._autocast, self._gradients, self._version
+        other._autocast, other._gradients, other._state = self._autocast, self._gradients, self._state
         return other
 
     def _as_computed(self) -> bool:
@@ -168,6 +207,12 @@ class Deferred:
                 return self
         return self.compute().to(*args, **kwargs)
 
+    def retain_grad(self) -> NoReturn:
+        raise RuntimeError(_NO_GRADIENT)
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        raise RuntimeError(_NO_GRADIENT)
+
     def __mul__(self, other: Any) -> Any:
         return self._then(Pointwise("times", other)) if _is_number(other) else self.compute() * other
 
@@ -191,34 +236,57 @@ class Deferred:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.tanh and len(args) == 1 and isinstance(args[0], Deferred) and not kwargs:
             return args[0].tanh()
-        args, kwargs = torch.utils._pytree.tree_map_only(Deferred, Deferred.compute, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Deferred, Deferred.compute, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
-#: How many steps optimizers have made of heads' weights: torch's version of a tensor doesn't count those of fused ones.
+_NO_GRADIENT = (
+    "the loss takes the hidden states, and no gradient of it comes through these logits: set "
+    "cross_entropy_loss_implementation='eager' to see it; for another loss of them use logits.compute()"
+)
+
+#: How many steps optimizers have made of heads' parameters: torch's version of a tensor doesn't count those of fused ones.
 _steps: Any = WeakTensorKeyDictionary()
 
+#: Where among autograd's nodes each optimizer has made its last step.
+_last: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-def _version_of(weight: Tensor) -> tuple[int, int]:
+
+def _state_of(tensor: Tensor | None) -> tuple[int, int] | None:
     """Another one after every change that can be told of."""
-    _watch_optimizers()
-    return weight._version, _steps.setdefault(weight, 0)
+    if tensor is None or tensor.is_inference():
+        return None
+    return tensor._version, _steps.setdefault(tensor, 0) if isinstance(tensor, torch.nn.Parameter) else 0
+
+
+def _stepped_since(hidden_states: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether an optimizer has made a step of parameters since hidden states came out of a compiled forward.
+
+    Which can't note what it has seen; but what has gradients has a node that tells when it was made.
+    """
+    node: Any = hidden_states.grad_fn
+    owned = {id(parameter) for parameter in parameters}
+    return node is not None and any(
+        node._sequence_nr() < last and any(id(p) in owned for group in optimizer.param_groups for p in group["params"])
+        for optimizer, last in _last.items()
+    )
 
 
 @cache
-def _watch_optimizers() -> None:
+def watch_optimizers() -> None:
     """For good: torch iterates over the hooks as it calls them, and none may go meanwhile."""
     register_optimizer_step_post_hook(_count)
 
 
-def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    weights = {id(weight) for weight in _steps.keys()}  # noqa: SIM118  # it has no other iterator
-    if not weights:
+def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _last[optimizer] = torch.autograd._get_sequence_nr()
+    known = {id(parameter) for parameter in _steps.keys()}  # noqa: SIM118  # it has no other iterator
+    if not known:
         return
     for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if id(weight) in weights:
-                _steps[weight] += 1
+        for parameter in group["params"]:
+            if id(parameter) in known:
+                _steps[parameter] += 1
 
 
 def _autocast(kind: str) -> torch.dtype | None:
@@ -271,23 +339,39 @@ Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 class LazyLogits(torch.Tensor):  # type: ignore[misc]
     """The logits (batch, length, vocabulary) of a forward whose loss had no need of them: a tensor that is computed when it is used.
 
-    Its shape, dtype and device are known without that, and another dtype is noted. In the outputs of a compiled model there is a
-    `Deferred` in its place, which is no tensor and otherwise the same.
+    Its shape, dtype, device and place in the graph are known without that, and another dtype is noted. In the outputs of a
+    compiled model there is a `Deferred` in its place, which is no tensor and otherwise the same.
     """
 
     _deferred: Deferred
+    _noting: bool
+    _tensor: Tensor | None
+    _node: Any
 
     @staticmethod
     def __new__(cls, deferred: Deferred) -> LazyLogits:
+        with torch.set_grad_enabled(deferred._gradients):
+            made: LazyLogits = _Place.apply(deferred, deferred.hidden_states, deferred.weight, deferred.bias)
+        made._noting, made._node = True, made.grad_fn
+        return made
+
+    @classmethod
+    def _without_history(cls, deferred: Deferred) -> LazyLogits:
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             cls, deferred.shape, dtype=deferred.dtype, device=deferred.device
         )
-        made._deferred = deferred
+        made._deferred, made._noting, made._tensor, made._node = deferred, False, None, None
         return made
 
     def compute(self) -> Tensor:
         """The logits themselves."""
-        return self._deferred.compute()
+        node = self.grad_fn
+        if self._tensor is None or node is not self._node:  # which a reentrant checkpoint sets anew
+            self._noting = self._noting and node is self._node
+            self._node = node
+            with torch.enable_grad():
+                self._tensor = _Values.apply(self) if self.requires_grad else self._deferred.compute().detach()
+        return self._tensor
 
     def __repr__(self) -> str:
         return f"LazyLogits: {self._deferred!r}"
@@ -295,34 +379,82 @@ class LazyLogits(torch.Tensor):  # type: ignore[misc]
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _METADATA:
+        if function in _METADATA or (function is torch.Tensor.view_as and args[0] is args[-1]):
             return super().__torch_function__(function, types, args, kwargs)
+        if function is torch.Tensor.retain_grad:
+            raise RuntimeError(_NO_GRADIENT)
         if function in (torch.Tensor.float, torch.Tensor.to) and isinstance(args[0], LazyLogits):
-            name = function.__name__
-            found = getattr(args[0]._deferred, name)(*args[1:], **kwargs)
-            return LazyLogits(found) if isinstance(found, Deferred) else found
-        return _computing_all(function, args, kwargs)
+            lazy = args[0]
+            if lazy._noting and lazy.grad_fn is lazy._node:
+                found = getattr(lazy._deferred, function.__name__)(*args[1:], **kwargs)
+                return LazyLogits(found) if isinstance(found, Deferred) else found
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
+        return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _computing_all(function, args, kwargs or {})  # what is called from C++
+        """What is called from C++, below autograd."""
+        if function in _ALIASES and isinstance(args[0], LazyLogits) and _is_whole(args):
+            return LazyLogits._without_history(args[0]._deferred)
+        if function._schema.is_mutable and any(isinstance(one, LazyLogits) for one in args):
+            raise RuntimeError(f"{function} changes logits that have not been computed: use logits.compute()")
+        args, kwargs = tree_map_only(LazyLogits, lambda one: one._deferred.values(), (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
-def _computing_all(function: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
-    return function(*args, **kwargs)
+class _Place(torch.autograd.Function):  # type: ignore[misc]
+    """Lazy logits' place in the graph: behind the head."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
+        ctx.deferred = deferred
+        ctx.set_materialize_grads(False)
+        return LazyLogits._without_history(deferred)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None
+        return None, *ctx.deferred.gradients(gradient, ctx.needs_input_grad[1:])
+
+
+class _Values(torch.autograd.Function):  # type: ignore[misc]
+    """Lazy logits as they are behind whatever they have gone through as a whole."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
+        return lazy._deferred.compute().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+_ALIASES = frozenset({torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten.view.default})
+
+
+def _is_whole(args: Any) -> bool:
+    return len(args) == 1 or tuple(args[1]) == args[0].shape
 
 
 #: What is known of a tensor without its numbers.
 _METADATA = frozenset(
     {
-        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                *("shape", "dtype", "device", "ndim", "layout", "is_cuda"),
+                *("requires_grad", "grad_fn", "is_leaf", "output_nr"),
+            )
+        ),
         *(
             torch.Tensor.size,
             torch.Tensor.dim,
             torch.Tensor.numel,
             torch.Tensor.is_floating_point,
             torch.Tensor.__len__,
+            torch.Tensor.register_hook,
         ),
     }
 )

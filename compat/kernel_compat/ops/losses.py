@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..errors import UnsupportedFeatureError
 from .instances import replaced
-from .lazy import Deferred, LazyLogits, Pending, as_it_is
+from .lazy import Deferred, LazyLogits, Pending, as_it_is, watch_optimizers
 from .probing import Unproven, quiet
 
 #: On the head, the forward that it works for; on a model, its head.
@@ -92,7 +92,7 @@ def prove(module: Any) -> CausalLoss:
     head = module.get_output_embeddings()
     if head is None:
         raise Unproven(f"it has no language modelling head: its loss is of the kind {module.loss_type or 'unknown'!r}")
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    if not _is_linear(head):
         what = f"{type(head).__module__}.{type(head).__qualname__}"
         raise Unproven(f"its head is a {what}, and not a linear layer of torch's")
     if replaced(head) is not None:
@@ -120,16 +120,28 @@ def prove(module: Any) -> CausalLoss:
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     """The forward of a head: logits to come within a forward with labels; the loss, where that is requested."""
+    watch_optimizers()
 
     def forward(self: Any, input: Tensor, request: dict[str, Any] | None = None) -> Any:
         if request is not None:
             return kernel(input, self.weight, bias=self.bias, **request)
         pending = getattr(self, PENDING, None) if torch.compiler.is_compiling() else _waiting.get()
         if pending is not None and pending.head is self:
+            if torch.is_grad_enabled() and (self._backward_hooks or self._backward_pre_hooks):
+                _refuse_backward_hooks()
             return Deferred(input, self.weight, self.bias, pending)
         return functional.linear(input, self.weight, self.bias)
 
     return forward
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.11 fails at raising this when it traces it
+def _refuse_backward_hooks() -> NoReturn:
+    raise UnsupportedFeatureError(
+        "a backward hook on the head, which no gradient of logits comes through",
+        "a cross_entropy_loss over hidden states",
+        "Set cross_entropy_loss_implementation='eager'.",
+    )
 
 
 #: The forward with labels that this thread is in. What is compiled can't ask for it, and finds it on the head.
@@ -171,7 +183,7 @@ class Loss:
                 f"there are labels for {request['labels'].shape[0]} tokens, and hidden states of {rows.shape[0]}"
             )
         if not torch.compiler.is_compiling() and logits.pending.changed:
-            raise _itself(self.model, "changes its logits in place before the loss")
+            raise _refused(self.model, "the forward", "changes its logits in place before the loss")
         logits.pending.used = True
         return divided(self._of(rows, request), num_items_in_batch)
 
@@ -213,25 +225,42 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
             setattr(head, PENDING, before)
             if token is not None:
                 _waiting.reset(token)
-        if not pending.used and self.get_output_embeddings() is not head:
-            raise UnsupportedFeatureError(
-                f"the head of {type(self).__name__}, which has been replaced since the ops were applied",
-                f"cross_entropy_loss {name!r}",
-                "Undo the ops, and apply them to the model as it is now.",
-            )
         if not pending.used:
-            raise _itself(self, "computes its loss from the logits itself")
+            raise _unused(self, head, name)
         return outputs if compiling else _with_tensors(outputs)
 
     return forward
 
 
-def _itself(model: Any, what: str) -> UnsupportedFeatureError:
+def _unused(model: Any, head: Any, name: str) -> UnsupportedFeatureError:
+    """Why a forward hasn't handed the hidden states to the loss."""
+    outer = model.get_output_embeddings()
+    if outer is not head and _is_linear(outer):
+        return UnsupportedFeatureError(
+            f"the head of {type(model).__name__}, which has been replaced since the ops were applied",
+            f"cross_entropy_loss {name!r}",
+            "Undo the ops, and apply them to the model as it is now.",
+        )
+    if outer is not head:
+        what = f"{type(outer).__module__}.{type(outer).__qualname__}"
+        return _refused(model, "the head", f"has been replaced by a {what} since the ops were applied")
+    if not isinstance(model.loss_function, Loss):
+        return _refused(model, "the loss_function", "has been replaced since the ops were applied")
+    if head._forward_hooks:
+        return _refused(model, "the forward", "computes its loss from the logits, or a hook on its head computes them")
+    return _refused(model, "the forward", "computes its loss from the logits itself")
+
+
+def _refused(model: Any, part: str, what: str) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(
-        f"the forward of {type(model).__name__}, which {what}",
+        f"{part} of {type(model).__name__}, which {what}",
         "a cross_entropy_loss over hidden states",
         "Set cross_entropy_loss_implementation='eager'.",
     )
+
+
+def _is_linear(head: Any) -> bool:
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
 
 def _with_tensors(outputs: Any) -> Any:
