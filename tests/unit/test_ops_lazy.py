@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,7 @@ NOTED: dict[str, Callable[[Any], Any]] = {
     "to a dtype": lambda x: x.to(torch.bfloat16),
     "to a dtype by name": lambda x: x.to(dtype=torch.float64),
     "to where it is": lambda x: x.to(x.device),
+    "to where it is, some time": lambda x: x.to(x.device, non_blocking=True),
     "times": lambda x: x * 0.25,
     "times from the left": lambda x: 2 * x,
     "over": lambda x: x / 30.0,
@@ -138,7 +140,7 @@ def test_accelerate_casts_them_without_computing_them(lazy: Deferred) -> None:
     assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(outputs, torch.float32)
     assert isinstance(found["logits"], LazyLogits)
     assert isinstance(found["compiled"], Deferred)
-    assert found["logits"]._deferred._computed is None
+    assert found["logits"]._deferred._values is None
     assert found["compiled"]._computed is None
 
 
@@ -308,7 +310,10 @@ def test_as_a_tensor_they_tell_what_they_would_be(logits: LazyLogits, real: Tens
     half = logits.to(torch.bfloat16)
     assert (type(half), half.dtype) == (LazyLogits, torch.bfloat16)
     assert type(half.float()) is LazyLogits
-    assert logits._deferred._computed is None
+    assert logits.to("cpu", non_blocking=True) is logits
+    assert (logits.stride(), logits.is_contiguous(), logits.element_size()) == (real.stride(), True, 4)
+    assert logits._base is None
+    assert logits._deferred._values is None
     assert torch.equal(half.float().compute(), real.bfloat16().float())
 
 
@@ -361,6 +366,18 @@ def looked_at_before(x: Tensor) -> Tensor:
     return squared(x) + below(x)
 
 
+def no_grad(cast: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():
+        found = cast()
+    assert not found.requires_grad
+    return found.mean()
+
+
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient * 3)
+    return x
+
+
 def twice(x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
     return squared(gradient)
@@ -380,6 +397,9 @@ USES: dict[str, Callable[[Any], Tensor]] = {
     "another dtype": lambda x: squared(x.double()),
     "another dtype in a function": lambda x: Squared.apply(x.double()),
     "changed in place": lambda x: squared(x.mul_(2)),
+    "cast without gradients": lambda x: no_grad(x.double) * squared(x),
+    "with a hook": lambda x: hooked(x).float().square().sum(),
+    "with a hook, in another dtype": lambda x: hooked(x).double().square().sum(),
     "a gradient's gradient": twice,
     "detached": lambda x: x.detach().sum() * squared(x),
 }
@@ -396,6 +416,7 @@ def test_what_they_are_used_for_has_its_gradients(head: nn.Linear, use: str, sof
     found, expected = USES[use](LazyLogits(lazy)), USES[use](real)
 
     torch.testing.assert_close(found, expected)
+    assert found.requires_grad == expected.requires_grad
     leaves = [hidden_states, *head.parameters()]
     torch.testing.assert_close(gradients(found, leaves), gradients(expected, leaves))
 
@@ -418,7 +439,6 @@ def test_their_place_in_the_graph_is_known(head: nn.Linear) -> None:
     logits.register_hook(calls.append)
     passed = AsItIs.apply(logits)
     assert isinstance(passed, LazyLogits)
-    assert logits._deferred._computed is None
     assert logits._deferred._values is None
     passed.sum().backward()
     assert torch.equal(calls[0], torch.full((2, 3, 7), 3.0))
@@ -427,6 +447,70 @@ def test_their_place_in_the_graph_is_known(head: nn.Linear) -> None:
     for parameter in head.parameters():
         parameter.requires_grad_(False)
     assert not LazyLogits(given(head, torch.randn(2, 3, 4))).requires_grad
+
+
+def test_a_tied_weight_has_its_gradient_once() -> None:
+    """It is behind the hidden states, too."""
+    head = nn.Linear(4, 4, bias=False)
+    head.forward = losses.head_forward(lambda *args, **kwargs: torch.zeros(())).__get__(head)  # type: ignore[method-assign]
+    calls: list[Tensor] = []
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    hidden_states = nn.functional.linear(x, head.weight).tanh()
+    hidden_states.register_hook(calls.append)
+
+    found = gradients(LazyLogits(given(head, hidden_states)).square().sum(), [x, head.weight])
+
+    assert len(calls) == 1
+    expected = nn.functional.linear(nn.functional.linear(x, head.weight).tanh(), head.weight).square().sum()
+    torch.testing.assert_close(found, gradients(expected, [x, head.weight]))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_nothing_is_left_of_them(head: nn.Linear, used: bool) -> None:
+    """Not even where the loss is kept; without the garbage collector."""
+    gc.disable()
+    try:
+        logits = LazyLogits(given(head, torch.randn(2, 3, 4).mul(2)).tanh())
+        kept = [weakref.ref(logits), weakref.ref(logits._deferred), weakref.ref(logits._deferred.hidden_states)]
+        with torch.no_grad():
+            logits.argmax(-1)
+        kept.append(weakref.ref(logits._deferred.values()))
+        if used:
+            loss = logits.square().sum()
+            loss.backward()
+        del logits
+        assert [one() for one in kept] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_a_parameter_that_a_step_leaves_alone_is_unchanged(head: nn.Linear) -> None:
+    head.weight.requires_grad_(False)
+    logits = given(head, torch.randn(2, 3, 4))
+    torch.optim.AdamW([head.weight]).step()
+
+    assert logits.compute().shape == (2, 3, 7)
+
+
+def test_they_are_detached_in_place(logits: LazyLogits, real: Tensor) -> None:
+    before = logits * 2
+    logits.detach_()
+
+    assert before.requires_grad
+    assert not logits.requires_grad
+    assert not logits.compute().requires_grad
+    assert torch.equal(logits.compute(), real)
+
+
+def test_without_history_they_may_get_one(head: nn.Linear) -> None:
+    with torch.no_grad():
+        logits = LazyLogits(given(head, torch.randn(2, 3, 4)))
+    logits.requires_grad_()
+    logits.square().sum().backward()
+
+    assert logits.requires_grad
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, 2 * logits.detach())
 
 
 def test_nobody_changes_them_unseen(logits: LazyLogits) -> None:

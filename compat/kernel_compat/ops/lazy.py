@@ -11,12 +11,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -82,7 +80,6 @@ class Deferred:
         self._gradients = torch.is_grad_enabled()
         self._state = None if torch.compiler.is_compiling() else tuple(map(_state_of, (hidden_states, weight, bias)))
         self._computed: Tensor | None = None
-        self._operands: tuple[Tensor, Tensor | None] | None = None
         self._values: Tensor | None = None
 
     def compute(self) -> Tensor:
@@ -92,64 +89,31 @@ class Deferred:
             RuntimeError: the hidden states or the head have changed since the forward: they can't be had any more.
         """
         if self._computed is None:
-            traced = torch.compiler.is_compiling()
-            # Whoever has hooks in force, a checkpoint for one, mustn't find more saved the first time than the second.
-            unseen = nullcontext() if traced else saved_tensors_hooks(as_it_is, as_it_is)
-            with unseen, torch.set_grad_enabled(self._gradients):
-                self._operands = self._parameters()
-                self._computed = self._linear(self._gradients, *self._operands)
-            if not traced and not self._computed.is_inference():
+            self._computed = self._linear(self._gradients)
+            if not torch.compiler.is_compiling() and not self._computed.is_inference():
                 self.pending.computed.append((self._computed, self._computed._version))
         return self._computed
 
     def values(self) -> Tensor:
-        """The logits for what is called below autograd, which leaves no trace of what they come from."""
-        if self._computed is not None:
-            return self._computed
+        """The logits without what they come from."""
         if self._values is None:
-            self._values = self._linear(False, *self._parameters())
+            self._values = self._linear(False) if self._computed is None else self._computed.detach()
         return self._values
 
-    def gradients(self, gradient: Tensor, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-        """Of the hidden states, the weight and the bias, as far as they are needed."""
-        computed = self.compute()
-        assert self._operands is not None
-        parameters = (
-            own if hasattr(own, "full_tensor") else used
-            for own, used in zip((self.weight, self.bias), self._operands, strict=True)
-        )
-        wanted = [x for x, need in zip((self.hidden_states, *parameters), needed, strict=True) if need]
-        found = iter(
-            torch.autograd.grad(computed, wanted, gradient, retain_graph=True, create_graph=torch.is_grad_enabled())
-        )
-        return tuple(next(found) if need else None for need in needed)
-
-    def _linear(self, gradients: bool, weight: Tensor, bias: Tensor | None) -> Tensor:
-        inference = torch.inference_mode() if self.hidden_states.is_inference() else nullcontext()
-        autocast = torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
-        with inference, torch.set_grad_enabled(gradients), autocast:
-            logits: Tensor = torch.nn.functional.linear(self.hidden_states, weight, bias)
-            for one in self.pointwise:
-                logits = one(logits)
-        return logits
-
-    def _parameters(self) -> tuple[Tensor, Tensor | None]:
+    def _linear(self, gradients: bool) -> Tensor:
         sharded = self.weight.untyped_storage().size() == 0 or hasattr(self.weight, "full_tensor")
-        if self._state is None:
-            changed = "head" if not sharded and _stepped_since(self.hidden_states, self.weight, self.bias) else ""
-        else:
+        if self._state is not None:
             hidden_states, *parameters = map(_state_of, (self.hidden_states, self.weight, self.bias))
             changed = "" if sharded or (*parameters,) == self._state[1:] else "head"
             changed = changed if hidden_states == self._state[0] else "last hidden state"
-        if changed:
-            raise RuntimeError(
-                f"these logits were not computed in the forward, and the {changed} has changed since: use them before that"
+            if changed:
+                raise RuntimeError(
+                    f"these logits were not computed in the forward, and the {changed} has changed since: use them before that"
+                )
+        with torch.set_grad_enabled(gradients):
+            return _linear(
+                self.hidden_states, self.weight, self.bias, self.pending.head, self.pointwise, self._autocast
             )
-        if sharded:
-            # FSDP2 has taken what it had gathered for the forward. All ranks gather it again.
-            head = self.pending.head
-            return tuple(p if p is None else p.full_tensor() for p in (head.weight, head.bias))  # type: ignore[return-value]
-        return self.weight, self.bias
 
     def _then(self, one: Pointwise) -> Any:
         if self._computed is not None and not self._as_computed():
@@ -198,14 +162,10 @@ class Deferred:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        target = args[0] if args else kwargs.get("dtype")
-        if len(args) + len(kwargs) == 1 and isinstance(target, torch.dtype):
+        target = _target(args, kwargs)
+        if isinstance(target, torch.dtype):
             return self._then(Pointwise("to", target))
-        if len(args) + len(kwargs) == 1 and (args or "device" in kwargs):
-            where = args[0] if args else kwargs["device"]
-            if torch.device(where) == self.device:
-                return self
-        return self.compute().to(*args, **kwargs)
+        return self if target == self.device else self.compute().to(*args, **kwargs)
 
     def retain_grad(self) -> NoReturn:
         raise RuntimeError(_NO_GRADIENT)
@@ -248,45 +208,58 @@ _NO_GRADIENT = (
 #: How many steps optimizers have made of heads' parameters: torch's version of a tensor doesn't count those of fused ones.
 _steps: Any = WeakTensorKeyDictionary()
 
-#: Where among autograd's nodes each optimizer has made its last step.
-_last: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-
 
 def _state_of(tensor: Tensor | None) -> tuple[int, int] | None:
     """Another one after every change that can be told of."""
     if tensor is None or tensor.is_inference():
         return None
+    _watch_optimizers()
     return tensor._version, _steps.setdefault(tensor, 0) if isinstance(tensor, torch.nn.Parameter) else 0
 
 
-def _stepped_since(hidden_states: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether an optimizer has made a step of parameters since hidden states came out of a compiled forward.
-
-    Which can't note what it has seen; but what has gradients has a node that tells when it was made.
-    """
-    node: Any = hidden_states.grad_fn
-    owned = {id(parameter) for parameter in parameters}
-    return node is not None and any(
-        node._sequence_nr() < last and any(id(p) in owned for group in optimizer.param_groups for p in group["params"])
-        for optimizer, last in _last.items()
-    )
-
-
 @cache
-def watch_optimizers() -> None:
+def _watch_optimizers() -> None:
     """For good: torch iterates over the hooks as it calls them, and none may go meanwhile."""
     register_optimizer_step_post_hook(_count)
 
 
-def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _last[optimizer] = torch.autograd._get_sequence_nr()
+def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     known = {id(parameter) for parameter in _steps.keys()}  # noqa: SIM118  # it has no other iterator
     if not known:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) in known:
+            if id(parameter) in known and parameter.grad is not None:
                 _steps[parameter] += 1
+
+
+def _linear(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, head: Any, pointwise: Any, dtype: torch.dtype | None
+) -> Tensor:
+    inference = torch.inference_mode() if hidden_states.is_inference() else nullcontext()
+    autocast = torch.autocast(hidden_states.device.type, dtype) if dtype else nullcontext()
+    weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in _present(weight, bias, head))
+    with inference, autocast:
+        logits: Tensor = torch.nn.functional.linear(hidden_states, weight, bias)
+        for one in pointwise:
+            logits = one(logits)
+    return logits
+
+
+def _present(weight: Tensor, bias: Tensor | None, head: Any) -> tuple[Any, Any]:
+    """The parameters of a head, gathered again by all ranks where FSDP2 has let go of them since the forward."""
+    if weight.untyped_storage().size():
+        return weight, bias
+    return head.weight.full_tensor(), head.bias if head.bias is None else head.bias.full_tensor()
+
+
+def _target(args: Any, kwargs: dict[str, Any]) -> torch.dtype | torch.device | None:
+    """What `to` is asked for, where it is a dtype or a device and no more."""
+    named = {name: value for name, value in kwargs.items() if name != "non_blocking"}
+    if len(args) + len(named) != 1 or not named.keys() <= {"dtype", "device"}:
+        return None
+    target: Any = [*args, *named.values()][0]
+    return torch.device(target) if isinstance(target, str | int) else target if not isinstance(target, Tensor) else None
 
 
 def _autocast(kind: str) -> torch.dtype | None:
@@ -344,15 +317,12 @@ class LazyLogits(torch.Tensor):  # type: ignore[misc]
     """
 
     _deferred: Deferred
-    _noting: bool
-    _tensor: Tensor | None
-    _node: Any
+    _computed: tuple[Any, Tensor] | None
 
     @staticmethod
     def __new__(cls, deferred: Deferred) -> LazyLogits:
         with torch.set_grad_enabled(deferred._gradients):
-            made: LazyLogits = _Place.apply(deferred, deferred.hidden_states, deferred.weight, deferred.bias)
-        made._noting, made._node = True, made.grad_fn
+            made: LazyLogits = _Head.apply(deferred, deferred.hidden_states, deferred.weight, deferred.bias)
         return made
 
     @classmethod
@@ -360,18 +330,17 @@ class LazyLogits(torch.Tensor):  # type: ignore[misc]
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             cls, deferred.shape, dtype=deferred.dtype, device=deferred.device
         )
-        made._deferred, made._noting, made._tensor, made._node = deferred, False, None, None
+        made._deferred, made._computed = deferred, None
         return made
 
     def compute(self) -> Tensor:
         """The logits themselves."""
-        node = self.grad_fn
-        if self._tensor is None or node is not self._node:  # which a reentrant checkpoint sets anew
-            self._noting = self._noting and node is self._node
-            self._node = node
+        history = self.requires_grad, self.grad_fn
+        if self._computed is None or self._computed[0] != history:  # which a reentrant checkpoint sets anew
             with torch.enable_grad():
-                self._tensor = _Values.apply(self) if self.requires_grad else self._deferred.compute().detach()
-        return self._tensor
+                values: Tensor = _Values.apply(self) if self.requires_grad else self._deferred.values().detach()
+            self._computed = history, values
+        return self._computed[1]
 
     def __repr__(self) -> str:
         return f"LazyLogits: {self._deferred!r}"
@@ -384,10 +353,12 @@ class LazyLogits(torch.Tensor):  # type: ignore[misc]
         if function is torch.Tensor.retain_grad:
             raise RuntimeError(_NO_GRADIENT)
         if function in (torch.Tensor.float, torch.Tensor.to) and isinstance(args[0], LazyLogits):
-            lazy = args[0]
-            if lazy._noting and lazy.grad_fn is lazy._node:
-                found = getattr(lazy._deferred, function.__name__)(*args[1:], **kwargs)
-                return LazyLogits(found) if isinstance(found, Deferred) else found
+            lazy: LazyLogits = args[0]
+            target = torch.float32 if function is torch.Tensor.float else _target(args[1:], kwargs)
+            if target in (lazy.dtype, lazy.device):
+                return lazy
+            if isinstance(target, torch.dtype) and lazy._deferred._values is None and lazy._deferred._computed is None:
+                return _Noted.apply(lazy, target)
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -402,12 +373,13 @@ class LazyLogits(torch.Tensor):  # type: ignore[misc]
         return function(*args, **kwargs)
 
 
-class _Place(torch.autograd.Function):  # type: ignore[misc]
-    """Lazy logits' place in the graph: behind the head."""
+class _Head(torch.autograd.Function):  # type: ignore[misc]
+    """Lazy logits from what they come from; the backward computes them again, or for the first time."""
 
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
-        ctx.deferred = deferred
+        ctx.save_for_backward(hidden_states, weight, bias)
+        ctx.how = (deferred.pending.head, deferred.pointwise, deferred._autocast)
         ctx.set_materialize_grads(False)
         return LazyLogits._without_history(deferred)
 
@@ -416,15 +388,41 @@ class _Place(torch.autograd.Function):  # type: ignore[misc]
         (gradient,) = gradients
         if gradient is None:
             return None, None, None, None
-        return None, *ctx.deferred.gradients(gradient, ctx.needs_input_grad[1:])
+        again = torch.is_grad_enabled()  # create_graph=True
+        with torch.enable_grad():
+            hidden_states, weight, bias = ctx.saved_tensors
+            # Aliases: a tied weight itself is behind the hidden states, too.
+            of: list[Any] = [
+                x if x is None else x.view_as(x) for x in (hidden_states, *_present(weight, bias, ctx.how[0]))
+            ]
+            logits = _linear(of[0], of[1], of[2], *ctx.how)
+        needed = ctx.needs_input_grad[1:]
+        wanted = [x for x, need in zip(of, needed, strict=True) if need]
+        found = iter(torch.autograd.grad(logits, wanted, gradient, create_graph=again))
+        return None, *(next(found) if need else None for need in needed)
+
+
+class _Noted(torch.autograd.Function):  # type: ignore[misc]
+    """Lazy logits in another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits, dtype: torch.dtype) -> LazyLogits:
+        ctx.dtype = lazy.dtype
+        ctx.set_materialize_grads(False)
+        return LazyLogits._without_history(lazy._deferred.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        return None if gradient is None else gradient.to(ctx.dtype), None
 
 
 class _Values(torch.autograd.Function):  # type: ignore[misc]
-    """Lazy logits as they are behind whatever they have gone through as a whole."""
+    """Lazy logits, computed."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
-        return lazy._deferred.compute().detach()
+        return lazy._deferred.values().detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -445,16 +443,16 @@ _METADATA = frozenset(
             getattr(torch.Tensor, name).__get__
             for name in (
                 *("shape", "dtype", "device", "ndim", "layout", "is_cuda"),
-                *("requires_grad", "grad_fn", "is_leaf", "output_nr"),
+                *("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "_base"),
             )
         ),
         *(
-            torch.Tensor.size,
-            torch.Tensor.dim,
-            torch.Tensor.numel,
-            torch.Tensor.is_floating_point,
-            torch.Tensor.__len__,
-            torch.Tensor.register_hook,
+            getattr(torch.Tensor, name)
+            for name in (
+                *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point"),
+                *("__len__", "register_hook", "requires_grad_", "detach_"),
+            )
         ),
+        torch.Tensor.requires_grad.__set__,
     }
 )

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..errors import UnsupportedFeatureError
 from .instances import replaced
-from .lazy import Deferred, LazyLogits, Pending, as_it_is, watch_optimizers
+from .lazy import Deferred, LazyLogits, Pending, as_it_is
 from .probing import Unproven, quiet
 
 #: On the head, the forward that it works for; on a model, its head.
@@ -120,7 +120,6 @@ def prove(module: Any) -> CausalLoss:
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     """The forward of a head: logits to come within a forward with labels; the loss, where that is requested."""
-    watch_optimizers()
 
     def forward(self: Any, input: Tensor, request: dict[str, Any] | None = None) -> Any:
         if request is not None:
