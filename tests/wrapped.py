@@ -1,4 +1,4 @@
-"""Models that DistributedDataParallel and FSDP2 have wrapped, whose logits have a loss of their own."""
+"""Tiny models whose logits have a loss of their own, alone and as DistributedDataParallel and FSDP2 wrap them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def spread(rank: int, store: str, batch: dict[str, Tensor]) -> None:
             if "unused" not in wrapper:  # which copies all outputs
                 logits = around(**parts[rank]).logits
                 assert isinstance(logits, LazyLogits), wrapper
-                assert logits._deferred._values is None, wrapper
+                assert not logits._deferred.is_computed, wrapper
             assert_same(with_a_loss_of_the_logits(model, parts[rank], around), expected, 1e-4)
     finally:
         distributed.destroy_process_group()

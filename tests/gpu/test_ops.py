@@ -85,11 +85,15 @@ def run(model: Any, **inputs: Any) -> Result:
     model.zero_grad()
     outputs = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False, **inputs)
     outputs.loss.backward()
-    gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
-    scaled = [gradient / gradient.norm().clamp_min(1e-12) for gradient in gradients]
     return Result(
-        outputs.loss.detach().float(), torch.cat(scaled), (outputs.logits.float() * mask.unsqueeze(-1)).detach()
+        outputs.loss.detach().float(), directions(model), (outputs.logits.float() * mask.unsqueeze(-1)).detach()
     )
+
+
+def directions(model: Any) -> Tensor:
+    """Every gradient, flat, as if it were of length 1."""
+    gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat([gradient / gradient.norm().clamp_min(1e-12) for gradient in gradients])
 
 
 @pytest.mark.parametrize("name", list(OPS_MODELS))
@@ -455,6 +459,5 @@ def test_a_loss_of_the_logits_has_its_gradients(value: str, call: Callable[..., 
         one.zero_grad()
         outputs = one(input_ids=ids, labels=ids)
         (outputs.loss + 0.1 * call(outputs.logits)).backward()
-        gradients = [p.grad.float().flatten() for p in one.parameters() if p.grad is not None]
-        found.append(torch.cat([gradient / gradient.norm().clamp_min(1e-12) for gradient in gradients]))
+        found.append(directions(one))
     require_as_close(found[2], found[1], found[0])

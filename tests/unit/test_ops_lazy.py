@@ -24,7 +24,11 @@ from kernel_compat.ops.lazy import Deferred, LazyLogits, Pending, Pointwise
 @pytest.fixture
 def head() -> nn.Linear:
     torch.manual_seed(0)
-    head = nn.Linear(4, 7)
+    return bound(nn.Linear(4, 7))
+
+
+def bound(head: nn.Linear) -> nn.Linear:
+    """A head as it is in a model whose loss has been replaced."""
     head.forward = losses.head_forward(lambda *args, **kwargs: torch.zeros(())).__get__(head)  # type: ignore[method-assign]
     return head
 
@@ -140,7 +144,7 @@ def test_accelerate_casts_them_without_computing_them(lazy: Deferred) -> None:
     assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(outputs, torch.float32)
     assert isinstance(found["logits"], LazyLogits)
     assert isinstance(found["compiled"], Deferred)
-    assert found["logits"]._deferred._values is None
+    assert not found["logits"]._deferred.is_computed
     assert found["compiled"]._computed is None
 
 
@@ -313,7 +317,7 @@ def test_as_a_tensor_they_tell_what_they_would_be(logits: LazyLogits, real: Tens
     assert logits.to("cpu", non_blocking=True) is logits
     assert (logits.stride(), logits.is_contiguous(), logits.element_size()) == (real.stride(), True, 4)
     assert logits._base is None
-    assert logits._deferred._values is None
+    assert not logits._deferred.is_computed
     assert torch.equal(half.float().compute(), real.bfloat16().float())
 
 
@@ -439,7 +443,7 @@ def test_their_place_in_the_graph_is_known(head: nn.Linear) -> None:
     logits.register_hook(calls.append)
     passed = AsItIs.apply(logits)
     assert isinstance(passed, LazyLogits)
-    assert logits._deferred._values is None
+    assert not logits._deferred.is_computed
     passed.sum().backward()
     assert torch.equal(calls[0], torch.full((2, 3, 7), 3.0))
     with torch.no_grad():
@@ -451,8 +455,7 @@ def test_their_place_in_the_graph_is_known(head: nn.Linear) -> None:
 
 def test_a_tied_weight_has_its_gradient_once() -> None:
     """It is behind the hidden states, too."""
-    head = nn.Linear(4, 4, bias=False)
-    head.forward = losses.head_forward(lambda *args, **kwargs: torch.zeros(())).__get__(head)  # type: ignore[method-assign]
+    head = bound(nn.Linear(4, 4, bias=False))
     calls: list[Tensor] = []
     x = torch.randn(2, 3, 4, requires_grad=True)
     hidden_states = nn.functional.linear(x, head.weight).tanh()

@@ -12,15 +12,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..seams import Seam
 from . import registry
 from .config import OpsConfig
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Binding", "Report", "applied", "apply_ops", "refusal", "use"]
 

@@ -89,7 +89,7 @@ class Deferred:
             RuntimeError: the hidden states or the head have changed since the forward: they can't be had any more.
         """
         if self._computed is None:
-            self._computed = self._linear(self._gradients)
+            self._computed = self._project(self._gradients)
             if not torch.compiler.is_compiling() and not self._computed.is_inference():
                 self.pending.computed.append((self._computed, self._computed._version))
         return self._computed
@@ -97,23 +97,32 @@ class Deferred:
     def values(self) -> Tensor:
         """The logits without what they come from."""
         if self._values is None:
-            self._values = self._linear(False) if self._computed is None else self._computed.detach()
+            self._values = self._project(False) if self._computed is None else self._computed.detach()
         return self._values
 
-    def _linear(self, gradients: bool) -> Tensor:
-        sharded = self.weight.untyped_storage().size() == 0 or hasattr(self.weight, "full_tensor")
-        if self._state is not None:
-            hidden_states, *parameters = map(_state_of, (self.hidden_states, self.weight, self.bias))
-            changed = "" if sharded or (*parameters,) == self._state[1:] else "head"
-            changed = changed if hidden_states == self._state[0] else "last hidden state"
-            if changed:
-                raise RuntimeError(
-                    f"these logits were not computed in the forward, and the {changed} has changed since: use them before that"
-                )
+    @property
+    def is_computed(self) -> bool:
+        return self._computed is not None or self._values is not None
+
+    def _project(self, gradients: bool) -> Tensor:
+        if changed := self._changed():
+            raise RuntimeError(
+                f"these logits were not computed in the forward, and the {changed} has changed since: use them before that"
+            )
         with torch.set_grad_enabled(gradients):
             return _linear(
                 self.hidden_states, self.weight, self.bias, self.pending.head, self.pointwise, self._autocast
             )
+
+    def _changed(self) -> str:
+        """What has, since the forward. It can't be told of a compiled one, nor of a head that is sharded."""
+        if self._state is None:
+            return ""
+        hidden_states, *parameters = map(_state_of, (self.hidden_states, self.weight, self.bias))
+        if hidden_states != self._state[0]:
+            return "last hidden state"
+        sharded = _is_gone(self.weight) or hasattr(self.weight, "full_tensor")
+        return "" if sharded or (*parameters,) == self._state[1:] else "head"
 
     def _then(self, one: Pointwise) -> Any:
         if self._computed is not None and not self._as_computed():
@@ -248,9 +257,13 @@ def _linear(
 
 def _present(weight: Tensor, bias: Tensor | None, head: Any) -> tuple[Any, Any]:
     """The parameters of a head, gathered again by all ranks where FSDP2 has let go of them since the forward."""
-    if weight.untyped_storage().size():
+    if not _is_gone(weight):
         return weight, bias
     return head.weight.full_tensor(), head.bias if head.bias is None else head.bias.full_tensor()
+
+
+def _is_gone(weight: Tensor) -> bool:
+    return bool(weight.untyped_storage().size() == 0)
 
 
 def _target(args: Any, kwargs: dict[str, Any]) -> torch.dtype | torch.device | None:
@@ -259,7 +272,9 @@ def _target(args: Any, kwargs: dict[str, Any]) -> torch.dtype | torch.device | N
     if len(args) + len(named) != 1 or not named.keys() <= {"dtype", "device"}:
         return None
     target: Any = [*args, *named.values()][0]
-    return torch.device(target) if isinstance(target, str | int) else target if not isinstance(target, Tensor) else None
+    if isinstance(target, str | int):
+        return torch.device(target)
+    return target if isinstance(target, (torch.dtype, torch.device)) else None
 
 
 def _autocast(kind: str) -> torch.dtype | None:
@@ -357,7 +372,7 @@ class LazyLogits(torch.Tensor):  # type: ignore[misc]
             target = torch.float32 if function is torch.Tensor.float else _target(args[1:], kwargs)
             if target in (lazy.dtype, lazy.device):
                 return lazy
-            if isinstance(target, torch.dtype) and lazy._deferred._values is None and lazy._deferred._computed is None:
+            if isinstance(target, torch.dtype) and not lazy._deferred.is_computed:
                 return _Noted.apply(lazy, target)
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
         return function(*args, **kwargs)

@@ -136,11 +136,7 @@ def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.11 fails at raising this when it traces it
 def _refuse_backward_hooks() -> NoReturn:
-    raise UnsupportedFeatureError(
-        "a backward hook on the head, which no gradient of logits comes through",
-        "a cross_entropy_loss over hidden states",
-        "Set cross_entropy_loss_implementation='eager'.",
-    )
+    raise _refused("a backward hook on the head, which no gradient of logits comes through")
 
 
 #: The forward with labels that this thread is in. What is compiled can't ask for it, and finds it on the head.
@@ -182,7 +178,9 @@ class Loss:
                 f"there are labels for {request['labels'].shape[0]} tokens, and hidden states of {rows.shape[0]}"
             )
         if not torch.compiler.is_compiling() and logits.pending.changed:
-            raise _refused(self.model, "the forward", "changes its logits in place before the loss")
+            raise _refused(
+                f"the forward of {type(self.model).__name__}, which changes its logits in place before the loss"
+            )
         logits.pending.used = True
         return divided(self._of(rows, request), num_items_in_batch)
 
@@ -233,28 +231,26 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
 
 def _unused(model: Any, head: Any, name: str) -> UnsupportedFeatureError:
     """Why a forward hasn't handed the hidden states to the loss."""
-    outer = model.get_output_embeddings()
-    if outer is not head and _is_linear(outer):
-        return UnsupportedFeatureError(
-            f"the head of {type(model).__name__}, which has been replaced since the ops were applied",
-            f"cross_entropy_loss {name!r}",
-            "Undo the ops, and apply them to the model as it is now.",
-        )
+    outer, of = model.get_output_embeddings(), f"of {type(model).__name__}, which"
     if outer is not head:
+        if _is_linear(outer):
+            return UnsupportedFeatureError(
+                f"the head {of} has been replaced since the ops were applied",
+                f"cross_entropy_loss {name!r}",
+                "Undo the ops, and apply them to the model as it is now.",
+            )
         what = f"{type(outer).__module__}.{type(outer).__qualname__}"
-        return _refused(model, "the head", f"has been replaced by a {what} since the ops were applied")
+        return _refused(f"the head {of} has been replaced by a {what} since the ops were applied")
     if not isinstance(model.loss_function, Loss):
-        return _refused(model, "the loss_function", "has been replaced since the ops were applied")
+        return _refused(f"the loss_function {of} has been replaced since the ops were applied")
     if head._forward_hooks:
-        return _refused(model, "the forward", "computes its loss from the logits, or a hook on its head computes them")
-    return _refused(model, "the forward", "computes its loss from the logits itself")
+        return _refused(f"the forward {of} computes its loss from the logits, or a hook on its head computes them")
+    return _refused(f"the forward {of} computes its loss from the logits itself")
 
 
-def _refused(model: Any, part: str, what: str) -> UnsupportedFeatureError:
+def _refused(what: str) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(
-        f"{part} of {type(model).__name__}, which {what}",
-        "a cross_entropy_loss over hidden states",
-        "Set cross_entropy_loss_implementation='eager'.",
+        what, "a cross_entropy_loss over hidden states", "Set cross_entropy_loss_implementation='eager'."
     )
 
 
