@@ -30,7 +30,7 @@ from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import Test
-from compat_matrix.service import html
+from compat_matrix.service import html, pages
 from compat_matrix.service.app import create_app
 from compat_matrix.service.board import Board
 from compat_matrix.service.grid import STATES, age
@@ -367,7 +367,8 @@ def test_what_does_not_exist_is_not_found(demo: tuple[Get, service_demo.Demo, St
     assert get("/api/v1/nothing").headers["content-type"] == "application/json"
 
 
-def test_a_page_is_not_made_twice_of_the_same(store: Store, get: Get) -> None:
+def test_a_page_is_not_made_twice_of_the_same(store: Store, get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_minute", lambda now: 0)  # whose end would make it anew, for the ages on it
     run = stored(store, [passed(OLD[0])])
     first = get("/")
     assert first.headers["content-encoding"] == "gzip"
