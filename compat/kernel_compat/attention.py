@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .boundaries import Forward, Sequences, current, packed_sequences, require_agreement, restarts_of
 from .errors import UnsupportedFeatureError
 from .kernels import Kernel
 from .kernels.base import instead
@@ -16,13 +17,12 @@ from .masks import (
     as_int,
     fixed_shapes,
     longest,
-    packing,
+    once,
     padding,
     query_mask,
     reduce_mask,
     require_total,
     runs,
-    starts_of_sequences,
 )
 
 __all__ = ["attention_forward", "flash_attention"]
@@ -162,11 +162,14 @@ def flash_attention(
         query: (batch, q_len, heads, head_dim).
         key, value: (batch, kv_len, kv_heads, head_dim); the value's head_dim may be smaller.
         attention_mask: None; (batch, length) with 1 for tokens and 0 for padding, or a 4D mask that says no more than
-            padding, causality and a window. Beside one, position_ids and cu_seq_lens_* are not asked.
-        causal: aligned to the bottom right where q_len and kv_len differ. A 4D mask decides itself.
+            padding, causality and a window.
+        causal: aligned to the bottom right where q_len and kv_len differ. A 4D mask decides itself, and so does one
+            that our mask function made, whatever the layer says.
         sliding_window: a query sees this many keys, itself included; to both sides where not causal.
-        position_ids: (batch or 1, q_len): where they restart, a new packed sequence begins.
-        cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, shape (sequences + 1,).
+        position_ids: (batch or 1, q_len): where they restart, a new packed sequence begins. Those of the model's own
+            forward count before them.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, shape (sequences + 1,); where missing, those of the
+            model's own forward. Masks and positions beside them must agree with them.
         max_length_q, max_length_k: their longest; computed where missing.
 
     Returns:
@@ -185,16 +188,27 @@ def flash_attention(
             raise ValueError(f"sinks of shape {tuple(sinks.shape)} are not one for each of {query.shape[2]} heads")
         sinks = sinks.to(query.dtype)
 
-    window = _window(sliding_window, causal, kv_len)
+    batch = query.shape[0]
+    forward = current()
+    pattern = None if forward is None else forward.pattern(attention_mask, q_len, kv_len, causal, sliding_window)
+    if pattern is None:
+        window = _window(sliding_window, causal, kv_len)
+    else:  # what the mask means decides over what the layer says
+        causal, window, attention_mask = pattern.causal, pattern.window, pattern.padding
+        window = window if max(window) + 1 < kv_len else (-1, -1)
+    own = forward is not None and forward.describes(batch, q_len, kv_len) and not (forward.has_others and not causal)
+    if own and attention_mask is None and pattern is None and forward.alone and forward.mask is not None:
+        attention_mask = forward.mask  # which the model has kept from the layer
     # Padding tells of the queries only where they are the last of the keys' tokens: never in cross-attention, which
     # isn't causal and may have as many queries as keys. A window is aligned by them, so that they must be told of.
     padded_queries = causal or window != (-1, -1)
+    said_by_mask = False
     if attention_mask is not None and attention_mask.ndim == 4:
         reduced = reduce_mask(attention_mask, q_len, kv_len)
         attention_mask, padded_queries = reduced.padding, reduced.padded_queries
         causal, window, kv_len = reduced.causal, reduced.window, reduced.kv_len
         key, value = key[:, :kv_len], value[:, :kv_len]
-        position_ids = None  # the mask has told all
+        said_by_mask = True
     elif attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"an attention mask must have 2 or 4 dimensions, not the shape {tuple(attention_mask.shape)}")
     elif attention_mask is not None and not causal:
@@ -214,18 +228,83 @@ def flash_attention(
         "deterministic": deterministic,
         "s_aux": sinks,
     }
-    if attention_mask is not None:
-        # Before cu_seq_lens_*, as upstream does: 4.54's generate makes some up from the positions of a padded batch.
-        output = _padded(functions, query, key, value, attention_mask, padded_queries, options)
-    elif cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+    if cu_seq_lens_q is None and cu_seq_lens_k is None and own and forward.lengths:
+        cu_seq_lens_q, cu_seq_lens_k = (forward.lengths.get(f"cu_seq_lens_{side}") for side in "qk")
+        max_length_q, max_length_k = (forward.lengths.get(f"max_length_{side}") for side in "qk")
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
-        output = _packed(
+        _check_lengths(cu_seq_lens_q, attention_mask, forward if own else None, batch, q_len)
+        return _packed(
             functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options
         )
-    else:
-        output = _unpadded(functions, query, key, value, position_ids, options)
+    sequences = None
+    if q_len > 1 and not said_by_mask:
+        if own:
+            sequences = forward.sequences(causal)
+        elif position_ids is not None and position_ids.shape[-1] == q_len and attention_mask is None:
+            sequences = _sequences_of_positions(position_ids, batch, q_len, causal)
+            if sequences is not None and kv_len != q_len:
+                raise ValueError("packed position_ids together with cached keys: which key is whose can't be told")
+    if sequences is not None:
+        return _in_sequences(functions, query, key, value, sequences, options)
+    if attention_mask is not None:
+        return _padded(functions, query, key, value, attention_mask, padded_queries, options)
+    output: Tensor = functions.flash_attn_func(query, key, value, **options)
     return output
+
+
+def _check_lengths(
+    cu_seqlens: Tensor, mask: Tensor | None, forward: Forward | None, batch: int, q_len: int
+) -> None:
+    """Masks and positions beside given lengths must agree with them; checked once a forward."""
+    positions = None
+    if forward is not None:
+        mask, positions = forward.mask if forward.mask is not None else mask, forward.positions
+        if forward.agreed is cu_seqlens:
+            return
+        forward.agreed = cu_seqlens
+    if mask is not None or positions is not None:
+        require_agreement(cu_seqlens, mask, positions, batch, q_len)
+
+
+def _sequences_of_positions(positions: Tensor, batch: int, length: int, causal: bool) -> Sequences | None:
+    """The packed sequences that a layer's own positions tell of. Synchronises once a tensor."""
+    restarts = restarts_of(positions, batch, length, causal)
+    if restarts is None:
+        return None
+
+    def find() -> Sequences | None:
+        found = packed_sequences(torch.ones_like(restarts.zero), restarts)
+        return None if found is None else found.sequences
+
+    return once(positions, ("sequences", batch, causal), find)
+
+
+def _in_sequences(
+    functions: Any, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, options: dict[str, Any]
+) -> Tensor:
+    """Attention within packed sequences; padding queries are zero."""
+    if sequences.holes:
+        _require_no_window(options)
+    batch, q_len = query.shape[:2]
+    flat = [x.flatten(0, 1) for x in (query, key, value)]
+    index = sequences.index
+    if index is not None:
+        index = index.to(query.device)
+        flat = [x[index] for x in flat]
+    offsets = sequences.cu_seqlens.to(query.device)
+    output: Tensor = functions.flash_attn_varlen_func(
+        *flat,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        max_seqlen_q=sequences.max_seqlen,
+        max_seqlen_k=sequences.max_seqlen,
+        **options,
+    )
+    if index is not None:
+        output = query.new_zeros(batch * q_len, *output.shape[1:]).index_copy(0, index, output)
+    return output.unflatten(0, (batch, q_len))
 
 
 def _window(sliding_window: int | None, causal: bool, kv_len: int) -> tuple[int, int]:
@@ -319,39 +398,11 @@ def _packed(
     return output.unflatten(0, (batch, q_len))
 
 
-def _unpadded(
-    functions: Any, query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor | None, options: dict[str, Any]
-) -> Tensor:
-    batch, q_len = query.shape[:2]
-    if position_ids is not None and q_len > 1 and position_ids.shape[-1] == q_len:
-        if fixed_shapes(query):
-            # How many sequences there are is a value, and values can't decide anything here. The check runs with the
-            # kernel and costs no synchronisation.
-            begins = starts_of_sequences(position_ids, batch, options["causal"])
-            if begins is not None:
-                torch._assert_async(
-                    ~begins.any(),
-                    "packed position_ids under torch.compile or in a CUDA graph: pass cu_seq_lens_q, cu_seq_lens_k, "
-                    "max_length_q and max_length_k",
-                )
-        else:
-            packed = packing(position_ids, batch, options["causal"])
-            if packed is not None:
-                if key.shape[1] != q_len:
-                    raise ValueError("packed position_ids together with cached keys: which key is whose can't be told")
-                return _packed(
-                    functions,
-                    query,
-                    key,
-                    value,
-                    packed.cu_seqlens,
-                    packed.cu_seqlens,
-                    packed.max_seqlen,
-                    packed.max_seqlen,
-                    options,
-                )
-    output: Tensor = functions.flash_attn_func(query, key, value, **options)
-    return output
+def _require_no_window(options: dict[str, Any]) -> None:
+    if options["window_size"] != (-1, -1):
+        raise ValueError(
+            "a sliding window over a mask with padding between tokens: distances would shrink with the padding"
+        )
 
 
 def _padded(
@@ -382,10 +433,8 @@ def _padded(
     if found is None:
         output: Tensor = functions.flash_attn_func(query, key, value, **options)
         return output
-    if found.holes and options["window_size"] != (-1, -1):
-        raise ValueError(
-            "a sliding window over a mask with padding between tokens: distances would shrink with the padding"
-        )
+    if found.holes:
+        _require_no_window(options)
     flat = query.new_zeros(batch * q_len, *query.shape[2:-1], value.shape[-1])
     if not found.max_seqlen_q:
         return flat.unflatten(0, (batch, q_len))

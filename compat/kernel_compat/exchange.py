@@ -16,7 +16,8 @@ from torch.distributed import _functional_collectives as collectives
 
 from .attention import _NO_KERNEL_HAS
 from .errors import UnsupportedFeatureError
-from .masks import _once, attention_mask_function, fixed_shapes, is_told
+from .mask_function import handed_on, plain_mask_function
+from .masks import fixed_shapes, once
 
 __all__ = ["gathering_mask_function", "spread"]
 
@@ -115,7 +116,7 @@ def _gather_heads(output: Tensor, group: dist.ProcessGroup | None, ranks: int) -
 
 
 def gathering_mask_function(group: dist.ProcessGroup | None) -> Callable[..., Tensor | None]:
-    """`attention_mask_function` for tokens spread over a group: a padding mask's slices become that of the full sequence.
+    """`plain_mask_function` for tokens spread over a group: a padding mask's slices become that of the full sequence.
 
     The mask functions are called at the same places on every rank, and that is where ranks may talk to each other: whether
     a slice has padding is no rank's to decide alone. Every rank must be given a mask, or none.
@@ -126,10 +127,10 @@ def gathering_mask_function(group: dist.ProcessGroup | None) -> Callable[..., Te
         queries = given.get("cache_position")
         ranks, length = dist.get_world_size(group), given["q_length"] if queries is None else queries.shape[0]
         if ranks == 1 or mask is None or mask.shape[1] not in (length, ranks * length):
-            return attention_mask_function(**given)
+            return plain_mask_function(**given)
         # As many keys as queries: there is no cache. Other patterns are built in full, from slices: the forward refuses them.
-        if given["kv_length"] not in (length, mask.shape[1]) or not is_told(given.get("mask_function"), given, True):
-            return attention_mask_function(**given)
+        if given["kv_length"] not in (length, mask.shape[1]) or not handed_on(given):
+            return plain_mask_function(**given)
         if mask.shape[1] == length:
             slices = _all_to_all(mask.to(torch.uint8).expand(ranks, -1, -1).contiguous(), group)
             mask = slices.transpose(0, 1).flatten(1).bool()
@@ -336,4 +337,4 @@ def _require(tensor: Tensor, purpose: tuple[Any, ...], holds: Callable[[], Tenso
         elif not bool(holds()):
             raise ValueError(message)
 
-    _once(tensor, purpose, check)
+    once(tensor, purpose, check)

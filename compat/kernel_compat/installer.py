@@ -324,7 +324,7 @@ def _undo(shims: list[str]) -> None:
         _state.applied[name].undo()
         _state.applied[name].undo = lambda: None  # it isn't undone twice where what follows fails
     swap(
-        [(seam.owner, seam.name, seam.original) for _, seam in seams if seam.in_place],
+        [(seam.owner, seam.name, seam.before) for _, seam in seams if seam.in_place],
         [(seam.replacement, seam.original) for name in undone for seam in _functions(name)],
     )
     for name in undone:
@@ -337,11 +337,11 @@ def _reclaim() -> None:
     while ours := next((entry for entry in _state.left if entry[1].in_place), None):
         seam = ours[1]
         aliases = [(seam.replacement, seam.original)] if isinstance(seam.owner, ModuleType) else []
-        swap([(seam.owner, seam.name, seam.original)], aliases)
+        swap([(seam.owner, seam.name, seam.before)], aliases)
         _state.left = [entry for entry in _state.left if entry is not ours]
     # Somebody has restored the rest without us. Any of its originals will do: ours may have been there twice, below and
     # above a patch of theirs.
-    originals = {(id(seam.owner), seam.name, id(seam.original)) for _, seam in _state.left}
+    originals = {(id(seam.owner), seam.name, id(seam.before)) for _, seam in _state.left}
     _state.left = [
         (name, seam) for name, seam in _state.left if (id(seam.owner), seam.name, id(seam.current)) not in originals
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from .attention import attention_forward
 from .errors import UnsupportedFeatureError
-from .masks import attention_mask_function
+from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
 from .sequence_parallel import process_group, ulysses
 
@@ -25,7 +25,7 @@ def add(entry: AttentionName) -> str | None:
         theirs = functions[entry.name]
         return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
     forward = entry.forward or attention_forward(entry.kernel, entry.name)
-    mask = entry.mask or attention_mask_function
+    mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
     spread = entry.sequence_parallel is not False
     if spread:
         from .exchange import gathering_mask_function

@@ -17,21 +17,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 T = TypeVar("T")
 
 __all__ = [
-    "Packing",
     "Padding",
     "Reduced",
     "as_int",
-    "attention_mask_function",
     "fixed_shapes",
-    "is_told",
     "longest",
-    "packing",
+    "once",
     "padding",
     "query_mask",
     "reduce_mask",
+    "require",
     "require_total",
     "runs",
-    "starts_of_sequences",
 ]
 
 
@@ -45,13 +42,6 @@ class Padding(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     holes: bool
-
-
-class Packing(NamedTuple):
-    """Sequences joined along one row: their offsets, shape (sequences + 1,), int32, and the longest one."""
-
-    cu_seqlens: Tensor
-    max_seqlen: int
 
 
 class Reduced(NamedTuple):
@@ -83,7 +73,7 @@ _memo_lock = threading.Lock()
 _MEMO_SIZE = 8
 
 
-def _once(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
+def once(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
     """`compute()`, or what it answered for this very tensor, if nobody has written to it since.
 
     Layers are often given views of their own of one mask, so a view counts as its base with an offset. Writes are told by
@@ -118,7 +108,7 @@ def padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
     Raises:
         ValueError: the mask holds other values than 0 and 1.
     """
-    return _once(mask, ("padding", q_len, padded_queries), lambda: _padding(mask, q_len, padded_queries))
+    return once(mask, ("padding", q_len, padded_queries), lambda: _padding(mask, q_len, padded_queries))
 
 
 def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
@@ -171,47 +161,9 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def starts_of_sequences(position_ids: Tensor, batch: int, causal: bool) -> Tensor | None:
-    """(batch, length - 1) bool: where packed position ids begin a new sequence; None where they can't.
-
-    Positions restart at 0 there, or fall back: those of a sequence that was cut need not start at 0. The second rule, and rows
-    beyond the first, are for causal attention alone: vision encoders number their patches as they like.
-    """
-    if position_ids.ndim == 3 and position_ids.shape[0] == 4:
-        position_ids = position_ids[0]  # Qwen2-VL: text positions before those of time, height and width
-    if position_ids.ndim == 1:
-        position_ids = position_ids[None]
-    if position_ids.ndim != 2 or position_ids.shape[1] < 2 or position_ids.shape[0] not in (1, batch):
-        return None
-    if not causal and batch > 1:
-        return None
-    now, before = position_ids[:, 1:], position_ids[:, :-1]
-    begins = (now == 0) | (now < before) if causal else now == 0
-    return begins.expand(batch, -1)
-
-
-def packing(position_ids: Tensor, batch: int, causal: bool) -> Packing | None:
-    """The packed sequences that position ids tell of; None where none do. Synchronises once a tensor."""
-    return _once(position_ids, ("packing", batch, causal), lambda: _packing(position_ids, batch, causal))
-
-
-def _packing(position_ids: Tensor, batch: int, causal: bool) -> Packing | None:
-    begins = starts_of_sequences(position_ids, batch, causal)
-    if begins is None:
-        return None
-    first = torch.nn.functional.pad(begins, (1, 0), value=True).flatten()
-    index = torch.arange(first.numel(), device=first.device)
-    start = torch.where(first, index, 0).cummax(0).values
-    count, longest = torch.stack([first.sum(), (index - start).max() + 1]).tolist()
-    if count == batch:
-        return None
-    offsets = torch.nn.functional.pad(_true_indices(first, count), (0, 1), value=first.numel())
-    return Packing(offsets.to(torch.int32), longest)
-
-
 def longest(cu_seqlens: Tensor) -> int:
     """The longest of the sequences between these offsets. Synchronises once a tensor."""
-    return int(_once(cu_seqlens, ("longest",), lambda: cu_seqlens.diff().max().item()))
+    return int(once(cu_seqlens, ("longest",), lambda: cu_seqlens.diff().max().item()))
 
 
 def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
@@ -220,15 +172,30 @@ def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
     Raises:
         ValueError: they don't.
     """
-    total = _once(cu_seqlens, ("total",), cu_seqlens[-1].item)
+    total = once(cu_seqlens, ("total",), cu_seqlens[-1].item)
     if total != tokens:
         raise ValueError(f"{name} ends at {total}, and there are {tokens} tokens in the batch")
+
+
+def require(holds: Tensor, message: str) -> None:
+    """Check a condition on the device without waiting for it.
+
+    Args:
+        holds: one bool.
+
+    Raises:
+        ValueError: it doesn't hold; on a GPU and where shapes are fixed the device's assertion fails instead.
+    """
+    if holds.is_cuda or fixed_shapes(holds):
+        torch._assert_async(holds, message)
+    elif not bool(holds):
+        raise ValueError(message)
 
 
 def as_int(length: Any) -> int:
     """A maximum length as the int that kernels take. Synchronises once a tensor."""
     if isinstance(length, Tensor):
-        return int(_once(length, ("int",), length.item))
+        return int(once(length, ("int",), length.item))
     return int(length)
 
 
@@ -248,7 +215,7 @@ def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
     Raises:
         ValueError: the mask says something else, such as blocks, a prefix or a bias.
     """
-    return _once(mask, ("reduce", q_len, kv_len), lambda: _reduce(mask, q_len, kv_len))
+    return once(mask, ("reduce", q_len, kv_len), lambda: _reduce(mask, q_len, kv_len))
 
 
 def _reduce(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
@@ -325,131 +292,3 @@ def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int)
     if left >= 0 and matches(*window):  # a kernel takes a negative limit for none
         return Reduced(padding, True, kv_len, causal, window)
     return None
-
-
-def attention_mask_function(
-    *,
-    batch_size: int,
-    kv_length: int,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    cache_position: Tensor | None = None,
-    q_length: int | None = None,
-    q_offset: int | Tensor = 0,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask our attention functions are given: the padding, or None where there is none.
-
-    Called by ``create_causal_mask`` and its like, once a forward and layer type. A pattern that is not causal, bidirectional,
-    windowed or packed is built in full, for the forward to prove or refuse: upstream's own function drops it.
-
-    Returns:
-        None, (batch, length) bool with length at most kv_length, or (batch, 1, q_length, kv_length) bool.
-    """
-    tracing = torch.compiler.is_compiling()
-    patterns = frozenset() if mask_function is None or tracing else _patterns(mask_function)
-    if not is_told(mask_function, kwargs, attention_mask is not None):
-        given: dict[str, Any] = {"cache_position": cache_position}
-        if cache_position is None:  # from 5.6 on
-            given = {"q_length": q_length, "q_offset": q_offset}
-        return _in_full(
-            batch_size=batch_size,
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **given,
-            **kwargs,
-        )
-    if cache_position is not None:
-        q_length = cache_position.shape[0]
-    # A cache: a static one has room behind the last key, which must not be attended. Keys that are not the queries' own,
-    # as in cross-attention, have none.
-    if kv_length != q_length and tracing and attention_mask is not None and q_length != 1:
-        torch._assert_async(
-            attention_mask[:, -1].any(), "a mask as long as a static cache: cut it to the tokens there are"
-        )
-    elif kv_length != q_length and not tracing and "bidirectional_mask_function" not in patterns:
-        end = _end(cache_position, q_length, q_offset)
-        if attention_mask is not None:
-            attention_mask = attention_mask[:, :end]
-        elif end - kv_offset < kv_length:
-            device = cache_position.device if cache_position is not None else kwargs.get("device")
-            attention_mask = torch.ones(batch_size, end - kv_offset, dtype=torch.bool, device=device)
-    if attention_mask is None:
-        return None
-    attention_mask = attention_mask[:, -kv_length:]
-    # Shorter than the keys: those of a static cache, which the forward cuts to the mask's length.
-    if attention_mask.shape[1] < kv_length or fixed_shapes(attention_mask):
-        return attention_mask
-    return None if bool(attention_mask.all()) else attention_mask
-
-
-def _end(cache_position: Tensor | None, q_length: int | None, q_offset: int | Tensor) -> int:
-    """How many tokens there are, cached and new."""
-    if cache_position is not None:
-        return as_int(cache_position[-1]) + 1
-    return as_int(q_offset) + (q_length or 0)
-
-
-#: Mask functions of transformers.masking_utils whose meaning reaches the forward by other ways: ``is_causal``,
-#: ``sliding_window``, ``position_ids``; and those that combine others.
-_TOLD = frozenset(
-    {
-        "causal_mask_function",
-        "bidirectional_mask_function",
-        "sliding_window_overlay.<locals>.inner_mask",
-        "sliding_window_bidirectional_overlay.<locals>.inner_mask",
-        "packed_sequence_mask_function.<locals>.inner_mask",
-    }
-)
-_COMBINING = frozenset({"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"})
-
-
-def is_told(function: Callable[..., Any] | None, arguments: dict[str, Any], masked: bool) -> bool:
-    """Whether the forward is told by other ways of all that a mask function means.
-
-    Args:
-        arguments: what else the mask function is called with.
-        masked: whether there is a mask besides.
-    """
-    if function is None:
-        return True
-    if torch.compiler.is_compiling():
-        return _told_in_a_graph(function, arguments, masked)
-    return _patterns(function) <= _TOLD
-
-
-def _patterns(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of the mask functions that one is made of; of one that isn't known, its own."""
-    name = function.__qualname__
-    if name not in _COMBINING:
-        return frozenset({name})
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
-    return frozenset().union(*map(_patterns, parts))
-
-
-def _told_in_a_graph(function: Callable[..., Any], arguments: dict[str, Any], masked: bool) -> bool:
-    """Whether `_TOLD` has all, where tracing hides what a function combines: by what upstream says beside it."""
-    name = function.__name__
-    if name in ("causal_mask_function", "bidirectional_mask_function"):
-        return True
-    # A model's own pattern comes with `use_vmap` (from 5.0 on), chunks come with their size.
-    chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
-    # Before, beside a mask: packed sequences are looked for where there is none, windows come with their size.
-    untold = masked and "local_size" not in arguments
-    return (
-        name == "and_mask"
-        and not arguments.get("use_vmap", untold)
-        and (chunk is None or arguments.get("local_size", chunk) != chunk)
-    )
-
-
-def _in_full(**arguments: Any) -> Tensor:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **skips})
-    return mask

@@ -29,12 +29,14 @@ class Seam:
             if they have defaults: a release that adds an option doesn't break a replacement that passes it on.
         versions: releases of the shim's distribution that have this seam; it is left alone on the others.
         holds: for an attribute that is a value and no function: the type it must have.
+        inherited: for a class that inherits the attribute: it gets one of its own, which is deleted again.
     """
 
     target: str
     parameters: tuple[str, ...] = ()
     versions: str = ""
     holds: type | None = None
+    inherited: bool = False
 
     @property
     def module(self) -> str:
@@ -74,16 +76,17 @@ class Seam:
             except Exception as error:  # transformers imports its parts on first access
                 found = f"nothing of that name ({type(error).__name__}: {error})"
                 raise SeamError(self.target, expected, found, version) from error
-        if name not in getattr(owner, "__dict__", ()):
+        own = name in getattr(owner, "__dict__", ())
+        if not own and not (self.inherited and hasattr(owner, name)):
             raise SeamError(self.target, expected, "nothing of that name", version)
-        original = vars(owner)[name]
+        original = vars(owner)[name] if own else getattr(owner, name)
         if self.holds is None:
             problem = parameter_problem(getattr(owner, name), self.parameters)
         else:
             problem = None if type(original) is self.holds else f"a value of type {type(original).__name__}"
         if problem:
             raise SeamError(self.target, expected, problem, version)
-        return Located(self, owner, name, original)
+        return Located(self, owner, name, original, before=original if own else ABSENT)
 
 
 def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
@@ -102,19 +105,29 @@ def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
     return None
 
 
+#: What stands for an attribute that a class doesn't have itself.
+ABSENT: Any = object()
+
+
 @dataclass
 class Located:
-    """A seam found in this process: the object that has the attribute, and what the attribute was."""
+    """A seam found in this process: the object that has the attribute, and what the attribute was.
+
+    Attributes:
+        original: what the replacement is made of.
+        before: what is put back: the original, or `ABSENT` where it was inherited.
+    """
 
     seam: Seam
     owner: Any
     name: str
     original: Any
+    before: Any
     replacement: Any = None
 
     @property
     def current(self) -> Any:
-        return vars(self.owner).get(self.name)
+        return vars(self.owner).get(self.name, ABSENT)
 
     @property
     def in_place(self) -> bool:
@@ -123,7 +136,7 @@ class Located:
 
 
 def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[Any, Any]] = ()) -> None:
-    """Set each ``(owner, attribute, value)``; rebind every module-level name that is bound to an alias' first to its second.
+    """Set each ``(owner, attribute, value)``, or delete it where the value is `ABSENT`; rebind every module-level name that is bound to an alias' first to its second.
 
     ``from module import function`` binds a second name to the function: replacing the module's attribute alone
     would leave callers that did so with the original. All or nothing: an error restores what was set before it.
@@ -133,8 +146,8 @@ def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[An
     done: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in assignments:
-            before = vars(owner)[name]
-            setattr(owner, name, value)
+            before = vars(owner).get(name, ABSENT)
+            _set(owner, name, value)
             done.append((owner, name, before))
         for module in list(sys.modules.values()) if renamed else []:
             if not issubclass(type(module), ModuleType):  # isinstance would ask the objects of strangers
@@ -148,8 +161,15 @@ def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[An
                     done.append((module, name, bound))
     except BaseException:
         for owner, name, before in reversed(done):
-            setattr(owner, name, before)
+            _set(owner, name, before)
         raise
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is not ABSENT:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,432 @@
+"""Where the sequences of a model's forward begin, and what its masks say: found once a forward, known to every layer.
+
+Models pass on to their layers what those layers need upstream, which is less than a flash kernel or a linear attention
+needs. A `Forward` keeps the arguments of the model's own call for as long as the call lasts, and while one of its layers is
+computed again in the backward pass of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .masks import fixed_shapes, require
+
+__all__ = [
+    "Forward",
+    "Pattern",
+    "Sequences",
+    "calling",
+    "current",
+    "packed_sequences",
+    "require_agreement",
+    "restarts_of",
+    "resuming",
+    "same_tensor",
+]
+
+#: Lengths of packed sequences, as transformers' models take them.
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class Sequences(NamedTuple):
+    """Packed sequences of a batch, whose tokens are counted along its flattened (batch, length).
+
+    Attributes:
+        index: (tokens,) int64, the places of the tokens that belong to a sequence, in order; None where all do.
+        cu_seqlens: (sequences + 1,) int32, offsets into these tokens.
+        max_seqlen: the length of the longest sequence.
+        holes: whether there is padding between the tokens of a sequence.
+    """
+
+    index: Tensor | None
+    cu_seqlens: Tensor
+    max_seqlen: int
+    holes: bool
+
+
+class Pattern(NamedTuple):
+    """What a mask function of transformers says, apart from padding.
+
+    Attributes:
+        causal: whether a query sees no later key.
+        window: how many keys to the left and to the right a query sees besides its own; -1 for no limit.
+        padding: (batch, kv_length or less) bool, False for padding; None where no key is.
+        q_length, kv_length: the sizes it was made for.
+        mask: the tensor it was returned as; None where it was returned as None.
+    """
+
+    causal: bool
+    window: tuple[int, int]
+    padding: Tensor | None
+    q_length: int
+    kv_length: int
+    mask: Tensor | None
+
+
+class Forward:
+    """One call of a model's forward.
+
+    Attributes:
+        batch, length: of the tokens in ``input_ids`` or ``inputs_embeds``; 0 where the model is given neither, as a
+            vision tower.
+        alone: whether the tokens are all that the model is given, so that every attention layer of its own is over them.
+        crosses: whether the model is given the states of an encoder.
+        lengths: the ``cu_seq_lens_*`` and ``max_length_*`` that it is given.
+        agreed: the offsets that mask and positions were compared with.
+    """
+
+    def __init__(self, model: Any, given: dict[str, Any], outer: Forward | None) -> None:
+        ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+        tokens = embeddings if ids is None else ids
+        sized = isinstance(tokens, Tensor) and tokens.ndim == (2 if ids is not None else 3)
+        self.batch: int = tokens.shape[0] if sized else 0
+        self.length: int = tokens.shape[1] if sized else 0
+        self.ids, self.embeddings = ids, embeddings
+        self.encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self.alone, self.crosses = sized, False
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and name != "inputs_embeds":
+                if name.startswith(("encoder_", "cross_")):
+                    self.crosses = True
+                elif value.ndim > 2 and name != "attention_mask":
+                    self.alone = False
+        mask = given.get("attention_mask")
+        self.mask: Tensor | None = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        positions = given.get("position_ids")
+        self.positions: Tensor | None = positions if isinstance(positions, Tensor) else None
+        self.cached = given.get("past_key_values") is not None
+        self.lengths: dict[str, Any] = {name: given[name] for name in _LENGTHS if given.get(name) is not None}
+        self.patterns: list[Pattern] = []
+        self._numbers: Tensor | None = None
+        self._found: dict[bool, Sequences | None] = {}
+        self.agreed: Tensor | None = None
+        self._bool_mask: Tensor | None = None
+        self._full: bool | None = None
+        if outer is not None and self._is_part_of(outer):
+            self.mask = outer.mask if self.mask is None else self.mask
+            self.positions = outer.positions if self.positions is None else self.positions
+            self.lengths = self.lengths or outer.lengths
+            self.cached = self.cached or outer.cached
+            self.alone = self.alone and (outer.alone or ids is None)
+
+    def _is_part_of(self, outer: Forward) -> bool:
+        """Whether these are the tokens of the call around this one: a language model's within its head's, say."""
+        if not self.length or (self.batch, self.length) != (outer.batch, outer.length):
+            return False
+        if self.ids is not None:
+            return self.ids is outer.ids
+        if outer.embeddings is not None:
+            return self.embeddings is outer.embeddings or not outer.encoder_decoder
+        return not outer.encoder_decoder
+
+    def describes(self, batch: int, q_len: int, kv_len: int) -> bool:
+        """Whether attention of these sizes is over the tokens of this call and no others."""
+        return bool(self.length) and (batch, q_len, kv_len) == (self.batch, self.length, self.length)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether attention that isn't causal is to something else than these tokens: an encoder's states."""
+        return self.crosses or any(pattern.causal for pattern in self.patterns)
+
+    def note(self, pattern: Pattern) -> None:
+        """Remember what a mask function said."""
+        self.patterns.append(pattern)
+
+    def number(self, numbers: Tensor) -> None:
+        """Remember which sequence a mask function takes each token for: (batch, length)."""
+        if self.positions is None and self.mask is None and numbers.shape == (self.batch, self.length):
+            self._numbers = numbers
+
+    def padding(self, mask: Tensor) -> Tensor | None:
+        """The padding of the model's mask as transformers hands it to a mask function: one tensor for all of them; None where
+        there is none.
+
+        Args:
+            mask: (batch, kv_len) bool.
+        """
+        if self.mask is None or self.mask.shape != mask.shape or mask.shape != (self.batch, self.length):
+            return None if bool(mask.all()) else mask
+        if self._full is None and not self._found:
+            self._bool_mask = mask
+            self.sequences(True)
+        if self._full is None:  # the model's mask isn't the one that it was given
+            return None if bool(mask.all()) else mask
+        return None if self._full else self._bool_mask
+
+    def pattern(self, mask: Tensor | None, q_len: int, kv_len: int, causal: bool, window: int | None) -> Pattern | None:
+        """What the mask function said that made `mask`; None where none did.
+
+        Args:
+            mask: what a layer is given. A copy of a mask, as on another device, is recognised by its sizes.
+            causal, window: what the layer says itself. It decides where several patterns are possible.
+
+        Raises:
+            ValueError: several are possible, and the layer's own words fit none.
+        """
+        if mask is None:
+            if self.crosses and not causal:
+                return None  # attends to the encoder's states
+            possible = [p for p in self.patterns if p.mask is None and (p.q_length, p.kv_length) == (q_len, kv_len)]
+        else:
+            for pattern in reversed(self.patterns):
+                if same_tensor(mask, pattern.mask):
+                    return pattern
+            if mask.ndim != 2 or mask is self.mask:
+                return None
+            possible = [p for p in self.patterns if p.mask is not None and p.mask.shape == mask.shape]
+            possible = [p._replace(padding=mask) for p in possible]
+        said = {(p.causal, p.window): p for p in possible}
+        if len(said) < 2:
+            return possible[-1] if possible else None
+        left = window - 1 if window else -1
+        if fitting := [p for p in said.values() if p.causal == causal and p.window[0] == left]:
+            return fitting[-1]
+        if causal_alike := {p.causal: p for p in said.values() if p.window == (-1, -1) and p.causal == causal}:
+            return causal_alike[causal]
+        raise ValueError(
+            "an attention layer got a mask that several patterns of its model may have made: "
+            f"{sorted(said)}, and the layer says causal={causal}, sliding_window={window}"
+        )
+
+    def sequences(self, causal: bool) -> Sequences | None:
+        """The packed sequences that positions, an indexed mask and a padding mask tell of together; None where none are packed.
+
+        Synchronises once a forward. Where shapes are fixed it can't: packing is an error of the device there.
+
+        Raises:
+            ValueError: a mask holds something else than tokens, padding and the numbers of sequences.
+        """
+        if causal not in self._found:
+            self._found[causal] = self._sequences(causal)
+        return self._found[causal]
+
+    def _sequences(self, causal: bool) -> Sequences | None:
+        mask, positions = self.mask, self.positions
+        if self.length < 2:
+            return None
+        if mask is not None and mask.shape != (self.batch, self.length):
+            return None  # over a cache: what is packed there can't be told
+        restarts = None if positions is None else restarts_of(positions, self.batch, self.length, causal)
+        if mask is None:
+            if restarts is None and self._numbers is None:
+                return None
+            if restarts is None:
+                mask = self._numbers + 1  # type: ignore[operator]
+            else:
+                mask = torch.ones(1, dtype=torch.bool, device=restarts.order.device).expand(self.batch, self.length)
+        found = packed_sequences(mask, restarts, self._bool_mask)
+        if found is None:
+            return None
+        self._full = found.full
+        return found.sequences
+
+
+class Found(NamedTuple):
+    """What was read off the device in one go.
+
+    Attributes:
+        sequences: None where every row has one at most.
+        full: whether no token is padding; None where the bool mask differs from the mask.
+    """
+
+    sequences: Sequences | None
+    full: bool | None
+
+
+def same_tensor(tensor: Tensor, other: Tensor | None) -> bool:
+    """Whether one is the other, or a view or a detached copy of it. In a graph views count as others."""
+    if tensor is other:
+        return True
+    if other is None or torch.compiler.is_compiling() or tensor.device != other.device or not tensor.numel():
+        return False
+    return bool(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+
+
+class Restarts(NamedTuple):
+    """Position ids as what tells sequences apart: a token whose order is 0 or falls begins one."""
+
+    order: Tensor
+    zero: Tensor
+    falls: bool
+
+
+def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> Restarts | None:
+    """Position ids in any form transformers makes: None where they can't tell sequences apart.
+
+    Args:
+        positions: (length,), (batch or 1, length), or (3 or 4, batch or 1, length): M-RoPE's time, height and width, with the
+            position in the text before them where there are four.
+        causal: of bidirectional attention only positions of a single row count, and only where they return to 0: vision
+            encoders number their patches as they like.
+    """
+    if positions.ndim == 1:
+        positions = positions[None]
+    if positions.ndim == 3 and positions.shape[0] == 4:
+        positions = positions[0]
+    if positions.ndim not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, batch):
+        return None
+    if not causal and (batch > 1 or positions.ndim == 3):
+        return None
+    if positions.ndim == 2:
+        order, zero = positions, positions == 0
+    elif positions.shape[0] == 3:  # an image at the beginning has the time 0 all over
+        order, zero = positions[0], (positions == 0).all(0)
+    else:
+        return None
+    return Restarts(order.expand(batch, -1), zero.expand(batch, -1), causal)
+
+
+def packed_sequences(mask: Tensor, restarts: Restarts | None, same: Tensor | None = None) -> Found | None:
+    """The sequences of a mask and positions; None where shapes are fixed. Synchronises once.
+
+    Args:
+        mask: (batch, length): 0 for padding, and 1 for tokens or the number of the sequence that a token belongs to.
+        restarts: (batch, length) each.
+        same: (batch, length) bool, compared with the mask.
+
+    Raises:
+        ValueError: the mask holds negative numbers or fractions.
+    """
+    batch, length = mask.shape
+    real = mask != 0
+    place = torch.arange(length, device=mask.device).expand(batch, -1)
+    before = torch.nn.functional.pad(torch.where(real, place, -1).cummax(1).values, (1, -1), value=-1)
+    follows = real & (before >= 0)  # another token of the row
+    earlier = before.clamp(min=0)
+    begins = follows & (mask != mask.gather(1, earlier))
+    if restarts is not None:
+        anew = restarts.zero
+        if restarts.falls:
+            anew = anew | (restarts.order < restarts.order.gather(1, earlier))
+        begins = begins | (follows & anew)
+    if fixed_shapes(mask):
+        # How many sequences there are is a value, and values can't decide anything here.
+        torch._assert_async(
+            ~begins.any(),
+            "packed sequences under torch.compile or in a CUDA graph: pass cu_seq_lens_q, cu_seq_lens_k, "
+            "max_length_q and max_length_k",
+        )
+        return None
+    first = ((real & (before < 0)) | begins).flatten()
+    rank = real.flatten().cumsum(0) - 1
+    start = torch.where(first, rank, 0).cummax(0).values
+    facts = [
+        begins.any(),
+        first.sum(),
+        real.sum(),
+        (rank - start).max() + 1,
+        (follows & ~begins & (before < place - 1)).any(),
+        ((mask.long() != mask) | (mask < 0)).any(),
+        (real == (real if same is None else same)).all(),
+    ]
+    packed, count, tokens, longest, holes, strange, is_same = torch.stack(facts).tolist()
+    if strange:
+        raise ValueError(
+            "a 2D attention mask must hold 1 for tokens and 0 for padding, or number the packed sequences, and this one "
+            "holds other values"
+        )
+    flat = real.flatten()
+    full = tokens == flat.numel() if is_same else None
+    if not packed:
+        return Found(None, full)
+    offsets = torch.nn.functional.pad(rank[_places(first, count)], (0, 1), value=tokens)
+    index = None if tokens == flat.numel() else _places(flat, tokens)
+    return Found(Sequences(index, offsets.to(torch.int32), longest, bool(holes)), full)
+
+
+def _places(mask: Tensor, count: int) -> Tensor:
+    """The indices of the True ones in order; unlike ``nonzero``, without asking the device how many they are."""
+    return torch.argsort(~mask, stable=True)[:count]
+
+
+def require_agreement(cu_seqlens: Tensor, mask: Tensor | None, positions: Tensor | None, batch: int, length: int) -> None:
+    """Given lengths decide; positions and a mask beside them must not say otherwise. Never waits for a GPU.
+
+    A position that restarts within a sequence, and padding between the tokens of one, are contradictions. Positions that
+    go on where a sequence begins are not: a model without a rotation may have them.
+
+    Args:
+        cu_seqlens: (sequences + 1,), offsets into the flattened (batch, length).
+        mask: (batch, length) with 0 for padding, of any number; other shapes say nothing here.
+        positions: as `restarts_of` takes them.
+
+    Raises:
+        ValueError: they contradict each other; on a GPU and under torch.compile the device's assertion fails instead.
+    """
+    tokens = batch * length
+    begins = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
+    begins = begins.index_fill(0, cu_seqlens.clamp(0, tokens).long(), True)[:-1].view(batch, length)[:, 1:]
+    if mask is not None and mask.shape != (batch, length):
+        mask = None
+    if mask is not None:
+        # Padding has sequences of its own, and the numbers of sequences change where one begins.
+        constant = (mask[:, 1:] == mask[:, :-1]) | begins
+        require(
+            constant.all(), "an attention mask with padding or several sequences within one of those of cu_seq_lens_q"
+        )
+    restarts = None if positions is None else restarts_of(positions, batch, length, True)
+    if restarts is not None:
+        again = restarts.zero[:, 1:] | (restarts.order[:, 1:] < restarts.order[:, :-1])
+        if mask is not None:
+            again = again & (mask[:, 1:] != 0)
+        require((~again | begins).all(), "position_ids that restart within one of the sequences of cu_seq_lens_q")
+
+
+# the call in progress, of this thread
+
+_here = threading.local()
+
+
+def current() -> Forward | None:
+    """The innermost forward of a model that this thread is in."""
+    return getattr(_here, "forward", None)
+
+
+def calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's ``__call__`` that keeps its arguments for its layers."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs if not args else {**dict(zip(_parameters(type(self)), args, strict=False)), **kwargs}
+        outer = current()
+        _here.forward = Forward(self, given, outer)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _here.forward = outer
+
+    return __call__
+
+
+def resuming(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, within the forward that is in progress now, whenever and in whichever thread it is called."""
+    forward = current()
+    if forward is None:
+        return function
+
+    def resumed(*args: Any, **kwargs: Any) -> Any:
+        outer = current()
+        _here.forward = forward
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _here.forward = outer
+
+    return resumed
+
+
+_parameter_names: dict[type, tuple[str, ...]] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _parameters(model: type) -> tuple[str, ...]:
+    """The names of a forward's parameters after `self`."""
+    names = _parameter_names.get(model)
+    if names is None:
+        names = _parameter_names[model] = tuple(inspect.signature(model.forward).parameters)[1:]  # type: ignore[attr-defined]
+    return names

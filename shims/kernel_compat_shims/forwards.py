@@ -1,0 +1,60 @@
+"""All releases: a model's layers know the arguments of its forward, in the backward pass of a checkpoint too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kernel_compat.seams import Seam, Shim
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    from kernel_compat.boundaries import calling
+
+    return {"__call__": calling(originals["__call__"])}
+
+
+def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    from kernel_compat.boundaries import resuming
+
+    generator = originals["_checkpoint_without_reentrant_generator"]
+    reentrant = originals["forward"].__func__
+
+    def _checkpoint_without_reentrant_generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return generator(resuming(fn), *args, **kwargs)
+
+    def forward(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
+        return reentrant(ctx, resuming(run_function), preserve_rng_state, *args)
+
+    return {
+        "_checkpoint_without_reentrant_generator": _checkpoint_without_reentrant_generator,
+        "forward": staticmethod(forward),
+    }
+
+
+SHIMS = (
+    Shim(
+        name="model_forward",
+        distribution="transformers",
+        versions=">=4.54,<6",
+        reason=(
+            "models keep packed positions, lengths and masks from the layers that don't need them upstream: gpt2, opt and "
+            "whisper from their attention, most hybrid models from their linear attention"
+        ),
+        seams=(Seam("transformers.modeling_utils:PreTrainedModel.__call__", ("self",), inherited=True),),
+        replace=_replace_call,
+    ),
+    Shim(
+        name="checkpoint",
+        distribution="torch",
+        versions=">=2.10,<3",
+        reason="a layer that is computed again in the backward pass needs the arguments of its model's forward",
+        seams=(
+            Seam(f"{_CHECKPOINT}:_checkpoint_without_reentrant_generator", ("fn",)),
+            Seam(f"{_CHECKPOINT}:CheckpointFunction.forward", ("ctx", "run_function", "preserve_rng_state")),
+        ),
+        replace=_replace_checkpoint,
+    ),
+)
