@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boundaries import Forward, Sequences, current, packed_sequences, require_agreement, restarts_of
+from .boundaries import Sequences, current, packed_sequences, require_agreement, restarts_of
 from .errors import UnsupportedFeatureError
 from .kernels import Kernel
 from .kernels.base import instead
@@ -202,13 +202,13 @@ def flash_attention(
     # Padding tells of the queries only where they are the last of the keys' tokens: never in cross-attention, which
     # isn't causal and may have as many queries as keys. A window is aligned by them, so that they must be told of.
     padded_queries = causal or window != (-1, -1)
-    said_by_mask = False
+    decided = False
     if attention_mask is not None and attention_mask.ndim == 4:
         reduced = reduce_mask(attention_mask, q_len, kv_len)
         attention_mask, padded_queries = reduced.padding, reduced.padded_queries
         causal, window, kv_len = reduced.causal, reduced.window, reduced.kv_len
         key, value = key[:, :kv_len], value[:, :kv_len]
-        said_by_mask = True
+        decided = forward is None or forward.decided or not own
     elif attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"an attention mask must have 2 or 4 dimensions, not the shape {tuple(attention_mask.shape)}")
     elif attention_mask is not None and not causal:
@@ -234,14 +234,19 @@ def flash_attention(
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
-        _check_lengths(cu_seq_lens_q, attention_mask, forward if own else None, batch, q_len)
+        if own and forward.lengths.get("cu_seq_lens_q") is cu_seq_lens_q:
+            forward.agree()
+        elif attention_mask is not None:
+            require_agreement(cu_seq_lens_q, attention_mask, None, batch, q_len)
         return _packed(
             functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options
         )
     sequences = None
-    if q_len > 1 and not said_by_mask:
+    if q_len > 1 and not decided:
         if own:
             sequences = forward.sequences(causal)
+            if sequences is not None and attention_mask is not None and forward.mask is None:
+                raise ValueError("packed sequences beside a mask with padding that the model has made itself")
         elif position_ids is not None and position_ids.shape[-1] == q_len and attention_mask is None:
             sequences = _sequences_of_positions(position_ids, batch, q_len, causal)
             if sequences is not None and kv_len != q_len:
@@ -252,20 +257,6 @@ def flash_attention(
         return _padded(functions, query, key, value, attention_mask, padded_queries, options)
     output: Tensor = functions.flash_attn_func(query, key, value, **options)
     return output
-
-
-def _check_lengths(
-    cu_seqlens: Tensor, mask: Tensor | None, forward: Forward | None, batch: int, q_len: int
-) -> None:
-    """Masks and positions beside given lengths must agree with them; checked once a forward."""
-    positions = None
-    if forward is not None:
-        mask, positions = forward.mask if forward.mask is not None else mask, forward.positions
-        if forward.agreed is cu_seqlens:
-            return
-        forward.agreed = cu_seqlens
-    if mask is not None or positions is not None:
-        require_agreement(cu_seqlens, mask, positions, batch, q_len)
 
 
 def _sequences_of_positions(positions: Tensor, batch: int, length: int, causal: bool) -> Sequences | None:

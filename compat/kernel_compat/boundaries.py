@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +25,13 @@ __all__ = [
     "Sequences",
     "calling",
     "current",
+    "parameters_of",
     "packed_sequences",
     "require_agreement",
     "restarts_of",
     "resuming",
     "same_tensor",
+    "suspended",
 ]
 
 #: Lengths of packed sequences, as transformers' models take them.
@@ -77,8 +81,10 @@ class Forward:
             vision tower.
         alone: whether the tokens are all that the model is given, so that every attention layer of its own is over them.
         crosses: whether the model is given the states of an encoder.
+        decided: whether the model is given a 4D mask, which decides by itself which token sees which.
         lengths: the ``cu_seq_lens_*`` and ``max_length_*`` that it is given.
         agreed: the offsets that mask and positions were compared with.
+        rows: what `mixers` makes of its sequences, False for none.
     """
 
     def __init__(self, model: Any, given: dict[str, Any], outer: Forward | None) -> None:
@@ -98,14 +104,19 @@ class Forward:
                     self.alone = False
         mask = given.get("attention_mask")
         self.mask: Tensor | None = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        self.decided = isinstance(mask, Tensor) and mask.ndim == 4
         positions = given.get("position_ids")
         self.positions: Tensor | None = positions if isinstance(positions, Tensor) else None
-        self.cached = given.get("past_key_values") is not None
+        cache = given.get("past_key_values")
+        self.cached = cache is not None
+        if self.cached and not torch.compiler.is_compiling() and _is_packed(cache):
+            raise ValueError("a cache of packed sequences can't be continued: which of them is meant can't be told")
         self.lengths: dict[str, Any] = {name: given[name] for name in _LENGTHS if given.get(name) is not None}
         self.patterns: list[Pattern] = []
         self._numbers: Tensor | None = None
         self._found: dict[bool, Sequences | None] = {}
         self.agreed: Tensor | None = None
+        self.rows: Any = None
         self._bool_mask: Tensor | None = None
         self._full: bool | None = None
         if outer is not None and self._is_part_of(outer):
@@ -114,6 +125,7 @@ class Forward:
             self.lengths = self.lengths or outer.lengths
             self.cached = self.cached or outer.cached
             self.alone = self.alone and (outer.alone or ids is None)
+            self.decided = self.decided and outer.decided  # or else the model has made it
 
     def _is_part_of(self, outer: Forward) -> bool:
         """Whether these are the tokens of the call around this one: a language model's within its head's, say."""
@@ -129,6 +141,13 @@ class Forward:
         """Whether attention of these sizes is over the tokens of this call and no others."""
         return bool(self.length) and (batch, q_len, kv_len) == (self.batch, self.length, self.length)
 
+    def close(self, outputs: Any) -> None:
+        """Remember a cache that packed sequences were put in."""
+        if self.rows or self.lengths or any(self._found.values()):
+            cache = getattr(outputs, "past_key_values", None)
+            if cache is not None and type(cache).__weakref__ is not None:
+                _packed_caches.add(cache)
+
     @property
     def has_others(self) -> bool:
         """Whether attention that isn't causal is to something else than these tokens: an encoder's states."""
@@ -143,14 +162,16 @@ class Forward:
         if self.positions is None and self.mask is None and numbers.shape == (self.batch, self.length):
             self._numbers = numbers
 
-    def padding(self, mask: Tensor) -> Tensor | None:
+    def padding(self, mask: Tensor, causal: bool) -> Tensor | None:
         """The padding of the model's mask as transformers hands it to a mask function: one tensor for all of them; None where
         there is none.
 
         Args:
             mask: (batch, kv_len) bool.
+            causal: a decoder's mask that isn't may be that of an encoder's states.
         """
-        if self.mask is None or self.mask.shape != mask.shape or mask.shape != (self.batch, self.length):
+        own = self.mask is not None and self.mask.shape == mask.shape == (self.batch, self.length)
+        if not own or (self.has_others and not causal):
             return None if bool(mask.all()) else mask
         if self._full is None and not self._found:
             self._bool_mask = mask
@@ -193,6 +214,19 @@ class Forward:
             "an attention layer got a mask that several patterns of its model may have made: "
             f"{sorted(said)}, and the layer says causal={causal}, sliding_window={window}"
         )
+
+    def agree(self) -> None:
+        """Check, once, that the mask and the positions agree with the given lengths.
+
+        Raises:
+            ValueError: they don't.
+        """
+        offsets = self.lengths.get("cu_seq_lens_q")
+        if offsets is None or self.agreed is offsets:
+            return
+        self.agreed = offsets
+        if self.mask is not None or self.positions is not None:
+            require_agreement(offsets, self.mask, self.positions, self.batch, self.length)
 
     def sequences(self, causal: bool) -> Sequences | None:
         """The packed sequences that positions, an indexed mask and a padding mask tell of together; None where none are packed.
@@ -378,6 +412,14 @@ def require_agreement(cu_seqlens: Tensor, mask: Tensor | None, positions: Tensor
         require((~again | begins).all(), "position_ids that restart within one of the sequences of cu_seq_lens_q")
 
 
+#: Caches that a forward put packed sequences in.
+_packed_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _is_packed(cache: Any) -> bool:
+    return bool(_packed_caches) and type(cache).__hash__ is not None and cache in _packed_caches
+
+
 # the call in progress, of this thread
 
 _here = threading.local()
@@ -388,17 +430,27 @@ def current() -> Forward | None:
     return getattr(_here, "forward", None)
 
 
-def calling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's ``__call__`` that keeps its arguments for its layers."""
+def calling(original: Callable[..., Any], before: Callable[[Any], None]) -> Callable[..., Any]:
+    """A model's ``__call__`` that keeps its arguments for its layers.
+
+    Args:
+        before: called with the model, but not where it is traced.
+    """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs if not args else {**dict(zip(_parameters(type(self)), args, strict=False)), **kwargs}
+        tracing = torch.compiler.is_compiling()
+        if not tracing:
+            before(self)
+        given = kwargs if not args else {**dict(zip(parameters_of(type(self)), args, strict=False)), **kwargs}
         outer = current()
-        _here.forward = Forward(self, given, outer)
+        forward = _here.forward = Forward(self, given, outer)
         try:
-            return original(self, *args, **kwargs)
+            outputs = original(self, *args, **kwargs)
         finally:
             _here.forward = outer
+        if not tracing:
+            forward.close(outputs)
+        return outputs
 
     return __call__
 
@@ -420,11 +472,22 @@ def resuming(function: Callable[..., Any]) -> Callable[..., Any]:
     return resumed
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """For layers that are given other tokens than those of the forward in progress."""
+    outer = current()
+    _here.forward = None
+    try:
+        yield
+    finally:
+        _here.forward = outer
+
+
 _parameter_names: dict[type, tuple[str, ...]] = {}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _parameters(model: type) -> tuple[str, ...]:
+def parameters_of(model: type) -> tuple[str, ...]:
     """The names of a forward's parameters after `self`."""
     names = _parameter_names.get(model)
     if names is None:

@@ -108,7 +108,7 @@ def _mask(
     if attention_mask.shape[1] < kv_length or fixed_shapes(attention_mask):
         return attention_mask
     if forward is not None:
-        return forward.padding(attention_mask)
+        return forward.padding(attention_mask, said.causal)
     return None if bool(attention_mask.all()) else attention_mask
 
 

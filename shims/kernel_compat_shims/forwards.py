@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, wraps
 from typing import Any
 
 from kernel_compat.seams import Seam, Shim
@@ -13,7 +14,25 @@ _CHECKPOINT = "torch.utils.checkpoint"
 def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     from kernel_compat.boundaries import calling
 
-    return {"__call__": calling(originals["__call__"])}
+    return {"__call__": calling(originals["__call__"], lambda model: _mixers().look_at(model))}
+
+
+def _replace_post_init(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["post_init"]
+
+    @wraps(original)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _mixers().look_at(self)  # before its first call, which torch.compile may be tracing
+        return original(self, *args, **kwargs)
+
+    return {"post_init": post_init}
+
+
+@cache
+def _mixers() -> Any:
+    from kernel_compat.mixers import MixerPatches
+
+    return MixerPatches()
 
 
 def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -45,6 +64,18 @@ SHIMS = (
         ),
         seams=(Seam("transformers.modeling_utils:PreTrainedModel.__call__", ("self",), inherited=True),),
         replace=_replace_call,
+    ),
+    Shim(
+        name="packed_mixers",
+        distribution="transformers",
+        versions=">=4.54,<6",
+        reason=(
+            "linear attention, SSMs, recurrences and short convolutions run on from one packed sequence into the next, under "
+            "every attn_implementation"
+        ),
+        seams=(Seam("transformers.modeling_utils:PreTrainedModel.post_init", ("self",)),),
+        replace=_replace_post_init,
+        complete=lambda: _mixers().activate(),
     ),
     Shim(
         name="checkpoint",

@@ -209,7 +209,7 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
     """An `or` of another pattern: built in full, proved or refused."""
     from transformers import masking_utils
 
-    from kernel_compat.masks import attention_mask_function
+    from kernel_compat.mask_function import attention_mask_function
 
     arguments: dict[str, Any] = {"batch_size": 1, "kv_length": 6}
     if accepts(masking_utils.sdpa_mask, "q_length"):

@@ -11,9 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernel_compat import known_kernels, masks
-from kernel_compat.attention import _padded, _padded_by_sorting, flash_attention
-from kernel_compat.masks import attention_mask_function, packing, padding, reduce_mask
+from kernel_compat import attention, known_kernels, masks
+from kernel_compat.attention import _padded, _padded_by_sorting, _sequences_of_positions, flash_attention
+from kernel_compat.boundaries import Sequences
+from kernel_compat.mask_function import attention_mask_function
+from kernel_compat.masks import padding, reduce_mask
 
 REFERENCE = known_kernels()["flash_attention_reference"]
 
@@ -362,6 +364,10 @@ def test_padded_attention(data: st.DataObject) -> None:
 # packed position ids
 
 
+def packing(ids: Tensor, batch: int, causal: bool) -> Sequences | None:
+    return _sequences_of_positions(ids, batch, ids.shape[-1], causal)
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_packing(data: st.DataObject) -> None:
@@ -414,7 +420,8 @@ def test_one_row_of_positions_for_a_batch() -> None:
         (torch.arange(6)[None] + 100, 1),  # decoding with a cache
         (torch.tensor([[5]]), 1),
         (torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]])[:, 1:], 3),  # left padding, cut off
-        (torch.zeros(3, 1, 6, dtype=torch.int64), 1),  # time, height and width, without text positions
+        # time, height and width of an image of 2 x 2 patches and two words behind it, without text positions
+        (torch.tensor([[0, 0, 0, 0, 2, 3], [0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 2, 3]])[:, None], 1),
         (torch.arange(12).reshape(2, 6), 3),  # rows for another batch
     ],
 )
@@ -437,7 +444,7 @@ def test_positions_of_an_encoder_are_not_read_that_way() -> None:
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    calls = {"_reduce": 0, "_padding": 0, "_packing": 0}
+    calls = {"_reduce": 0, "_padding": 0, "packed_sequences": 0}
 
     def counted(name: str, original: Any) -> Any:
         def count(*args: Any) -> Any:
@@ -447,7 +454,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return count
 
     for name in calls:
-        monkeypatch.setattr(masks, name, counted(name, getattr(masks, name)))
+        owner = attention if name == "packed_sequences" else masks
+        monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
     return calls
 
 
@@ -464,7 +472,7 @@ def a_4d_mask() -> Tensor:
 CASES = {
     "_padding": (a_2d_mask, lambda mask: padding(mask, 6, True)),
     "_reduce": (a_4d_mask, lambda mask: reduce_mask(mask, 6, 6)),
-    "_packing": (lambda: torch.tensor([[0, 1, 2, 0, 1, 2]]), lambda ids: packing(ids, 1, True)),
+    "packed_sequences": (lambda: torch.tensor([[0, 1, 2, 0, 1, 2]]), lambda ids: packing(ids, 1, True)),
 }
 
 

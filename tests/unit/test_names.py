@@ -200,10 +200,10 @@ def test_before_or_after_install(first: str) -> None:
     assert functions()["x_flash"] is forward
     assert callable(functions()["y_flash"])
     assert masks()["y_flash"] is mask
-    from kernel_compat.masks import attention_mask_function
+    from kernel_compat.mask_function import plain_mask_function
 
     # Without an entry there upstream drops the padding.
-    assert masks()["x_flash"] is attention_mask_function
+    assert masks()["x_flash"] is plain_mask_function
     assert ("paged|x_flash" in functions()) == ("paged|flash_attention_2" in before[0])
     added = {"x_flash", "y_flash", REFERENCE, "flash_attention_torch", "flash_attention_4"}
     assert {key.removeprefix("paged|") for key in functions().keys() - before[0].keys()} <= added

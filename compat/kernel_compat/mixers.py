@@ -1,0 +1,274 @@
+"""Packed sequences through layers that mix tokens without attention: linear attention, SSMs, recurrences and convolutions.
+
+Upstream hands such a layer the whole row, and a state runs on from one sequence into the next. Here each sequence becomes a
+row of its own, padded on the right: a layer that looks to the left alone computes it as if it were alone, whatever kernels
+it runs on. Rows of about the same length go together, so that padding at most doubles what is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .boundaries import Forward, Sequences, current, parameters_of, suspended
+from .errors import UnsupportedFeatureError
+from .masks import fixed_shapes
+from .names import resolve
+
+__all__ = ["MixerPatches", "is_mixer"]
+
+#: Parameters, buffers and submodules of layers that carry a state along the tokens.
+_STATES = frozenset(
+    {
+        "A_log",
+        "dt_bias",
+        "fgate_preact",
+        "recurrent_param",
+        "rg_lru",
+        "slope_rate",
+        "time_decay",
+        "time_shift",
+    }
+)
+#: Arguments that carry a state over from earlier calls.
+_CACHES = frozenset({"cache", "cache_params", "past_key_value", "past_key_values", "state"})
+#: Arguments about the packed row, which the rows made of it don't have.
+_OF_THE_ROW = frozenset({"cache_position", "seq_idx", *(f"{n}_{s}" for n in ("cu_seq_lens", "max_length") for s in "qk")})
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module itself carries a state along the tokens, or convolves them channel by channel."""
+    if not _STATES.isdisjoint((*module._parameters, *module._buffers, *module._modules)):
+        return True
+    return any(isinstance(child, nn.Conv1d) and 1 < child.groups == child.in_channels for child in module.children())
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module looks like attention, which keeps sequences apart by a mask, if at all."""
+    return "Attention" in type(module).__name__ and any("k" in n or "qkv" in n for n in _projections(module))
+
+
+def _projections(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
+
+
+class Rows(NamedTuple):
+    """Packed sequences as padded rows.
+
+    Attributes:
+        sources: for each group of rows (rows, length) int64, the place that each of its tokens has in the flattened batch.
+        places: (tokens,) int64, where each token of a sequence is in the groups' rows, flattened and joined.
+        index: as in `Sequences`.
+    """
+
+    sources: tuple[Tensor, ...]
+    places: Tensor
+    index: Tensor | None
+
+
+def rows_of(sequences: Sequences, tokens: int) -> Rows:
+    """The rows of packed sequences, grouped by their lengths. Synchronises with the device.
+
+    Args:
+        tokens: how many there are in the flattened batch; those behind the last offset are a sequence of their own.
+    """
+    device = sequences.cu_seqlens.device
+    offsets = sequences.cu_seqlens.tolist()
+    if sequences.index is None and offsets[-1] < tokens:
+        offsets.append(tokens)
+    spans = [(start, stop - start) for start, stop in zip(offsets, offsets[1:], strict=False) if stop > start]
+    groups: dict[int, list[int]] = {}
+    for number, (_, length) in enumerate(spans):
+        groups.setdefault((length - 1).bit_length(), []).append(number)
+    moved, sources, base = [0] * len(spans), [], 0
+    for members in groups.values():
+        longest = max(spans[number][1] for number in members)
+        for row, number in enumerate(members):
+            moved[number] = base + row * longest - spans[number][0]
+        base += len(members) * longest
+        starts = torch.tensor([spans[number] for number in members]).to(device)
+        within = torch.arange(longest, device=device)
+        source = starts[:, :1] + torch.minimum(within, starts[:, 1:] - 1)
+        sources.append(source if sequences.index is None else sequences.index[source])
+    count = sum(length for _, length in spans)
+    shift = torch.tensor([[by, length] for by, (_, length) in zip(moved, spans, strict=True)]).to(device)
+    places = torch.arange(count, device=device)
+    places = places + torch.repeat_interleave(shift[:, 0], shift[:, 1], output_size=count)
+    return Rows(tuple(sources), places, sequences.index)
+
+
+def _rows_in_a_graph(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:
+    """As `rows_of`, all in one group, in shapes that don't depend on values."""
+    starts, stops = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    within = torch.arange(longest, device=cu_seqlens.device)
+    source = (starts[:, None] + within).clamp(max=tokens - 1)
+    place = torch.arange(tokens, device=cu_seqlens.device)
+    number = torch.searchsorted(stops, place, right=True).clamp(max=stops.shape[0] - 1)
+    return Rows((source,), number * longest + (place - starts[number]).clamp(0, longest - 1), None)
+
+
+def _rows(forward: Forward) -> Rows | None:
+    """The rows of a forward's packed sequences, found once a forward; None where none are packed."""
+    if forward.length < 2:
+        return None
+    offsets, tokens = forward.lengths.get("cu_seq_lens_q"), forward.batch * forward.length
+    if offsets is not None and fixed_shapes(offsets):
+        longest = forward.lengths.get("max_length_q")
+        return _rows_in_a_graph(offsets, longest if isinstance(longest, int) else tokens, tokens)
+    if forward.rows is None:
+        forward.agree()
+        sequences = forward.sequences(True) if offsets is None else Sequences(None, offsets, 0, False)
+        forward.rows = False if sequences is None else rows_of(sequences, tokens)
+    return forward.rows or None
+
+
+def _within(mask: Any, source: Tensor, row: tuple[int, int]) -> Tensor | None:
+    """Of a 4D mask what it says of the tokens of each row; padding needs no mask, as it is on the right."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != row[1]:
+        return None
+    source = source.to(mask.device)
+    of_batch, token = source[:, :1] // row[1], source % row[1]
+    mask = mask.expand(row[0], *mask.shape[1:])
+    return mask.transpose(0, 1)[:, of_batch[:, :, None], token[:, :, None], token[:, None, :]].transpose(0, 1)
+
+
+def _in_rows(
+    original: Callable[..., Any],
+    module: nn.Module,
+    forward: Forward,
+    rows: Rows,
+    args: Any,
+    kwargs: dict[str, Any],
+    attention: bool,
+) -> Any:
+    """A mixer's forward for each group of rows, put together again; of attention the output, and no weights."""
+    given = {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
+    row = (forward.batch, forward.length)
+    first = next(iter(given.values()), None)
+    if not isinstance(first, Tensor) or first.shape[:2] != row:
+        if not forward.alone:  # not about the tokens of the text
+            return original(module, *args, **kwargs)
+        raise UnsupportedFeatureError(
+            "packed sequences",
+            type(module).__name__,
+            "It isn't given the tokens of its model's forward. Pass the sequences as rows of a padded batch.",
+        )
+
+    def of_rows(name: str, value: Any, source: Tensor) -> Any:
+        if name in _CACHES or name in _OF_THE_ROW:
+            return None
+        if "mask" in name:
+            return _within(value, source, row)
+        if name == "use_cache":
+            return False
+        if isinstance(value, (tuple, list)):
+            return type(value)(of_rows("", part, source) for part in value)
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == row[1] and value.shape[0] in (1, row[0]):
+            source = source.to(value.device)
+            return value.expand(row[0], *value.shape[1:]).flatten(0, 1)[source]
+        return value
+
+    with suspended():
+        outputs = [
+            original(module, **{name: of_rows(name, value, source) for name, value in given.items()})
+            for source in rows.sources
+        ]
+
+    state = next((given[name] for name in given if name in _CACHES), None)
+
+    def joined(parts: list[Any], besides: bool = False) -> Any:
+        if attention and besides:
+            return None
+        if isinstance(parts[0], (tuple, list)):
+            if besides:
+                return state
+            each = zip(*parts, strict=True)
+            return type(parts[0])(joined(list(part), number > 0) for number, part in enumerate(each))
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        sizes = [source.shape for source in rows.sources]
+        if all(part.shape[:2] == size for part, size in zip(parts, sizes, strict=True)):
+            heads_first = False
+        elif all((part.shape[0], *part.shape[2:3]) == size for part, size in zip(parts, sizes, strict=True)):
+            heads_first, parts = True, [part.transpose(1, 2) for part in parts]
+        elif besides:  # a state: nothing goes on from what packed sequences leave
+            return state
+        else:
+            raise UnsupportedFeatureError(
+                "packed sequences",
+                type(module).__name__,
+                f"It returns the shape {tuple(parts[0].shape)}. Pass the sequences as rows of a padded batch.",
+            )
+        tokens = torch.cat([part.flatten(0, 1) for part in parts])[rows.places.to(parts[0].device)]
+        if rows.index is not None:
+            index = rows.index.to(tokens.device)
+            tokens = tokens.new_zeros(row[0] * row[1], *tokens.shape[1:]).index_copy(0, index, tokens)
+        result = tokens.unflatten(0, row)
+        return result.transpose(1, 2) if heads_first else result
+
+    return joined(outputs)
+
+
+def _by_sequence(original: Callable[..., Any], attention: bool) -> Callable[..., Any]:
+    """A mixer's forward that keeps packed sequences apart.
+
+    Args:
+        attention: whether it is attention beside mixers, which registered names compute right by themselves.
+    """
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = current()
+        if attention and resolve(getattr(getattr(self, "config", None), "_attn_implementation", None)) is not None:
+            return original(self, *args, **kwargs)
+        rows = None if call is None else _rows(call)
+        if rows is None:
+            return original(self, *args, **kwargs)
+        return _in_rows(original, self, call, rows, args, kwargs, attention)
+
+    return forward
+
+
+class MixerPatches:
+    """The forwards of mixer classes, replaced as models with such layers appear, and put back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._originals: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._active = False
+
+    def activate(self) -> Callable[[], None]:
+        """Returns what puts everything back."""
+        self._active = True
+        return self._undo
+
+    def look_at(self, model: nn.Module) -> None:
+        """Replace the forwards of the mixer classes among a model's layers, at its first call."""
+        if not self._active or model in self._seen:
+            return
+        with self._lock:
+            self._seen.add(model)
+            layers = {type(module): module for module in model.modules()}
+            mixers = {kind for kind, module in layers.items() if is_mixer(module)}
+            beside = {kind for kind, module in layers.items() if mixers and is_attention(module)} - mixers
+            for kind in (mixers | beside) - self._originals.keys():
+                if original := vars(kind).get("forward"):
+                    replacement = _by_sequence(original, kind in beside)
+                    self._originals[kind] = (original, replacement)
+                    kind.forward = replacement  # type: ignore[attr-defined]
+
+    def _undo(self) -> None:
+        with self._lock:
+            self._active = False
+            for kind, (original, replacement) in self._originals.items():
+                if vars(kind).get("forward") is replacement:
+                    kind.forward = original  # type: ignore[attr-defined]
+            self._originals.clear()
+            self._seen.clear()
