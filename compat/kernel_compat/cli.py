@@ -1,4 +1,4 @@
-"""The command line: ``kernel-compat check | status | explain NAME | plan | ops``.
+"""The command line: ``kernel-compat check | status | explain NAME | plan | ops | prove``.
 
 Exit codes: 0, everything usable is right; 1, a usable kernel is wrong, a shim failed, a name was refused, torch or
 transformers is broken, nothing here would do what was planned, or a matrix service knows that this environment is bad; 2, bad
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from . import check, policy
+from . import check, cli_prove, policy
 from .environment import DISTRIBUTIONS, Environment
 from .errors import KernelUnavailableError
 from .installer import Report, ShimReport, status
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _import(module, parser)
         try:
             found = command.find(arguments)
-        except (check.UnknownNameError, _BadArgumentsError) as error:
+        except (check.UnknownNameError, cli_prove.ProveArgumentError, _BadArgumentsError) as error:
             parser.error(str(error))
         except _NoAnswerError as error:
             print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Which attention implementations work in this environment, and why the others don't.",
         epilog="Exit codes: 0 everything usable is right; 1 something is wrong or failed; 2 bad arguments, or no answer.",
     )
-    commands = parser.add_subparsers(metavar="check | status | explain | plan | ops", required=True)
+    commands = parser.add_subparsers(metavar="check | status | explain | plan | ops | prove", required=True)
     one = commands.add_parser(
         "check", parents=[common], help="run every attention name on tiny problems and compare with a reference"
     )
@@ -146,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--model", metavar="PATH", help="a folder that a model was saved in; its weights aren't read")
     one.set_defaults(command=_Command(_find_ops, _ops_as_json, _show_ops))
+    one = commands.add_parser("prove", help=cli_prove.PROVE_HELP)
+    cli_prove.add_arguments(one)
+    one.set_defaults(command=_Command(cli_prove.find, cli_prove.as_json, cli_prove.show), json=False, imports=[])
     return parser
 
 

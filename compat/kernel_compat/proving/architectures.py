@@ -1,0 +1,50 @@
+"""Which model classes a model type has, and which of them are proven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["MAPPINGS", "classes_of", "model_types"]
+
+#: transformers' mappings from model types to classes, in the order in which a type's class is looked for.
+MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_VISION_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_CTC_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+
+
+def _names(mapping: str) -> dict[str, str]:
+    from transformers.models.auto import modeling_auto
+
+    return dict(getattr(modeling_auto, mapping, {}))
+
+
+def model_types() -> list[str]:
+    """Every model type of the mappings, sorted."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return sorted({name for mapping in MAPPINGS for name in _names(mapping)} & set(CONFIG_MAPPING_NAMES))
+
+
+def classes_of(model_type: str) -> list[type[Any]]:
+    """The classes of a type that are proven: its main one, and its decoder alone where that is another."""
+    import transformers
+
+    found: list[str] = []
+    for mapping in MAPPINGS:
+        name = _names(mapping).get(model_type)
+        if name is None or (found and mapping != "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
+            continue
+        name = name if isinstance(name, str) else name[0]
+        if name not in found:
+            found.append(name)
+    return [getattr(transformers, name) for name in found if hasattr(transformers, name)]

@@ -1,0 +1,291 @@
+"""The proof of one model type, or of any config."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import KernelCompatError
+from . import recipes
+from .architectures import classes_of
+from .cases import CASES, Comparison
+from .outcomes import Outcome, Proof
+from .subject import NoRecipeError, NotApplicableError, RefusedToLoadError, Subject, describe, distance
+from .tiny import shrink
+
+__all__ = ["UnknownCaseError", "prove_config", "prove_type"]
+
+#: The attention name that is proven where none is given; bound to the reference kernel.
+NAME = "kernel_compat_proof_flash"
+#: How many times as wrong as eager attention with rounding errors in its weights a model may be.
+_SENSITIVITY = 10
+#: Where rounding alone makes a larger difference, nothing can be told.
+_UNDECIDABLE = 1e-2
+_OURS = str(Path(__file__).parents[1])
+
+
+class UnknownCaseError(ValueError):
+    """A case of this name doesn't exist."""
+
+
+def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_implementation: str | None = None) -> Proof:
+    """Prove a model type of transformers on tiny models of its classes.
+
+    Args:
+        model_type: as in ``config.model_type``.
+        cases: names of `CASES`; None for all.
+        attn_implementation: the registered attention name to prove; None for one of the reference kernel.
+
+    Raises:
+        ValueError: transformers has no such model type, or a case doesn't exist.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING_NAMES:
+        raise ValueError(f"transformers has no model type {model_type!r}")
+    require_cases(cases)
+    start = time.perf_counter()
+    outcomes: list[Outcome] = []
+    problems: list[str] = []
+    with _quiet(), _proven_name(attn_implementation) as name:
+        for model_class, config in _configs(model_type, problems):
+            try:
+                outcomes += _prove(model_class, config, cases, name, model_type)
+            except NoRecipeError as error:
+                problems.append(f"{model_class.__name__}: {error}")
+    seconds = time.perf_counter() - start
+    problem = "" if outcomes else "; ".join(problems) or "it has no model class"
+    return Proof(model_type, _transformers(), tuple(outcomes), problem, seconds)
+
+
+def prove_config(
+    config: Any,
+    model_class: type[Any] | None = None,
+    cases: Sequence[str] | None = None,
+    *,
+    attn_implementation: str | None = None,
+) -> Proof:
+    """Prove a config's model class on a tiny model with the config's own kinds of layers.
+
+    Args:
+        config: of any class, also of remote code; it stays as it is.
+        model_class: the class to prove; None for the one that transformers has for the config.
+        cases: names of `CASES`; None for all. `QUICK` takes a second or two.
+        attn_implementation: the registered attention name to prove; None for one of the reference kernel.
+
+    Raises:
+        ValueError: a case doesn't exist.
+    """
+    require_cases(cases)
+    start = time.perf_counter()
+    model_type = getattr(config, "model_type", "") or type(config).__name__
+    outcomes: list[Outcome] = []
+    problem = ""
+    with _quiet(), _proven_name(attn_implementation) as name:
+        classes = [model_class] if model_class is not None else classes_of(model_type)[:1]
+        if not classes:
+            problem = f"no model class for {type(config).__name__}: pass model_class"
+        for one in classes:
+            try:
+                outcomes += _prove(one, config, cases, name, model_type)
+            except NoRecipeError as error:
+                problem = f"{one.__name__}: {error}"
+    return Proof(model_type, _transformers(), tuple(outcomes), problem, time.perf_counter() - start)
+
+
+def require_cases(cases: Iterable[str] | None) -> None:
+    """Check that cases of these names exist."""
+    for case in cases or ():
+        if case not in CASES:
+            raise UnknownCaseError(f"unknown case {case!r}; there are {', '.join(CASES)}")
+
+
+def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], Any]]:
+    """The classes of a type, each with a config of its defaults."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        config_class = CONFIG_MAPPING[model_type]
+        classes = classes_of(model_type)
+    except Exception as error:
+        problems.append(describe(error))
+        return
+    for model_class in classes:
+        for one in dict.fromkeys((config_class, getattr(model_class, "config_class", None) or config_class)):
+            try:
+                config = one(**recipes.constructor(model_type))
+            except Exception as error:
+                problems.append(f"{one.__name__}: {describe(error)}")
+                continue
+            yield model_class, config
+            break
+
+
+def _prove(model_class: type[Any], config: Any, cases: Sequence[str] | None, name: str, model_type: str) -> list[Outcome]:
+    try:
+        tiny = shrink(config, recipes.overrides(model_type))
+    except Exception as error:
+        raise NoRecipeError(f"shrink: {describe(error)}") from error
+    label = model_class.__name__
+    try:
+        subject = Subject(model_class, tiny, name)
+    except RefusedToLoadError as error:
+        verdict = "refused" if is_refusal(error.cause) else "crashed"
+        return [Outcome(label, "load", verdict, reason=describe(error.cause))]  # type: ignore[arg-type]
+    return [_outcome(subject, label, case) for case in cases or CASES]
+
+
+def _outcome(subject: Subject, label: str, case: str) -> Outcome:
+    worst: Outcome | None = None
+    try:
+        for comparison in CASES[case](subject):
+            outcome = _compare(subject, label, case, comparison)
+            if worst is None or _badness(outcome) > _badness(worst):
+                worst = outcome
+    except NotApplicableError as error:
+        if worst is None or worst.verdict == "equal":
+            return worst or Outcome(label, case, "not applicable", reason=str(error))
+    assert worst is not None
+    return worst
+
+
+def _badness(outcome: Outcome) -> tuple[int, float]:
+    order = ("not applicable", "equal", "refused", "crashed", "wrong")
+    return order.index(outcome.verdict), outcome.difference or 0.0
+
+
+def _compare(subject: Subject, label: str, case: str, comparison: Comparison) -> Outcome:
+    try:
+        expected = comparison.expected(subject.eager)
+    except NotApplicableError:
+        raise
+    except Exception as error:
+        return Outcome(label, case, "not applicable", reason=f"eager: {describe(error)}")
+    if not bool(expected.isfinite().all()):
+        return Outcome(label, case, "not applicable", reason="eager: its output isn't finite")
+    if expected.numel() == 0 or float(expected.norm()) == 0:
+        return Outcome(label, case, "not applicable", reason="eager: its output is zero")
+    try:
+        found = comparison.found(subject.named)
+    except NotApplicableError:
+        raise
+    except Exception as error:
+        if is_refusal(error):
+            return Outcome(label, case, "refused", reason=describe(error))
+        try:
+            comparison.found(subject.eager)
+        except Exception as same:
+            if type(same) is type(error):
+                return Outcome(label, case, "not applicable", reason=f"eager: {describe(same)}")
+        return Outcome(label, case, "crashed", reason=f"{describe(error)} ({_place(error)})")
+    return _judge(subject, label, case, comparison, expected, found)
+
+
+def _judge(
+    subject: Subject, label: str, case: str, comparison: Comparison, expected: torch.Tensor, found: torch.Tensor
+) -> Outcome:
+    note = ""
+    if comparison.also is not None:
+        try:
+            alone = comparison.also(subject.eager)
+            apart = distance(expected, alone)
+        except Exception:
+            apart = 0.0
+        if apart > _allowed(subject, comparison, expected, apart):
+            note = f"{comparison.note} by {apart:.0e}"
+            if distance(found, alone) < distance(found, expected):
+                expected = alone
+    try:
+        difference = distance(found, expected)
+    except ValueError as error:
+        return Outcome(label, case, "wrong", reason=str(error))
+    if difference <= comparison.tolerance:
+        return Outcome(label, case, "equal", difference, comparison.tolerance, note)
+    allowed = _allowed(subject, comparison, expected, difference)
+    if difference <= allowed:
+        return Outcome(label, case, "equal", difference, allowed, note)
+    if allowed >= _UNDECIDABLE:
+        reason = f"rounding errors of the weights alone make a difference of {allowed / _SENSITIVITY:.0e}"
+        return Outcome(label, case, "not applicable", difference, allowed, reason)
+    return Outcome(label, case, "wrong", difference, allowed, note)
+
+
+def _allowed(subject: Subject, comparison: Comparison, expected: torch.Tensor, difference: float) -> float:
+    """The tolerance, or more where eager attention itself is that sensitive to rounding."""
+    if difference <= comparison.tolerance:
+        return comparison.tolerance
+    try:
+        sensitivity = distance(comparison.expected(subject.perturbed), comparison.expected(subject.eager))
+    except Exception:
+        return comparison.tolerance
+    return max(comparison.tolerance, min(_SENSITIVITY * sensitivity, _UNDECIDABLE))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether this library raised the error on purpose."""
+    if isinstance(error, KernelCompatError):
+        return True
+    if not isinstance(error, (ValueError, TypeError, ImportError)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").startswith("raise") and _is_ours(frames[-1].filename)
+
+
+def _is_ours(filename: str) -> bool:
+    return (filename.startswith(_OURS) or "kernel_compat_shims" in filename) and "proving" not in filename
+
+
+def _place(error: BaseException) -> str:
+    """The last file and line of transformers or this library that an error went through."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if re.search(r"transformers|kernel_compat", frame.filename):
+            return f"{Path(frame.filename).name}:{frame.name}"
+    return "?"
+
+
+def _transformers() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+@contextmanager
+def _proven_name(name: str | None) -> Iterator[str]:
+    """The name, with the library installed; a name of its own for the reference kernel where there is none."""
+    import kernel_compat
+
+    was_installed = kernel_compat.status().installed
+    if name is None:
+        kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+    kernel_compat.install()
+    try:
+        yield name or NAME
+    finally:
+        if not was_installed:
+            kernel_compat.uninstall()
+        if name is None:
+            kernel_compat.unregister_attention(NAME)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing of what models say at every forward; torch's random state and transformers' verbosity as before."""
+    import warnings
+
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            transformers.logging.set_verbosity(level)

@@ -1,0 +1,203 @@
+"""A tiny model twice, with the same weights: with eager attention, and under the attention name that is proven."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .inputs import LENGTH, candidates, parameters, vocabulary_of
+from .weights import perturbed, randomize
+
+__all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
+
+_SCALES = (2.0, 1.0, 0.5)
+
+
+class NoRecipeError(Exception):
+    """No tiny model could be made, or no inputs that it takes."""
+
+
+class NotApplicableError(Exception):
+    """The model, or eager attention, can't do a case."""
+
+
+class RefusedToLoadError(Exception):
+    """The model can't be built under the name."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class Subject:
+    """A tiny model under proof.
+
+    Attributes:
+        eager: with eager attention.
+        named: the same weights under the attention name.
+        inputs: what the model takes, one batch; with `LENGTH` tokens to a row where it takes tokens.
+        config: the tiny config.
+    """
+
+    def __init__(self, model_class: type[Any], config: Any, attn_implementation: str) -> None:
+        self.config = config
+        self.model_class = model_class
+        try:
+            self.eager = build(model_class, config, "eager")
+        except Exception as error:
+            raise NoRecipeError(f"eager: {describe(error)}") from error
+        self.names, self.takes_any = parameters(self.eager)
+        self.inputs = self._working_inputs()
+        try:
+            self.named = build(model_class, config, attn_implementation)
+        except Exception as error:
+            raise RefusedToLoadError(error) from error
+        self.named.load_state_dict(self.eager.state_dict())
+        self._perturbed: nn.Module | None = None
+
+    def _working_inputs(self) -> dict[str, Any]:
+        problem = "the forward takes nothing that is known"
+        weights = copy.deepcopy(self.eager.state_dict())
+        for scale in _SCALES:
+            self.eager.load_state_dict(weights)
+            randomize(self.eager, scale)
+            for inputs in candidates(self.eager):
+                try:
+                    output = forward(self.eager, inputs)
+                    tensor = main_output(output)
+                except Exception as error:
+                    if problem.startswith("the forward") or "input_ids" in inputs and len(inputs) == 1:
+                        problem = describe(error)
+                    continue
+                if bool(tensor.isfinite().all()) and float(tensor.norm()) > 0:
+                    return inputs
+                problem = "its output isn't finite"
+                break
+        raise NoRecipeError(f"no inputs found: {problem}")
+
+    def takes(self, name: str) -> bool:
+        """Whether the forward takes this argument."""
+        return name in self.names or self.takes_any
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """The number of tokens."""
+        return vocabulary_of(self.config)
+
+    @cached_property
+    def has_tokens(self) -> bool:
+        return "input_ids" in self.inputs
+
+    @cached_property
+    def is_encoder_decoder(self) -> bool:
+        return "decoder_input_ids" in self.inputs
+
+    @cached_property
+    def has_sequence(self) -> bool:
+        """Whether there is an output for every token."""
+        if not self.has_tokens:
+            return False
+        output = main_output(forward(self.eager, self.inputs))
+        return output.ndim >= 3 and output.shape[:2] == self.inputs["input_ids"].shape
+
+    @cached_property
+    def is_causal(self) -> bool:
+        """Whether the first tokens' outputs don't depend on the last token, as measured with eager attention."""
+        if not self.has_sequence or self.is_encoder_decoder:
+            return False
+        ids = self.inputs["input_ids"]
+        other = ids.clone()
+        other[:, -1] = torch.where(ids[:, -1] == 7, 8, 7)
+        first, second = (main_output(forward(self.eager, {**self.inputs, "input_ids": i}))[:, :-1] for i in (ids, other))
+        return distance(second, first) < 1e-4
+
+    @cached_property
+    def perturbed(self) -> Any:
+        """The eager model with rounding errors in its weights: what it makes of them is no one's mistake."""
+        model = copy.deepcopy(self.eager)
+        model.load_state_dict(perturbed(self.eager))
+        return model
+
+
+def build(model_class: type[Any], config: Any, attn_implementation: str) -> Any:
+    """A model as ``from_config`` of the auto classes builds it, in float32 and for inference."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(config)
+    make = getattr(model_class, "_from_config", None)
+    if make is None:
+        raise NoRecipeError(f"{model_class.__name__} is no model")
+    model = make(config, attn_implementation=attn_implementation, **_float32(make))
+    return model.float().eval()
+
+
+def _float32(make: Any) -> dict[str, Any]:
+    import transformers
+    from packaging.version import Version
+
+    return {"dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype": torch.float32}
+
+
+def forward(model: Any, inputs: dict[str, Any], gradients: bool = False) -> Any:
+    """The model's output; what it draws at random is the same each time."""
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(gradients):
+        return model(**inputs)
+
+
+def main_output(output: Any) -> Tensor:
+    """Logits, else hidden states, else the first tensor of numbers."""
+    if isinstance(output, Tensor):
+        return output
+    for name in ("logits", "last_hidden_state", "prediction_logits", "logits_per_image", "pooler_output"):
+        value = output.get(name) if hasattr(output, "get") else None
+        if isinstance(value, Tensor):
+            return value
+    values = output.values() if hasattr(output, "values") else output
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+            return value
+    raise TypeError(f"{type(output).__name__} has no tensor of numbers")
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, relative to that of the expected values."""
+    if found.shape != expected.shape:
+        raise ValueError(f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+    difference = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+    return difference if difference == difference else float("inf")
+
+
+def describe(error: BaseException) -> str:
+    """The type and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+@contextmanager
+def training(model: Any) -> Iterator[None]:
+    """The model in training mode, except for norms over the batch."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    try:
+        yield
+    finally:
+        model.eval()
+        model.zero_grad(set_to_none=True)
+
+
+def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that a function takes."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+assert LENGTH > 6

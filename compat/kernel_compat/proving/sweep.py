@@ -1,0 +1,97 @@
+"""Proofs of many model types, each in a process of its own, so that one that crashes or hangs is one row."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .outcomes import Outcome, Proof
+
+__all__ = ["sweep"]
+
+
+def sweep(
+    model_types: Sequence[str],
+    cases: Sequence[str] | None = None,
+    *,
+    workers: int = 2,
+    seconds: float = 60.0,
+    progress: Callable[[Proof, int, int], None] | None = None,
+) -> list[Proof]:
+    """Prove model types in parallel.
+
+    torch and transformers are imported once; each type's process is forked from this one.
+
+    Args:
+        workers: how many processes at a time.
+        seconds: what one type may take before it counts as crashed.
+        progress: called with each proof, how many there are, and how many there will be.
+
+    Returns:
+        The proofs, in the order of their model types' names.
+    """
+    _import()
+    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+    waiting = sorted(model_types, reverse=True)
+    running: dict[Any, tuple[str, Any, float]] = {}
+    proofs: dict[str, Proof] = {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            model_type = waiting.pop()
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(model_type, cases, sender), daemon=True)  # type: ignore[attr-defined]
+            process.start()
+            sender.close()
+            running[receiver] = (model_type, process, time.monotonic() + seconds)
+        ready = multiprocessing.connection.wait(list(running), timeout=0.5)
+        for receiver, (model_type, process, deadline) in list(running.items()):
+            if receiver in ready:
+                try:
+                    proof = Proof.from_json(receiver.recv())
+                except EOFError:
+                    process.join()
+                    proof = _crashed(model_type, f"the process ended with exit code {process.exitcode}")
+            elif time.monotonic() > deadline:
+                process.kill()
+                proof = _crashed(model_type, f"not done in {seconds:.0f} seconds")
+            else:
+                continue
+            process.join()
+            del running[receiver]
+            receiver.close()
+            proofs[model_type] = proof
+            if progress is not None:
+                progress(proof, len(proofs), len(model_types))
+    return [proofs[model_type] for model_type in sorted(proofs)]
+
+
+def _import() -> None:
+    """What most types need, imported before the processes are forked."""
+    import torch
+    import transformers.generation.utils
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from . import proof  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def _work(model_type: str, cases: Sequence[str] | None, sender: Any) -> None:
+    _import()
+    from .proof import prove_type
+
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    sender.send(prove_type(model_type, cases).to_json(exact=True))
+    sender.close()
+
+
+def _crashed(model_type: str, reason: str) -> Proof:
+    import transformers
+
+    return Proof(model_type, str(transformers.__version__), (Outcome("", "all", "crashed", reason=reason),))

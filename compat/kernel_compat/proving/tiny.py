@@ -1,0 +1,438 @@
+"""Tiny configs: a model's own config with every size cut down, so that a model of its class is built in milliseconds.
+
+The sizes are chosen by the names of the config's attributes. All configs of one model get the same sizes, so that a vision
+tower's width still fits its text model's. Every kind of layer stays: one of each is picked.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["HIDDEN", "VOCABULARY", "WINDOW", "shrink"]
+
+HIDDEN = 64
+HEADS = 4
+HEAD_DIM = 16
+KEY_VALUE_HEADS = 2
+INTERMEDIATE = 96
+EXPERTS = 4
+VOCABULARY = 100
+#: Positions a model can tell apart: more than any case has tokens.
+POSITIONS = 128
+WINDOW = 5
+CHUNK = 6
+IMAGE = 16
+PATCH = 4
+#: The largest number of layers of one config.
+MOST_LAYERS = 6
+
+#: Names of the number of layers.
+_LAYERS = re.compile(
+    r"^(num_hidden_layers|n_layers?|num_layers|depth|layers|num_blocks|(\w+_)?(en|de)coder_layers|num_(en|de)coder_layers|"
+    r"\w+_num_hidden_layers|\w+_num_layers|num_(global|spatial|temporal|auxiliary|residual|adapter|lstm)_layers|"
+    r"(\w+_)?depth|num_encoder_blocks|num_mel_attn_blocks|lqe_layers|\w+_predictor_layers|resampler_depth|"
+    r"num_timestamp_prediction_layers|speech_decoder_postnet_layers|parcae_num_coda_layers|num_loops|inference_num_steps)$"
+)
+#: Names of lists of layers' numbers.
+_INDICES = re.compile(r"(index|indexes|indices|idxs|_ids|_layers|layers_idx|_layer_list)$")
+#: Lists of layers' numbers of which each is needed, because other parts have as many.
+_EACH_INDEX = re.compile(r"^_?(backbone_)?out_indices$|^intermediate_(layers|hidden_state)_ind\w+$|^intermediate_hook_ids$")
+
+#: The size for an attribute's name; the first that matches. A size is never made larger.
+_SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
+    (re.compile(pattern), size)
+    for pattern, size in (
+        # Experts: all of them see every token, so that rounding never changes which do.
+        (r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts)$", EXPERTS),
+        (r"^(n_group|topk_group|num_expert_groups?|num_expert_group)$", 1),
+        (r"^(moe_intermediate_size|\w*expert_(intermediate_size|dim)|\w*expert_ffn\w*|moe_hidden_size)$", 32),
+        (r"^shared_experts_intermediate_size$|^shared_intermediate_size$", 32),
+        # Vocabularies.
+        (r"(^|_)vocab_size(_per_layer_input|_base)?$|^n_vocab$|^vocab_offset$|^num_res_types$", VOCABULARY),
+        (r"^(codebook_size|num_codes|n_codes_total|num_embeds|num_embeddings|num_quantizers_size)$", 32),
+        # Multi-head latent attention, and the like.
+        (r"^q_lora_rank$|^o_lora_rank$", 32),
+        (r"^(kv_lora_rank|\w*lora_rank\w*|laurel_rank|gated_norm_rank|hc_lowrank|moe_latent_size)$", 16),
+        (r"^(qk_nope_head_dim|qk_rope_head_dim|v_head_dim|linear_(key|value)_head_dim|index_head_dim)$", HEAD_DIM),
+        (r"^qk_head_dim$", 2 * HEAD_DIM),
+        (r"^index_n_heads$", HEADS),
+        (r"^index_topk$", 64),
+        # Linear attention and state spaces: twice the width in heads of one dimension.
+        (r"^linear_num_value_heads$", 4),
+        (r"^linear_num_key_heads$", 2),
+        (r"^(mamba_n_heads|mamba_num_heads|n_mamba_heads)$", 2 * HEADS),
+        (r"^(mamba_d_state|state_size|ssm_state_size)$", 16),
+        (r"^(mamba_n_groups|n_groups)$", 2),
+        (r"^(mamba_d_ssm|mamba_intermediate_size)$", 2 * HIDDEN),
+        (r"^(time_step_rank|mamba_dt_rank)$", 8),
+        (r"^(mamba_)?(chunk_size|chunk_length)$", 8),
+        # Windows and chunks.
+        (r"^local_attention$", 2 * (WINDOW // 2 + 1)),
+        (r"^attention_window$", 2 * (WINDOW // 2 + 1)),
+        (r"^(sliding_window|sliding_window_size|local_attention_window_len|swa_window_size|attention_window_size)$", WINDOW),
+        (r"^window_size$", 4),
+        (r"^attention_chunk_size$", CHUNK),
+        # Heads.
+        (r"^rotary_dim$", HEAD_DIM // 2),
+        (r"(^|_)(head_dim|dim_head|d_head|d_kv|kv_channels)$|^(head_dim|global_head_dim|attention_head_dim)\w*$", HEAD_DIM),
+        (r"^(\w+_)?(attention_heads|num_heads|n_heads?|num_attention_heads|heads|num_attn_heads)$", HEADS),
+        (r"^cross_num_attention_heads$|^decoder_cross_attention_heads$|^num_sliding_attention_heads$", HEADS),
+        # Positions.
+        (r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_len|max_sequence_length|model_max_length)$", POSITIONS),
+        (r"^(max_target_positions|context_length|max_text_len|max_text_tokens|\w+_max_position_embeddings)$", POSITIONS),
+        (r"^max_source_positions$", 64),
+        (r"^max_2d_position_embeddings$", 1024),
+        # Widths of feed-forward networks.
+        (r"^(\w+_)?(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|dff|d_inner|dim_ff|n_inner)(_mlp|_global)?$", INTERMEDIATE),
+        (r"^(\w+_)?(dim_feedforward|feedforward_dim|linear_units|feed_forward_hidden_size|mlp_hidden_size)$", INTERMEDIATE),
+        (r"^(\w+_)?(intermediate_dim|block_ff_dim|feed_forward_size|mlp_hidden_dim)$", INTERMEDIATE),
+        # Widths.
+        (r"^(hidden_size_per_layer_input)$", 16),
+        (r"^(hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|emb_dim|width|hidden_channels)$", HIDDEN),
+        (r"^(\w+_)?(hidden_size|embed_dim|embedding_size|embedding_dim|projection_dim|project_dim|output_dim)$", HIDDEN),
+        (r"^(\w+_)?(hidden_size_global|proj_dim|emb_dim|hidden_dim|hidden_channels|embeds_hidden_size|d_model)$", HIDDEN),
+        (r"^(\w+_)?(input_dim|output_dim|out_dim|in_dim|output_dims|proj_dims|codevector_dim|proj_size|query_dim)$", HIDDEN),
+        (r"^(projection_size|pooler_output_size|bottleneck_\w+|vision_dim|fusion_dim|vit_dim|kv_dim|query_dim)$", HIDDEN),
+        (r"^(mask_feature_size|conv_output_size|xvector_output_dim|classifier_proj_size|upsample_initial_channel)$", HIDDEN),
+        (r"^(codebook_dim|latent_dim|vector_quantization_hidden_dimension|latent_size|condition_dim)$", 32),
+        # Images and sounds.
+        (r"^num_mel_bins$|^n_mels$|^input_feat_size$|^feature_size_mel$", 16),
+        (r"^num_position_embeddings$", 64),
+        (r"^num_conv_pos_embeddings$", 16),
+        (r"^num_queries$|^num_query_tokens$|^resampler_n_latents$|^resampler_num_latents$|^latent_query_num$", 8),
+        (r"^(conv_channels|subsampling_conv_channels|num_filters|stem_channels)$", 16),
+        (r"^depthwise_separable_out_channel$|^nemo_conv_channels$|^ext_pw_out_channel$", HIDDEN),
+        (r"^num_hash_buckets$", 64),
+    )
+)
+#: How many experts see a token.
+_EXPERTS_PER_TOKEN = re.compile(
+    r"^(num_experts_per_tok|num_experts_per_token|moe_top_?k|moe_k|top_k_experts|num_selected_experts|router_top_k|"
+    r"num_experts_per_topk|moe_num_active_primary_experts|experts_top_k)$"
+)
+_KEY_VALUE_HEADS = re.compile(r"(^|_)(num_key_value_heads|num_kv_heads|kv_n_heads|n_head_kv|num_global_key_value_heads)$")
+#: Every how many layers another kind comes.
+_PERIODS = re.compile(r"^(\w+_period|full_attention_interval|global_attn_every_n_layers|_?sliding_window_pattern|layer_group_size)$")
+_OFFSETS = re.compile(r"^(attn_layer_offset|expert_layer_offset|max_window_layers|num_dense_layers|first_k_dense_replace)$")
+_RANDOM = re.compile(r"drop|^mask_(time|feature)_prob$|^router_jitter_noise$|^layerdrop$|jitter")
+_TOKEN = re.compile(r"(^|_)(token_(id|index)s?|token_ids)$|^(bos|eos|pad|sep|cls|mask|unk)_(index|id)$")
+
+
+def shrink(config: Any, overrides: Mapping[str, Any] | None = None) -> Any:
+    """A config of the same class and kinds of layers, with small sizes and no randomness.
+
+    Args:
+        config: an instance of any config class, with nested ones or without. It stays as it is.
+        overrides: values that win over the rules; those of a nested config as a mapping under its name.
+    """
+    tokens = _Tokens(_vocabulary_of(config))
+    return _shrink(config, overrides or {}, tokens)
+
+
+class _Tokens:
+    """New numbers for special tokens: the same for the same token, wherever a config names it."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._next = min(vocabulary, VOCABULARY) - 1
+        self._moved: dict[int, int] = {}
+
+    def __call__(self, token: int) -> int:
+        if token < 0 or token < 5:
+            return token
+        if token not in self._moved:
+            self._moved[token] = max(self._next, 5)
+            self._next -= 1
+        return self._moved[token]
+
+
+def _vocabulary_of(config: Any) -> int:
+    size = getattr(config, "vocab_size", None)
+    return size if isinstance(size, int) and size > 30 else VOCABULARY
+
+
+def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens) -> Any:
+    values = _values(config)
+    changed: dict[str, Any] = {}
+    picks = _picked_layers(config, values)
+    experts = min([EXPERTS, *(v for k, v in values.items() if _is_experts(k) and _is_int(v) and v > 0)])
+    for name, value in values.items():
+        new = _smaller(name, value, values, overrides.get(name), picks, experts, tokens)
+        if new is not value and (type(new) is not type(value) or new != value):
+            changed[name] = new
+    if values.get("use_sliding_window") is False and "sliding_window" in values:
+        changed.update(use_sliding_window=True, sliding_window=WINDOW)
+        if "max_window_layers" in values:
+            changed["max_window_layers"] = 1
+        if isinstance(values.get("layer_types"), list):
+            changed["layer_types"] = ["full_attention", "sliding_attention"]
+    changed.update({name: value for name, value in overrides.items() if not _is_config(values.get(name))})
+    return _rebuilt(config, values, changed)
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """What the constructor takes, as the config has it; and every other number or nested config it carries."""
+    found: dict[str, Any] = {}
+    for name in _parameters(type(config)):
+        if name in vars(config):
+            found[name] = vars(config)[name]
+    for name, value in vars(config).items():
+        if name not in found and (_is_config(value) or name.endswith(("token_id", "token_index", "_indices"))):
+            found[name] = value
+        elif name not in found and not name.startswith("_") and (_RANDOM.search(name) or _is_int(value)):
+            found[name] = value
+    return found
+
+
+def _parameters(klass: type) -> list[str]:
+    if dataclasses.is_dataclass(klass):
+        return [field.name for field in dataclasses.fields(klass) if field.init]
+    parameters = inspect.signature(klass.__init__).parameters.values()  # type: ignore[misc]
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "to_dict") and hasattr(type(value), "model_type")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_experts(name: str) -> bool:
+    return _SIZES[0][0].match(name) is not None
+
+
+def _layers_of(config: Any) -> int | None:
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "encoder_layers"):
+        if _is_int(number := getattr(config, name, None)):
+            return int(number)
+    return None
+
+
+def _picked_layers(config: Any, values: Mapping[str, Any]) -> list[int] | None:
+    """The numbers of the layers that stay: one of each kind, at least two. None where they are all alike."""
+    number = _layers_of(config)
+    if not number or number < 2:
+        return None
+    kinds: list[list[Any]] = [[] for _ in range(number)]
+    wanted: set[int] = set()
+    told = False
+    for name, value in values.items():
+        if not isinstance(value, (list, tuple)) or not value:
+            continue
+        if _EACH_INDEX.search(name) and all(_is_int(v) for v in value):
+            if len(value) > 1 and max(value) <= number:
+                wanted |= {min(v, number - 1) for v in value if v >= 0}
+                told = True
+        elif len(value) == number and not _is_stages(name):
+            told = True
+            for kind, v in zip(kinds, value, strict=True):
+                kind.append(repr(v))
+        elif _is_indices(name, value, number):
+            told = True
+            for index, kind in enumerate(kinds):
+                kind.append(index in value)
+    if not told:
+        return None
+    seen: list[list[Any]] = []
+    picks = []
+    for index, kind in enumerate(kinds):
+        if index in wanted or kind not in seen:
+            picks.append(index)
+            seen.append(kind)
+    picks = picks[:MOST_LAYERS]
+    for index in range(number):
+        if len(picks) >= 2:
+            break
+        if index not in picks:
+            picks.append(index)
+    return sorted(picks)
+
+
+def _is_stages(name: str) -> bool:
+    return name in ("depths", "hidden_sizes", "num_heads", "embed_dims")
+
+
+def _is_indices(name: str, value: Any, number: int) -> bool:
+    return (
+        _INDICES.search(name) is not None
+        and _TOKEN.search(name) is None
+        and all(_is_int(v) and 0 <= v < number for v in value)
+        and len(set(value)) == len(value)
+    )
+
+
+def _smaller(
+    name: str,
+    value: Any,
+    values: Mapping[str, Any],
+    override: Any,
+    picks: list[int] | None,
+    experts: int,
+    tokens: _Tokens,
+) -> Any:
+    if _is_config(value):
+        return _shrink(value, override if isinstance(override, Mapping) else {}, tokens)
+    if isinstance(value, dict):
+        return _smaller_mapping(name, value, values, tokens)
+    if isinstance(value, (list, tuple)) and value:
+        smaller = _smaller_list(name, list(value), values, picks, tokens)
+        return type(value)(smaller) if type(value) in (list, tuple) else smaller
+    if _RANDOM.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return type(value)(0) if name != "drop_path_rate" or not isinstance(value, int) else 0
+    if name == "apply_spec_augment":
+        return False
+    if not _is_int(value):
+        return value
+    if _TOKEN.search(name):
+        return tokens(value)
+    return _smaller_int(name, value, values, picks, experts)
+
+
+def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[int] | None, experts: int) -> int:
+    if value <= 0:
+        return value
+    if _LAYERS.match(name):
+        if picks is not None and name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth"):
+            return len(picks)
+        return min(value, 2)
+    if _EXPERTS_PER_TOKEN.match(name):
+        return experts
+    if name == "top_k" and any(map(_is_experts, values)):
+        return experts
+    if _KEY_VALUE_HEADS.search(name):
+        heads = next((v for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if _is_int(v := values.get(n))), 0)
+        return min(value, HEADS if value == heads else KEY_VALUE_HEADS)
+    if _PERIODS.match(name):
+        return min(value, 2)
+    if _OFFSETS.match(name):
+        return min(value, 1)
+    if name in ("image_size", "img_size", "max_image_size", "crop_size"):
+        return min(value, 64 if _is_hierarchical(values) else IMAGE)
+    if name == "patch_size":
+        return value if _is_hierarchical(values) else min(value, PATCH)
+    if name == "embed_dim" and _is_hierarchical(values):
+        heads = values.get("num_heads")
+        return 8 * heads[0] if isinstance(heads, (list, tuple)) and heads and _is_int(heads[0]) else value // 4
+    for pattern, size in _SIZES:
+        if pattern.search(name):
+            return min(value, size)
+    return value
+
+
+def _is_hierarchical(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(values.get(name), (list, tuple)) for name in ("depths", "hidden_sizes", "num_heads", "embed_dims"))
+
+
+def _smaller_list(name: str, value: list[Any], values: Mapping[str, Any], picks: list[int] | None, tokens: _Tokens) -> list[Any]:
+    if all(_is_int(v) for v in value):
+        if _TOKEN.search(name):
+            return [tokens(v) for v in value]
+        if name == "mrope_section":
+            return _sections(value, HEAD_DIM // 2)
+        number = next((v for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if _is_int(v := values.get(n))), None)
+        if picks is not None and number:
+            if len(value) == number and not _is_stages(name):
+                return [_smaller_int(_single(name), value[p], values, None, EXPERTS) for p in picks]
+            if _EACH_INDEX.search(name):
+                return [picks.index(p) if (p := min(v, number - 1)) in picks else v for v in value]
+            if _is_indices(name, value, number):
+                return [picks.index(v) for v in value if v in picks]
+        elif _EACH_INDEX.search(name) and number and not _is_hierarchical(values):
+            return [min(v, 2) if v > 0 else v for v in value]
+        if name in ("depths", "stage_num_blocks", "blocks_per_stage", "layers", "block_repeats"):
+            return [min(v, 2) for v in value]
+        if name in ("conv_dim", "tdnn_dim"):
+            return [min(v, 16) for v in value]
+        if name in ("image_size",):
+            return [min(v, 64 if _is_hierarchical(values) else IMAGE) for v in value]
+        if name in ("hidden_sizes", "embed_dims", "embed_dim", "neck_hidden_sizes", "encoder_hidden_sizes", "embed_dim_per_stage"):
+            heads = values.get("num_attention_heads") or values.get("num_heads") or values.get("num_attention_heads_per_stage")
+            if isinstance(heads, (list, tuple)) and len(heads) == len(value):
+                return [8 * h for h in heads]
+            return [v // 8 for v in value] if all(v % 8 == 0 for v in value) and min(value) >= 64 else value
+        return value
+    number = next((v for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if _is_int(v := values.get(n))), None)
+    if picks is not None and number and len(value) == number:
+        return [value[p] for p in picks]
+    return value
+
+
+def _single(name: str) -> str:
+    """The name of one layer's value in a list with one for each."""
+    return re.sub(r"_per_layer$", "", name)
+
+
+def _sections(value: list[int], total: int) -> list[int]:
+    """Numbers in about the same proportion with this sum."""
+    old = sum(value)
+    new = [max(1, v * total // old) for v in value]
+    new[-1] += total - sum(new)
+    return new
+
+
+def _smaller_mapping(name: str, value: dict[Any, Any], values: Mapping[str, Any], tokens: _Tokens) -> dict[Any, Any]:
+    new = copy.deepcopy(value)
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            new[key] = _smaller_mapping(str(key), inner, values, tokens)
+        elif key == "mrope_section":
+            partial = value.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1
+            new[key] = _sections(inner, int(HEAD_DIM * partial) // 2)
+        elif isinstance(inner, list) and key in ("short_factor", "long_factor"):
+            new[key] = inner[: HEAD_DIM // 2]
+    return new
+
+
+def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) -> Any:
+    """A config of the same class with these values: made by its constructor where that takes them."""
+    klass = type(config)
+    parameters = _parameters(klass)
+    given = {name: value for name, value in values.items() if name in parameters and not _is_default(klass, name, value)}
+    given.update({name: value for name, value in changed.items() if name in parameters})
+    rest = {name: value for name, value in changed.items() if name not in parameters}
+    for nested in (_plain, _same):
+        try:
+            new = klass(**{name: nested(value) for name, value in copy.deepcopy(given).items()})
+        except Exception:  # somebody else's constructor
+            continue
+        for name, value in rest.items():
+            # What the constructor works out of the new sizes is right as it is.
+            if _is_config(value) or vars(new).get(name) == vars(config).get(name):
+                _set(new, name, value)
+        return new
+    new = copy.deepcopy(config)
+    for name, value in changed.items():
+        _set(new, name, value)
+    return new
+
+
+def _is_default(klass: type, name: str, value: Any) -> bool:
+    default = getattr(klass, name, inspect.Parameter.empty)
+    parameter = inspect.signature(klass.__init__).parameters.get(name)  # type: ignore[misc]
+    if parameter is not None:
+        default = parameter.default
+    try:
+        return type(default) is type(value) and bool(default == value)
+    except Exception:
+        return False
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except Exception:  # a property without a setter, or a validator
+        vars(config)[name] = value
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if _is_config(value) else value
+
+
+def _same(value: Any) -> Any:
+    return value
