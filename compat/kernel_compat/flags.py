@@ -6,7 +6,17 @@ from typing import Any
 
 from .errors import UnsupportedFeatureError
 
-__all__ = ["FLAG", "LEGACY", "declared_flash_support", "is_base", "read", "require_flash_support", "sets", "unwrapped"]
+__all__ = [
+    "FLAG",
+    "LEGACY",
+    "declared_flash_support",
+    "is_base",
+    "read",
+    "require_flash_support",
+    "sets",
+    "sparse_attention",
+    "unwrapped",
+]
 
 FLAG = "_supports_flash_attn"
 LEGACY = "_supports_flash_attn_2"
@@ -43,22 +53,45 @@ def declared_flash_support(owner: type, model: object | None = None) -> bool | N
 
 
 def require_flash_support(model: Any, name: str, interface: bool = True) -> None:
-    """Check that a model, or a model class, doesn't ignore the flash attention `name`.
+    """Check that the attention of a model, or of a model class, can be computed by the flash attention `name`.
 
     Args:
-        interface: whether going through transformers' attention interface is enough, as it is for registered names.
+        interface: whether going through transformers' attention interface is enough where no class sets a flag, as it is
+            for registered names.
 
     Raises:
-        UnsupportedFeatureError: it declares no flash attention.
+        UnsupportedFeatureError: a class says that it has no flash attention, no class says that it has and it doesn't go
+            through the interface, or its queries choose their keys.
     """
     owner, instance = (model, None) if isinstance(model, type) else (type(model), model)
-    through = interface and getattr(model, "_supports_attention_backend", False)
-    if not (declared_flash_support(owner, instance) or through):
-        raise UnsupportedFeatureError(
-            f"flash attention (attn_implementation={name!r})",
-            owner.__name__,
-            "Use 'sdpa' or 'eager', or a release of transformers whose model does.",
-        )
+    declared = declared_flash_support(owner, instance)
+    undeclared = declared is None and interface and getattr(model, "_supports_attention_backend", False)
+    sparse = None if instance is None else sparse_attention(instance)
+    if (declared or undeclared) and sparse is None:
+        return
+    feature = f"flash attention (attn_implementation={name!r})"
+    if sparse is not None:
+        feature += f": each query chooses its keys ({sparse}), and flash kernels have no such mask"
+    elif declared is False:
+        feature += f", as its {FLAG} says"
+    others = "'sdpa' or 'eager'" if getattr(model, "_supports_sdpa", False) else "'eager'"
+    raise UnsupportedFeatureError(
+        feature, owner.__name__, f"Use {others}, or a release of transformers whose model supports it."
+    )
+
+
+def sparse_attention(model: Any) -> str | None:
+    """The setting or the module by which each query chooses its keys, as DeepSeek-V3.2's indexer does; None without one.
+
+    While a model is being built it has no modules, and the config alone decides. The configs of its parts don't count: a
+    part is checked itself.
+    """
+    config = getattr(model, "config", None)
+    for setting in ("index_topk", "index_topk_blocks", "keep_window_size"):
+        if value := getattr(config, setting, None):
+            return f"{setting}={value} in its config"
+    modules = getattr(model, "modules", tuple)
+    return next((type(module).__name__ for module in modules() if type(module).__name__.endswith("Indexer")), None)
 
 
 def is_base(klass: type) -> bool:

@@ -14,7 +14,7 @@ import torch
 import transformers
 import transformers.modeling_flash_attention_utils as upstream
 from packaging.version import Version
-from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
+from tiny import CAUSAL_LMS, NAME, SHAPE, TRANSFORMERS, VOCAB, load, saved
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernel_compat
@@ -115,6 +115,86 @@ def test_a_model_without_flash_attention_refuses_the_name() -> None:
 
     with pytest.raises(ValueError, match=f"Plain does not support flash attention.*{NAME}"):
         Plain._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
+
+
+def plain_model(**flags: Any) -> Any:
+    """A model class without attention that sets these flags."""
+
+    def __init__(self: Any, config: Any) -> None:
+        transformers.PreTrainedModel.__init__(self, config)
+        self.post_init()
+
+    members = {"config_class": transformers.LlamaConfig, "__init__": __init__, "_init_weights": lambda *_: None}
+    return type("Plain", (transformers.PreTrainedModel,), {**members, **flags})
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("flag", ["_supports_flash_attn", "_supports_flash_attn_2"])
+@pytest.mark.parametrize("sdpa", [True, False])
+def test_a_model_that_says_it_has_no_flash_attention_is_believed(sdpa: bool, flag: str) -> None:
+    """Whatever its attention goes through; and what it says of sdpa is what the error advises."""
+    says_no = plain_model(**{flag: False}, _supports_attention_backend=True, _supports_sdpa=sdpa)
+    advice = "Use 'sdpa' or 'eager'," if sdpa else "Use 'eager',"
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match=f"Plain does not support.*{NAME}.*says. {advice}"):
+        says_no._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
+    parent = type("Parent", (says_no,), {})
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match="Parent does not support"):
+        parent._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
+    says_yes = type("Child", (says_no,), {flag: True})
+    assert says_yes._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("setting", ["index_topk", "index_topk_blocks", "keep_window_size"])
+def test_a_model_whose_queries_choose_their_keys_is_refused(setting: str) -> None:
+    says_yes = plain_model(_supports_flash_attn=True, _supports_attention_backend=True)
+    config = CAUSAL_LMS["llama"]()
+    setattr(config, setting, 4)
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match=rf"chooses its keys \({setting}=4 in its config\)"):
+        says_yes._from_config(config, attn_implementation=NAME)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.skipif(
+    TRANSFORMERS.release < (4, 56), reason="set_attn_implementation logs the error, and changes nothing"
+)
+def test_a_model_with_an_indexer_is_refused() -> None:
+    class LightningIndexer(torch.nn.Module):
+        pass
+
+    model = transformers.AutoModelForCausalLM.from_config(CAUSAL_LMS["llama"](), attn_implementation="eager")
+    model.model.layers[0].self_attn.indexer = LightningIndexer()
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match=r"chooses its keys \(LightningIndexer\)"):
+        model.set_attn_implementation(NAME)
+
+
+#: Models with explicit flags or an indexer: the shape that they need besides `tiny.SHAPE`, and whether they take sdpa.
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "moe_intermediate_size": 32,
+}
+REFUSED: dict[str, tuple[dict[str, Any], bool]] = {
+    "DogeConfig": ({}, True),
+    "DeepseekV32Config": (LATENT, True),
+    "DeepseekV4Config": ({"num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 32}, False),
+    "GlmMoeDsaConfig": (LATENT, True),
+    "HYV4Config": (LATENT, False),
+    "AXK2Config": (LATENT, True),
+}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", [name for name in REFUSED if hasattr(transformers, name)])
+def test_upstreams_sparse_models_are_refused(name: str) -> None:
+    """They got as far as a TypeError or an IndexError in their first forward, DeepSeek-V4 to attention to the future."""
+    shape, sdpa = REFUSED[name]
+    config = getattr(transformers, name)(**{**SHAPE, **shape})
+    advice = "Use 'sdpa' or 'eager'," if sdpa else "Use 'eager',"
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match=f"each query chooses its keys.*{advice}"):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
 
 
 @pytest.mark.parametrize(("tested", "word"), [(("99", "99.1"), "older"), (("1", "2"), "newer")])

@@ -232,6 +232,16 @@ def test_dtypes(dtype: torch.dtype) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_contiguous(dtype: torch.dtype) -> None:
+    """As FlashAttention's are: some models call ``view()`` on them."""
+    q, k = make(2, 6, 4, 8).to(dtype), make(2, 6, 2, 8).to(dtype)
+    assert flash_attn_func(q, k, k, causal=True).is_contiguous()
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    flat = [x.flatten(0, 1) for x in (q, k, k)]
+    assert flash_attn_varlen_func(*flat, offsets, offsets, 7, 7, causal=True).is_contiguous()
+
+
 def test_large_scores() -> None:
     q = torch.full((1, 4, 1, 4), 1e4)
     v = make(1, 4, 1, 4).float()

@@ -154,4 +154,4 @@ def _attention(
             scores = torch.cat([scores, column], dim=-1)
         weights = scores.softmax(dim=-1)[..., : visible.shape[-1]] * visible
         weights = torch.nn.functional.dropout(weights, dropout_p)
-        return (weights @ v_).transpose(1, 2).to(q.dtype)
+        return (weights @ v_).transpose(1, 2).to(q.dtype).contiguous()  # as FlashAttention's: models call view() on it
