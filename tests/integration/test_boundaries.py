@@ -1,0 +1,328 @@
+"""Where sequences begin is known to every attention layer, whatever its model hands on, and masks decide over modules."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, WINDOW, load, save, there
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("installed_for_all")
+
+TOLERANCE = 1e-5
+LENGTHS = (5, 4, 9)
+TOKENS = sum(LENGTHS)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float(((found - expected).norm() / expected.norm()).detach())
+
+
+def _gpt2(**options: Any) -> Any:
+    shape = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 1}
+    return transformers.GPT2Config(
+        **shape, eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options
+    )
+
+
+def _opt() -> Any:
+    return transformers.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+        dropout=0.0,
+        pad_token_id=1,
+        bos_token_id=2,
+        eos_token_id=2,
+    )
+
+
+def _gpt_bigcode() -> Any:
+    return transformers.GPTBigCodeConfig(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def _cohere2() -> Any:
+    return transformers.Cohere2Config(
+        **{**SHAPE, "hidden_size": 32}, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    )
+
+
+def _deepseek_v2() -> Any:
+    return transformers.DeepseekV2Config(
+        **{**SHAPE, "num_key_value_heads": 4},
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=2,
+    )
+
+
+#: Decoders that on some release keep positions or lengths from their attention, or call a causal layer bidirectional.
+DECODERS = there(
+    (
+        ("gpt2", _gpt2, "GPT2Config"),
+        ("gpt_bigcode", _gpt_bigcode, "GPTBigCodeConfig"),
+        ("opt", _opt, "OPTConfig"),
+        ("cohere2", _cohere2, "Cohere2Config"),
+        ("deepseek_v2", _deepseek_v2, "DeepseekV2Config"),
+    )
+)
+
+
+@pytest.fixture(params=list(DECODERS))
+def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Any, Any]:
+    """The same tiny decoder twice: eager, and under the registered name."""
+    path = save(models, request.param, transformers.AutoModelForCausalLM, DECODERS[request.param]())
+    return load(path, "eager"), load(path, NAME)
+
+
+def tokens(batch: int = 1) -> Tensor:
+    return torch.randint(3, VOCAB, (batch, TOKENS))
+
+
+def positions() -> Tensor:
+    return torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+
+def lengths() -> dict[str, Any]:
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    return {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": max(LENGTHS),
+        "max_length_k": max(LENGTHS),
+    }
+
+
+def numbered() -> Tensor:
+    """[1, 1, 2, 2, 2, ...]: the mask of NeMo's and LLaMA-Factory's packing."""
+    return torch.cat([torch.full((length,), number) for number, length in enumerate(LENGTHS, 1)])[None]
+
+
+def apart(model: Any, ids: Tensor) -> Tensor:
+    """The logits of the packed sequences, each computed by itself."""
+    return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded(pair: tuple[Any, Any], side: str) -> None:
+    """W1: gpt2 says is_causal=False beside a causal mask, up to 4.57."""
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :6] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    expected, found = (
+        model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        for ids in [tokens(2)]
+        for model in pair
+    )
+    assert distance(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "told", ["positions", "lengths", "lengths beside a mask", "numbers", "positions beside padding", "a bool mask of ones"]
+)
+@pytest.mark.parametrize("compute", ["forward", "non-reentrant", "reentrant"])
+def test_packed(pair: tuple[Any, Any], told: str, compute: str) -> None:
+    """W3 and W9: the gradients too, where a layer is computed again in the backward pass."""
+    eager, ours = pair
+    ids, real = tokens(), torch.ones(1, TOKENS, dtype=torch.bool)
+    given: dict[str, Any] = {"position_ids": positions()}
+    if told.startswith("lengths"):
+        given |= lengths()
+    if "ones" in told or "mask" in told:
+        given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.bool if "bool" in told else torch.long)
+    if told == "numbers":
+        given["attention_mask"] = numbered()
+    if told == "positions beside padding":
+        real[0, -3:] = False
+        given["attention_mask"] = real.long()
+    if compute != "forward":
+        ours.train()
+        ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": compute == "reentrant"})
+        if compute == "reentrant":
+            ours.enable_input_require_grads()
+    results = []
+    for model, logits in ((eager, apart(eager, ids)), (ours, ours(input_ids=ids, use_cache=False, **given).logits)):
+        model.zero_grad()
+        logits[real].square().sum().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        results.append((logits[real], gradients))
+    (expected, expected_gradients), (found, gradients) = results
+    assert distance(found, expected) < TOLERANCE
+    assert distance(gradients, expected_gradients) < 10 * TOLERANCE
+
+
+def test_rows_packed_each_its_own_way(pair: tuple[Any, Any]) -> None:
+    eager, ours = pair
+    ids, other = tokens(2), LENGTHS[::-1]
+    rows = torch.cat([positions(), torch.cat([torch.arange(length) for length in other])[None]])
+    found = ours(input_ids=ids, position_ids=rows, use_cache=False).logits
+    parts = [eager(input_ids=part, use_cache=False).logits for part in ids[1:].split(other, 1)]
+    assert distance(found, torch.cat([apart(eager, ids[:1]), torch.cat(parts, 1)])) < TOLERANCE
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lengths_in_a_graph_with_a_mask_of_ones(pair: tuple[Any, Any], compiled: bool) -> None:
+    """W9b: VeOmni's collator always makes one."""
+    if compiled and pair[0].config.model_type == "deepseek_v2":
+        pytest.skip("its experts depend on values")
+    if compiled and pair[0].config.model_type == "opt" and TRANSFORMERS.major < 5:
+        pytest.skip("it makes 4D masks, which a graph can't take apart")
+    ids = tokens()
+    given = {"position_ids": positions(), "attention_mask": torch.ones_like(ids), **lengths()}
+    model = torch.compile(pair[1], backend="eager", fullgraph=True) if compiled else pair[1]
+    try:
+        with torch.no_grad():
+            found = model(input_ids=ids, use_cache=False, **given).logits
+            assert distance(found, apart(pair[0], ids)) < TOLERANCE
+            given["attention_mask"][0, 2] = 0
+            error: Any = RuntimeError if compiled else ValueError
+            with pytest.raises(error, match="within one of those of cu_seq_lens_q"):
+                model(input_ids=ids, use_cache=False, **given)
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("contradiction", ["positions", "numbers", "padding"])
+def test_lengths_that_others_contradict(pair: tuple[Any, Any], contradiction: str) -> None:
+    ids, given = tokens(), {"position_ids": positions(), **lengths()}
+    if contradiction == "positions":
+        given["position_ids"] = torch.arange(TOKENS)[None] % 7
+    elif contradiction == "numbers":
+        given["attention_mask"] = numbered().roll(1, 1)
+    else:
+        given["attention_mask"] = (torch.arange(TOKENS) != 1).long()[None]
+    with pytest.raises(ValueError, match="within one of"):
+        pair[1](input_ids=ids, use_cache=False, **given)
+
+
+def test_a_cache_of_packed_sequences_is_not_continued(pair: tuple[Any, Any]) -> None:
+    ids = tokens()
+    outputs = pair[1](input_ids=ids, position_ids=positions(), use_cache=True)
+    with pytest.raises(ValueError, match="cache of packed sequences"):
+        pair[1](input_ids=ids[:, :1], past_key_values=outputs.past_key_values, use_cache=True)
+
+
+def test_two_threads_and_an_error(pair: tuple[Any, Any]) -> None:
+    """Each thread has its own forward in progress, and one that fails leaves nothing behind."""
+    eager, ours = pair
+    ids = tokens()
+    with pytest.raises(ValueError, match="other values"):
+        ours(input_ids=ids, attention_mask=-torch.ones_like(ids), use_cache=False)
+    expected = {"packed": apart(eager, ids).detach(), "plain": eager(input_ids=ids, use_cache=False).logits.detach()}
+    found: dict[str, list[Tensor]] = {"packed": [], "plain": []}
+
+    def run(kind: str) -> None:
+        given = {"position_ids": positions()} if kind == "packed" else {}
+        for _ in range(10):
+            with torch.no_grad():
+                found[kind].append(ours(input_ids=ids, use_cache=False, **given).logits)
+
+    threads = [threading.Thread(target=run, args=(kind,)) for kind in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(results) == 10 for results in found.values())
+    for kind, results in found.items():
+        assert max(distance(result, expected[kind]) for result in results) < TOLERANCE
+
+
+def test_peft_calls_the_model_past_its_hooks(models: Path) -> None:
+    """LoRA's model calls `forward` itself, and gpt2 hands no lengths on to what is inside it."""
+    peft = pytest.importorskip("peft")
+    path = save(models, "gpt2", transformers.AutoModelForCausalLM, _gpt2())
+    ids = tokens()
+    expected = apart(load(path, "eager"), ids)
+    model = peft.get_peft_model(load(path, NAME), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    for given in ({"position_ids": positions()}, lengths()):
+        if "position_ids" not in given:
+            given = {**given, "position_ids": positions()}
+        assert distance(model(input_ids=ids, use_cache=False, **given).logits, expected) < TOLERANCE
+
+
+class TestWindowsToBothSides:
+    """W6: of a bidirectional window of W upstream's masks show W keys to each side."""
+
+    @pytest.mark.skipif(TRANSFORMERS.release < (5, 16), reason="a decoder's is_causal=False is newer")
+    def test_a_decoder_that_is_not_causal(self, models: Path) -> None:
+        config = transformers.MistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW, is_causal=False)
+        path = save(models, "mistral_both_sides", transformers.AutoModelForCausalLM, config)
+        ids = tokens(2)
+        expected, found = (load(path, name)(input_ids=ids, use_cache=False).logits for name in ("eager", NAME))
+        assert distance(found, expected) < TOLERANCE
+
+    @pytest.mark.skipif(not hasattr(transformers, "T5GemmaConfig"), reason="no T5Gemma")
+    def test_an_encoder(self, models: Path) -> None:
+        from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
+
+        part = {**SHAPE, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
+        config = transformers.T5GemmaConfig(
+            encoder=T5GemmaModuleConfig(**part),
+            decoder=T5GemmaModuleConfig(**part),
+            vocab_size=VOCAB,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        path = save(models, "t5gemma", transformers.AutoModelForSeq2SeqLM, config)
+        ids, mask = tokens(2), torch.ones(2, TOKENS, dtype=torch.long)
+        mask[1, 11:] = 0
+        for targets in (7, TOKENS):  # as many as there are keys of the encoder, too
+            given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": tokens(2)[:, :targets]}
+            expected, found = (
+                load(path, name, transformers.AutoModelForSeq2SeqLM)(**given, use_cache=False).logits
+                for name in ("eager", NAME)
+            )
+            assert distance(found, expected) < TOLERANCE
+
+
+def test_padding_that_a_model_keeps_from_its_attention(models: Path) -> None:
+    """W7: SigLIP's text model drops the mask for every name with flash in it, on 4.57."""
+    config = transformers.SiglipTextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=TOKENS,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    path = save(models, "siglip_text", transformers.SiglipTextModel, config)
+    ids, mask = tokens(2), torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, 7:] = 0
+    expected, found = (
+        load(path, name, transformers.SiglipTextModel)(input_ids=ids, attention_mask=mask).last_hidden_state
+        for name in ("eager", NAME)
+    )
+    assert distance(found[mask.bool()], expected[mask.bool()]) < TOLERANCE
