@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["BATCH", "LENGTH", "LENGTHS", "candidates", "padding", "parameters", "tokens"]
+__all__ = ["BATCH", "LENGTH", "LENGTHS", "candidates", "padding", "parameters", "tokens", "vocabulary_of"]
 
 BATCH, LENGTH = 3, 14
 #: Of the sequences that packed inputs have.
 LENGTHS = (5, 6, 3)
+#: Rows of inputs that aren't text.
+_ROWS = 2
+#: Grids of patches, of one image each, for models that take images of any size.
+_GRIDS = ([1, 4, 4], [1, 8, 4])
+
+#: Optional arguments that a model may need besides its tokens, alone or beside the image, in the order of trying.
+_OPTIONAL = (
+    (),
+    ("pixel_values",),
+    ("input_features",),
+    ("input_values",),
+    ("audio_values",),
+    ("pixel_values_videos",),
+    ("token_type_ids",),
+    ("bbox",),
+    ("bbox", "image"),
+    ("flattened_patches",),
+    ("pixel_values", "target_sizes"),
+    ("input_features", "is_longer"),
+    ("input_features", "input_features_mask"),
+    ("input_features", "attention_mask"),
+    ("future_values", "future_time_features"),
+    ("states", "actions", "rewards", "returns_to_go", "timesteps"),
+    ("pixel_values", "actions"),
+    ("inputs",),
+    ("inputs_embeds",),
+    ("audio_codes",),
+    ("codes",),
+)
 
 
 def parameters(model: Any) -> tuple[frozenset[str], bool]:
@@ -33,27 +61,29 @@ def tokens(vocabulary: int, batch: int = BATCH, length: int = LENGTH, seed: int 
 def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor:
     """A 0/1 mask with 6, 1 and 0 tokens of padding; for holes, in the middle."""
     mask = torch.ones(batch, length, dtype=torch.long)
-    mask[0, :6] = 0
+    begin, short = (0, 0) if side != "holes" else (4, 9)
+    mask[0, begin : begin + (4 if side == "holes" else 6)] = 0
     if batch > 1:
-        mask[1, :1] = 0
-    if side == "left":
-        return mask
-    if side == "right":
-        return mask.flip(1)
-    mask = torch.ones(batch, length, dtype=torch.long)
-    mask[0, 4:8] = 0
-    if batch > 1:
-        mask[1, 9:10] = 0
-    return mask
+        mask[1, short : short + 1] = 0
+    return mask.flip(1) if side == "right" else mask
 
 
-def _find(config: Any, *names: str, default: int) -> int:
-    """The first of these attributes that the config or a nested one has as a number."""
+def vocabulary_of(config: Any) -> int:
+    """The number of tokens of the text model."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return number(text, "vocab_size", "n_vocab", default=0) or number(config, "vocab_size", default=50)
+
+
+def number(config: Any, *names: str, default: int) -> int:
+    """The first of these attributes that the config or a nested one has as a positive number."""
     queue = [config]
     while queue:
         one = queue.pop(0)
         for name in names:
-            value = getattr(one, name, None)
+            try:
+                value = getattr(one, name, None)
+            except Exception:  # one that differs by layer
+                value = vars(one).get(name)
             if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
                 value = value[0]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -62,71 +92,263 @@ def _find(config: Any, *names: str, default: int) -> int:
     return default
 
 
-def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
+def candidates(model: Any) -> Iterator[dict[str, Any]]:
     """Inputs a model may take, likeliest first. Those with tokens have `LENGTH` of them in `BATCH` rows."""
-    names, _ = parameters(model)
-    config = model.config
-    generator = torch.Generator().manual_seed(3)
+    found = inspect.signature(model.forward).parameters.values()
+    named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in named]
+    needed = [p.name for p in named if p.default is p.empty]
+    needed += [name for name in ("input_ids", "decoder_input_ids") if name in names and name not in needed]
+    for optional in _OPTIONAL:
+        if all(name in names for name in optional):
+            wanted = list(dict.fromkeys([*needed, *optional]))
+            # What others are made from comes first.
+            wanted.sort(key=lambda name: ("mask" in name, "padding" in name, name != "input_ids"))
+            yield from _filled(_Maker(model.config, names, bool(set(wanted) - {"input_ids", "decoder_input_ids"})), wanted, {})
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
 
-    vocabulary = vocabulary_of(config)
-    ids = tokens(vocabulary)
-    base: dict[str, Tensor] = {}
-    if "input_ids" in names:
-        base["input_ids"] = ids
-    if "decoder_input_ids" in names:
-        base["decoder_input_ids"] = tokens(vocabulary, seed=1)
-    sounds: list[dict[str, Tensor]] = [{}]
-    mels = _find(config, "num_mel_bins", "n_mels", "input_feat_size", "feature_size", "num_mel_channels", default=16)
-    if "input_ids" not in names:
-        for name in ("input_features", "input_values", "audio_values"):
-            if name not in names:
-                continue
-            widths = dict.fromkeys([mels, 2 * mels, 80, 128])
-            frames = (128, 64, 96)
-            features = [randn(2, m, t) for m in widths for t in frames] + [randn(2, t, m) for m in widths for t in frames]
-            waves = [randn(2, n) for n in (6000, 2048)] + [randn(2, 1, n) for n in (2048, 6000)]
-            options = features + waves if name == "input_features" else waves + features
-            sounds = [{name: option} for option in options]
-            break
-    images: list[dict[str, Tensor]] = [{}]
-    if "pixel_values" in names and "input_ids" not in names or "pixel_values" in names and "CLIP" in type(model).__name__:
-        channels = _find(config, "num_channels", "in_channels", "in_chans", default=3)
-        size = _find(config, "image_size", "img_size", default=64)
-        sizes = list(dict.fromkeys([size, 64, 224]))
-        images = [{"pixel_values": randn(2, channels, s, s)} for s in sizes]
-        images += [{"pixel_values": randn(2, _find(config, "num_frames", default=2), channels, s, s)} for s in sizes]
-    videos: list[dict[str, Tensor]] = [{}]
-    if "pixel_values_videos" in names and "input_ids" not in names:
-        size = _find(config, "image_size", "crop_size", "img_size", default=64)
-        frames_ = _find(config, "num_frames", "frames_per_clip", default=4)
-        videos = [{"pixel_values_videos": randn(2, frames_, 3, size, size)}]
-    both: list[dict[str, Tensor]] = [{**base, **s, **i, **v} for s, i, v in itertools.product(sounds, images, videos)]
-    if any(both):
-        yield from (one for one in both if one)
-    if "decoder_input_ids" in names:
-        yield from ({k: v[:2] for k, v in one.items()} for one in both)
-    if "token_type_ids" in names and "input_ids" in base:
-        yield {**base, "token_type_ids": torch.zeros_like(ids)}
-    if "bbox" in names and "input_ids" in base:
+def _filled(maker: _Maker, names: list[str], chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of the options for these names."""
+    if not names:
+        if chosen:
+            yield chosen
+        return
+    for option in maker.options(names[0], chosen):
+        yield from _filled(maker, names[1:], {**chosen, names[0]: option})
+
+
+class _Maker:
+    """Makes values for arguments by their names."""
+
+    def __init__(self, config: Any, names: list[str], mixed: bool) -> None:
+        self.config = config
+        self.names = names
+        # Text beside anything else has as many rows as that.
+        self.rows = _ROWS if mixed and "decoder_input_ids" in names else BATCH
+        self.generator = torch.Generator().manual_seed(3)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def options(self, name: str, chosen: dict[str, Any]) -> list[Any]:
+        make = getattr(self, f"_{name}", None)
+        return list(make(chosen)) if make is not None else []
+
+    def _input_ids(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield tokens(vocabulary_of(self.config), self.rows)
+
+    _qformer_input_ids = _input_ids
+    _inputs = _input_ids
+
+    def _decoder_input_ids(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        ids = tokens(vocabulary_of(self.config), self.rows, seed=1)
+        yield ids
+        channels = number(self.config, "num_channels", "num_codebooks", default=1)
+        if channels > 1:
+            yield ids[:, :, None].expand(-1, -1, channels).clone()
+
+    def _token_type_ids(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.zeros(BATCH, LENGTH, dtype=torch.long)
+
+    def _bbox(self, chosen: dict[str, Any]) -> Iterator[Any]:
         boxes = torch.tensor([1, 2, 30, 40]).expand(BATCH, LENGTH, 4).clone()
-        yield {**base, "bbox": boxes}
-        yield {**base, "bbox": boxes[..., :].float() / 50}
-    if "inputs" in names:
-        yield {"inputs": ids}
-    if "inputs_embeds" in names:
-        width = _find(config, "hidden_size", "d_model", default=64)
-        yield {"inputs_embeds": randn(BATCH, LENGTH, width)}
+        yield boxes
+        yield boxes / 50
 
+    # Images.
 
-def vocabulary_of(config: Any) -> int:
-    """The number of tokens of the text model."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return _find(text, "vocab_size", "n_vocab", default=0) or _find(config, "vocab_size", default=50)
+    def _pixel_values(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        rows = len(chosen["input_ids"]) if "input_ids" in chosen else _ROWS
+        channels = number(self.config, "num_channels", "in_channels", "in_chans", default=3)
+        size = number(self.config, "image_size", "img_size", "crop_size", default=64)
+        patch = number(self.config, "patch_size", default=4)
+        frames = number(self.config, "num_frames", default=2)
+        if self._takes_grids():
+            yield from self._patches(chosen)
+        for side in dict.fromkeys([size, 64, 224]):
+            yield self.randn(rows, channels, side, side)
+        for side in dict.fromkeys([size, 64]):
+            for count in dict.fromkeys([frames, 1, 2]):
+                yield self.randn(rows, count, channels, side, side)
+        yield self.randn(rows, 16, channels * patch * patch)
+        yield from self._patches(chosen)
 
+    _pixel_values_videos = _pixel_values
+    _prompt_pixel_values = _pixel_values
+    _image = _pixel_values
 
-def moved(inputs: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The inputs with every tensor changed."""
-    return {name: change(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    def _prompt_masks(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(*chosen["pixel_values"].shape)
+
+    def _takes_grids(self) -> bool:
+        return any("grid_thw" in name for name in self.names)
+
+    def _patches(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        """The patches of all images of `_GRIDS`, one after the other."""
+        channels = number(self.config, "in_channels", "in_chans", "num_channels", default=3)
+        patch = number(self.config, "patch_size", default=4)
+        frames = number(self.config, "temporal_patch_size", default=1)
+        count = sum(a * b * c for a, b, c in _GRIDS)
+        for depth in dict.fromkeys([frames, 1, 2]):
+            yield self.randn(count, channels * depth * patch * patch)
+        yield self.randn(count, channels, patch, patch)
+        yield self.randn(1, count, channels * patch * patch)
+        yield self.randn(1, count, channels, patch, patch)
+        yield self.randn(count, number(self.config, "hidden_size", default=64))
+
+    def _hidden_states(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield from self._patches(chosen)
+        width = number(self.config, "hidden_size", "d_model", default=64)
+        yield self.randn(_ROWS, LENGTH, width)
+        yield self.randn(_ROWS, 1, 6400)
+        yield self.randn(_ROWS, width, LENGTH)
+
+    def _grid_thw(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.tensor(_GRIDS)
+        yield torch.tensor(_GRIDS)[:, 1:]
+
+    _image_grid_thw = _grid_thw
+
+    def _merge_sizes(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.tensor([2 for _ in _GRIDS])
+
+    def _pixel_position_ids(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.cartesian_prod(torch.arange(4), torch.arange(4))[None].expand(_ROWS, -1, -1)
+
+    _image_position_ids = _pixel_position_ids
+
+    def _spatial_shapes(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.tensor([[4, 4]] * _ROWS)
+
+    def _target_sizes(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.tensor([[4, 4]] * _ROWS)
+        yield torch.tensor([list(grid[1:]) for grid in _GRIDS])
+
+    def _pixel_attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.ones(_ROWS, 16, dtype=torch.long)
+
+    def _flattened_patches(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        width = number(self.config, "patch_embed_hidden_size", default=64)
+        patches = self.randn(_ROWS, 12, width + 2)
+        patches[..., :2] = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 5)).float()
+        yield patches
+        yield torch.cat([patches[..., :2], self.randn(_ROWS, 12, 768)], -1)
+
+    def _task_inputs(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield tokens(vocabulary_of(self.config), _ROWS, number(self.config, "task_seq_len", default=77))
+
+    # Sounds.
+
+    def _features(self) -> Iterator[Tensor]:
+        mels = number(self.config, "num_mel_bins", "n_mels", "input_feat_size", "feature_size", "input_dim", default=16)
+        positions = number(self.config, "max_source_positions", default=64)
+        length = number(self.config, "max_length", default=128)
+        widths = list(dict.fromkeys([mels, 2 * mels, 80, 128, 160]))
+        frames = list(dict.fromkeys([2 * positions, 128, 96, length]))
+        for frame in frames:
+            for width in widths:
+                yield self.randn(_ROWS, width, frame)
+                yield self.randn(_ROWS, frame, width)
+        for width in widths:
+            yield self.randn(_ROWS, 1, 128, width)
+        yield self.randn(_ROWS, 1, 1001, mels)
+
+    def _waves(self) -> Iterator[Tensor]:
+        for samples in (6000, 5760, 2048, 16000):
+            yield self.randn(_ROWS, samples)
+            yield self.randn(_ROWS, 1, samples)
+
+    def _input_features(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield from self._features()
+        yield from self._waves()
+
+    _audio_mel = _input_features
+
+    def _input_values(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield from self._waves()
+        yield from self._features()
+
+    _audio_values = _input_values
+
+    def _input_features_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        features = next((v for k, v in chosen.items() if k in ("input_features", "audio_mel")), None)
+        if features is not None:
+            for frames in (features.shape[-1], features.shape[1]):
+                yield torch.ones(len(features), frames, dtype=torch.long)
+                yield torch.ones(len(features), frames, dtype=torch.bool)
+
+    _audio_mel_mask = _input_features_mask
+
+    def _attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield from self._input_features_mask(chosen)
+
+    def _is_longer(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.zeros(_ROWS, 1, dtype=torch.bool)
+
+    def _audio_codes(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        codes = number(self.config, "num_quantizers", "num_codebooks", "n_codebooks", default=4)
+        for count in dict.fromkeys([codes, 1, 8]):
+            yield torch.randint(0, 8, (_ROWS, count, LENGTH), generator=self.generator)
+
+    _codes = _audio_codes
+
+    # Series of numbers, and decisions.
+
+    def _past_values(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        length = number(self.config, "context_length", default=32)
+        lags = max(getattr(self.config, "lags_sequence", None) or [0])
+        channels = number(self.config, "num_input_channels", default=1)
+        yield self.randn(_ROWS, length + lags)
+        yield self.randn(_ROWS, length, channels)
+        yield [self.randn(length), self.randn(length)]
+
+    def _past_time_features(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, len(chosen["past_values"][0]), number(self.config, "num_time_features", default=1))
+
+    def _past_observed_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        if isinstance(chosen["past_values"], Tensor):
+            yield torch.ones(chosen["past_values"].shape)
+
+    def _past_values_padding(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.zeros(_ROWS, len(chosen["past_values"][0]), dtype=torch.long)
+
+    def _freq(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.zeros(_ROWS, 1, dtype=torch.long)
+
+    def _future_values(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, number(self.config, "prediction_length", default=4))
+
+    def _future_time_features(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, number(self.config, "prediction_length", default=4), number(self.config, "num_time_features", default=1))
+
+    def _states(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, 5, number(self.config, "state_dim", default=17))
+
+    def _state(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(self.rows, number(self.config, "max_state_dim", "state_dim", default=32))
+
+    def _actions(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, 5, number(self.config, "act_dim", "max_action_dim", default=4))
+
+    def _rewards(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, 5, 1)
+
+    _returns_to_go = _rewards
+
+    def _timesteps(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.arange(5).expand(_ROWS, 5)
+
+    # States instead of tokens.
+
+    def _inputs_embeds(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        width = number(self.config, "hidden_size", "d_model", default=64)
+        yield self.randn(BATCH, LENGTH, width)
+
+    _query_embeds = _inputs_embeds
+    _noise_embeds = _inputs_embeds
+
+    def _context_hidden_states(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        width = number(self.config, "hidden_size", default=64)
+        count = len(getattr(self.config, "target_layer_ids", None) or [1])
+        yield self.randn(BATCH, LENGTH, width)
+        yield self.randn(BATCH, LENGTH, width * count)

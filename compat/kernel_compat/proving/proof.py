@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +20,7 @@ from .architectures import classes_of
 from .cases import CASES, Comparison
 from .outcomes import Outcome, Proof
 from .subject import NoRecipeError, NotApplicableError, RefusedToLoadError, Subject, describe, distance
-from .tiny import shrink
+from .tiny import LEVELS, shrink
 
 __all__ = ["UnknownCaseError", "prove_config", "prove_type"]
 
@@ -120,7 +122,7 @@ def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], 
     for model_class in classes:
         for one in dict.fromkeys((config_class, getattr(model_class, "config_class", None) or config_class)):
             try:
-                config = one(**recipes.constructor(model_type))
+                config = one(**recipes.constructor(model_type, one))
             except Exception as error:
                 problems.append(f"{one.__name__}: {describe(error)}")
                 continue
@@ -129,17 +131,54 @@ def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], 
 
 
 def _prove(model_class: type[Any], config: Any, cases: Sequence[str] | None, name: str, model_type: str) -> list[Outcome]:
-    try:
-        tiny = shrink(config, recipes.overrides(model_type))
-    except Exception as error:
-        raise NoRecipeError(f"shrink: {describe(error)}") from error
     label = model_class.__name__
     try:
-        subject = Subject(model_class, tiny, name)
+        subject = make_subject(model_class, config, name, model_type)
     except RefusedToLoadError as error:
         verdict = "refused" if is_refusal(error.cause) else "crashed"
         return [Outcome(label, "load", verdict, reason=describe(error.cause))]  # type: ignore[arg-type]
     return [_outcome(subject, label, case) for case in cases or CASES]
+
+
+def make_subject(model_class: type[Any], config: Any, attn_implementation: str, model_type: str = "") -> Subject:
+    """The tiny model, of the smallest level that works.
+
+    Raises:
+        NoRecipeError: none does.
+        RefusedToLoadError: it can't be built under the name.
+    """
+    problem: Exception | None = None
+    sections = _has_sections(model_class, config)
+    takes_tokens = "input_ids" in inspect.signature(model_class.forward).parameters
+    for level in LEVELS:
+        if takes_tokens and not level.widths:
+            break  # it has no convolutions that must fit, and would be large
+        try:
+            tiny = shrink(config, recipes.overrides(model_type), level=level, multimodal_rope=sections)
+            return Subject(model_class, tiny, attn_implementation)
+        except RefusedToLoadError:
+            raise
+        except Exception as error:
+            problem = problem or error
+            if "library but it was not found" in str(error):
+                break
+    assert problem is not None
+    raise problem if isinstance(problem, NoRecipeError) else NoRecipeError(f"shrink: {describe(problem)}")
+
+
+def _has_sections(model_class: type[Any], config: Any) -> bool:
+    """Whether the code of a class, or of a nested model's, divides rotary channels into sections."""
+    classes = [model_class]
+    for value in vars(config).values():
+        if hasattr(value, "to_dict") and getattr(value, "model_type", ""):
+            classes += classes_of(value.model_type)[:1]
+    for one in classes:
+        try:
+            if "mrope_section" in inspect.getsource(sys.modules[one.__module__]):
+                return True
+        except (KeyError, OSError, TypeError):
+            continue
+    return False
 
 
 def _outcome(subject: Subject, label: str, case: str) -> Outcome:

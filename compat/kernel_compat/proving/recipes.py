@@ -1,29 +1,84 @@
-"""What the rules of `tiny` don't get right, by model type: values that win over them."""
+"""What the rules of `tiny` don't get right, by model type."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["constructor", "overrides"]
 
-#: Arguments for a config class whose defaults don't make a model.
-_CONSTRUCTOR: Mapping[str, Mapping[str, Any]] = {
-    "autoformer": {"prediction_length": 4, "context_length": 8},
-    "informer": {"prediction_length": 4, "context_length": 8},
-    "time_series_transformer": {"prediction_length": 4, "context_length": 8},
-    "reformer": {"is_decoder": True},
+
+def _resnet() -> dict[str, Any]:
+    """A backbone of transformers' own where the default is another library's."""
+    from transformers import ResNetConfig
+
+    features = ["stage1", "stage2", "stage3", "stage4"]
+    backbone = ResNetConfig(embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], out_features=features)
+    return {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
+
+
+def _siglip() -> dict[str, Any]:
+    """A vision tower of transformers' own where the default is another library's."""
+    from transformers import SiglipVisionConfig
+
+    return {"vision_config": SiglipVisionConfig()}
+
+
+def _image_vocabulary() -> dict[str, Any]:
+    words = {"<image>": 70, "<reserved08706>": 71}
+    return {"vocabulary_map": {**words, **{f"IMGIMG{'A' if i < 10 else 'B'}{chr(65 + i % 10)}Z": 10 + i for i in range(20)}}}
+
+
+#: Arguments for a config class whose defaults don't make a model that can be built here.
+_CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
+    "autoformer": {"prediction_length": 4, "context_length": 8, "num_time_features": 1},
+    "informer": {"prediction_length": 4, "context_length": 8, "num_time_features": 1},
+    "time_series_transformer": {"prediction_length": 4, "context_length": 8, "num_time_features": 1},
+    "chameleon": _image_vocabulary,
+    "emu3": _image_vocabulary,
+    "conditional_detr": _resnet,
+    "dab-detr": _resnet,
+    "deformable_detr": _resnet,
+    "detr": _resnet,
+    "omdet-turbo": _resnet,
+    "table-transformer": _resnet,
+    "fast_vlm": _siglip,
+    "gemma3n": _siglip,
+    "perception_lm": _siglip,
+    "cohere_compass_text": {"sliding_window": 8},
+    "deepseek_ocr2": {},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
+    "zamba": {"num_hidden_layers": 8},
+    "xmod": {"default_language": "en_XX"},
 }
 
-#: Values of the tiny config.
+#: Values of the tiny config, those of nested configs under their names.
 _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "zamba": {"num_hidden_layers": 8, "layers_block_type": None},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n": {"text_config": {"num_kv_shared_layers": 0}},
+    "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},
+    "autoformer": {"context_length": 8, "prediction_length": 4},
+    "lilt": {"hidden_size": 96, "channel_shrink_ratio": 4},
+    "layoutlmv3": {"coordinate_size": 10, "shape_size": 12, "hidden_size": 64},
+    "mobilebert": {"embedding_size": 64, "true_hidden_size": 64, "intra_bottleneck_size": 64},
 }
 
 
-def constructor(model_type: str) -> dict[str, Any]:
-    """Arguments that the config class needs."""
-    return dict(_CONSTRUCTOR.get(model_type, {}))
+def constructor(model_type: str, config_class: type[Any]) -> dict[str, Any]:
+    """Arguments that the config class needs, those that this release of it takes."""
+    recipe = _CONSTRUCTOR.get(model_type, {})
+    values = dict(recipe() if callable(recipe) else recipe)
+    names = inspect.signature(config_class.__init__).parameters  # type: ignore[misc]
+    return {name: value for name, value in values.items() if name in names or name != "use_timm_backbone"}
 
 
 def overrides(model_type: str) -> dict[str, Any]:

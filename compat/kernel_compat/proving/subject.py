@@ -18,6 +18,8 @@ from .weights import perturbed, randomize
 __all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
 
 _SCALES = (2.0, 1.0, 0.5)
+#: The most parameters a model may have that is proven in a second.
+_LARGEST = 40_000_000
 
 
 class NoRecipeError(Exception):
@@ -50,6 +52,13 @@ class Subject:
         self.config = config
         self.model_class = model_class
         try:
+            with torch.device("meta"):
+                skeleton = model_class(copy.deepcopy(config))
+        except Exception:  # a model that computes something as it is built
+            skeleton = nn.Module()
+        if (size := sum(p.numel() for p in skeleton.parameters())) > _LARGEST:
+            raise NoRecipeError(f"the smallest model has {size:,} parameters")
+        try:
             self.eager = build(model_class, config, "eager")
         except Exception as error:
             raise NoRecipeError(f"eager: {describe(error)}") from error
@@ -63,7 +72,7 @@ class Subject:
         self._perturbed: nn.Module | None = None
 
     def _working_inputs(self) -> dict[str, Any]:
-        problem = "the forward takes nothing that is known"
+        problems: dict[str, None] = {}
         weights = copy.deepcopy(self.eager.state_dict())
         for scale in _SCALES:
             self.eager.load_state_dict(weights)
@@ -73,14 +82,16 @@ class Subject:
                     output = forward(self.eager, inputs)
                     tensor = main_output(output)
                 except Exception as error:
-                    if problem.startswith("the forward") or "input_ids" in inputs and len(inputs) == 1:
-                        problem = describe(error)
+                    problems.setdefault(describe(error), None)
                     continue
                 if bool(tensor.isfinite().all()) and float(tensor.norm()) > 0:
                     return inputs
-                problem = "its output isn't finite"
+                problems.setdefault("its output is zero or isn't finite")
                 break
-        raise NoRecipeError(f"no inputs found: {problem}")
+            else:
+                break
+        found = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
+        raise NoRecipeError(f"no inputs found: {found}")
 
     def takes(self, name: str) -> bool:
         """Whether the forward takes this argument."""

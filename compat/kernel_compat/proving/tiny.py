@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HIDDEN", "VOCABULARY", "WINDOW", "shrink"]
+__all__ = ["LEVELS", "VOCABULARY", "WINDOW", "Level", "shrink"]
 
 HIDDEN = 64
 HEADS = 4
@@ -75,7 +75,6 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"^local_attention$", 2 * (WINDOW // 2 + 1)),
         (r"^attention_window$", 2 * (WINDOW // 2 + 1)),
         (r"^(sliding_window|sliding_window_size|local_attention_window_len|swa_window_size|attention_window_size)$", WINDOW),
-        (r"^window_size$", 4),
         (r"^attention_chunk_size$", CHUNK),
         # Heads.
         (r"^rotary_dim$", HEAD_DIM // 2),
@@ -123,15 +122,96 @@ _RANDOM = re.compile(r"drop|^mask_(time|feature)_prob$|^router_jitter_noise$|^la
 _TOKEN = re.compile(r"(^|_)(token_(id|index)s?|token_ids)$|^(bos|eos|pad|sep|cls|mask|unk)_(index|id)$")
 
 
-def shrink(config: Any, overrides: Mapping[str, Any] | None = None) -> Any:
+#: What may be None in a config that no model can be built from.
+_MISSING: Mapping[str, Any] = {
+    "head_dim": HEAD_DIM,
+    "num_key_value_heads": HEADS,
+    "n_routed_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """How far a config is shrunk.
+
+    Attributes:
+        widths: whether layers become narrower, not fewer alone: convolutions that feed each other often must fit.
+        missing: whether numbers that a config leaves open are filled in.
+    """
+
+    widths: bool = True
+    missing: bool = False
+
+
+#: The levels to try, smallest models first.
+LEVELS = (Level(), Level(missing=True), Level(widths=False), Level(widths=False, missing=True))
+
+
+def shrink(
+    config: Any,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    level: Level = LEVELS[0],
+    multimodal_rope: bool = False,
+) -> Any:
     """A config of the same class and kinds of layers, with small sizes and no randomness.
 
     Args:
         config: an instance of any config class, with nested ones or without. It stays as it is.
         overrides: values that win over the rules; those of a nested config as a mapping under its name.
+        level: how far.
+        multimodal_rope: whether the model's code divides rotary channels into sections, so that every config that
+            doesn't say how needs sections that fit the smaller heads.
     """
-    tokens = _Tokens(_vocabulary_of(config))
-    return _shrink(config, overrides or {}, tokens)
+    tiny = _shrink(config, overrides or {}, _Tokens(_vocabulary_of(config)), level)
+    if multimodal_rope:
+        _add_sections(tiny)
+    return tiny
+
+
+def _add_sections(config: Any) -> None:
+    """Give every rope of a text model its sections, where it has none."""
+    for value in vars(config).values():
+        if _is_config(value):
+            _add_sections(value)
+    heads, vocabulary = (_get(config, name) for name in ("num_attention_heads", "vocab_size"))
+    if heads is None or vocabulary is None:
+        return
+    head_dim = _get(config, "head_dim") or config.hidden_size // heads
+    for name in ("rope_parameters", "rope_scaling"):
+        if name not in vars(config) and not isinstance(_get(config, name), dict):
+            continue
+        rope = _get(config, name)
+        if rope is None and name == "rope_scaling":
+            rope = {"rope_type": "default", "type": "default"}
+        if not isinstance(rope, dict) or "mrope_section" in rope:
+            continue
+        _set(config, name, _with_sections(rope, head_dim, _get(config, "partial_rotary_factor") or 1))
+
+
+def _with_sections(rope: dict[str, Any], head_dim: int, partial: float) -> dict[str, Any]:
+    """The parameters of a rope, or of one for each kind of layer, with sections that fit."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {k: _with_sections(v, head_dim, partial) if isinstance(v, dict) else v for k, v in rope.items()}
+    partial = rope.get("partial_rotary_factor") or partial
+    return {**rope, "mrope_section": _sections([1, 1, 1], int(head_dim * partial) // 2)}
+
+
+def _get(config: Any, name: str) -> Any:
+    """The attribute, or None; where each layer has its own, that of the config."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # releases from 5.20 on refuse some that differ by layer
+        return vars(config).get(name)
 
 
 class _Tokens:
@@ -151,17 +231,23 @@ class _Tokens:
 
 
 def _vocabulary_of(config: Any) -> int:
-    size = getattr(config, "vocab_size", None)
+    size = _get(config, "vocab_size")
     return size if isinstance(size, int) and size > 30 else VOCABULARY
 
 
-def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens) -> Any:
+def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: Level) -> Any:
     values = _values(config)
     changed: dict[str, Any] = {}
+    if level.missing:
+        changed.update({name: value for name, value in _MISSING.items() if name in values and values[name] is None})
     picks = _picked_layers(config, values)
     experts = min([EXPERTS, *(v for k, v in values.items() if _is_experts(k) and _is_int(v) and v > 0)])
     for name, value in values.items():
-        new = _smaller(name, value, values, overrides.get(name), picks, experts, tokens)
+        if _is_config(value):
+            override = overrides.get(name)
+            changed[name] = _shrink(value, override if isinstance(override, Mapping) else {}, tokens, level)
+            continue
+        new = _smaller(name, value, values, picks, experts, tokens, level)
         if new is not value and (type(new) is not type(value) or new != value):
             changed[name] = new
     if values.get("use_sliding_window") is False and "sliding_window" in values:
@@ -209,7 +295,7 @@ def _is_experts(name: str) -> bool:
 
 def _layers_of(config: Any) -> int | None:
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "encoder_layers"):
-        if _is_int(number := getattr(config, name, None)):
+        if _is_int(number := _get(config, name)):
             return int(number)
     return None
 
@@ -217,7 +303,7 @@ def _layers_of(config: Any) -> int | None:
 def _picked_layers(config: Any, values: Mapping[str, Any]) -> list[int] | None:
     """The numbers of the layers that stay: one of each kind, at least two. None where they are all alike."""
     number = _layers_of(config)
-    if not number or number < 2:
+    if not number or number < 2 or _has_stages(values):
         return None
     kinds: list[list[Any]] = [[] for _ in range(number)]
     wanted: set[int] = set()
@@ -254,6 +340,11 @@ def _picked_layers(config: Any, values: Mapping[str, Any]) -> list[int] | None:
     return sorted(picks)
 
 
+def _has_stages(values: Mapping[str, Any]) -> bool:
+    """Whether the layers come in stages of different widths."""
+    return any(isinstance(values.get(name), (list, tuple)) for name in ("depths", "blocks_per_stage", "block_sizes"))
+
+
 def _is_stages(name: str) -> bool:
     return name in ("depths", "hidden_sizes", "num_heads", "embed_dims")
 
@@ -271,17 +362,15 @@ def _smaller(
     name: str,
     value: Any,
     values: Mapping[str, Any],
-    override: Any,
     picks: list[int] | None,
     experts: int,
     tokens: _Tokens,
+    level: Level,
 ) -> Any:
-    if _is_config(value):
-        return _shrink(value, override if isinstance(override, Mapping) else {}, tokens)
     if isinstance(value, dict):
         return _smaller_mapping(name, value, values, tokens)
     if isinstance(value, (list, tuple)) and value:
-        smaller = _smaller_list(name, list(value), values, picks, tokens)
+        smaller = _smaller_list(name, list(value), values, picks, tokens, level)
         return type(value)(smaller) if type(value) in (list, tuple) else smaller
     if _RANDOM.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return type(value)(0) if name != "drop_path_rate" or not isinstance(value, int) else 0
@@ -291,13 +380,21 @@ def _smaller(
         return value
     if _TOKEN.search(name):
         return tokens(value)
+    if not level.widths and not _LAYERS.match(name) and name not in _NEVER_WIDTHS:
+        return value
     return _smaller_int(name, value, values, picks, experts)
+
+
+#: Sizes that are cut down at every level.
+_NEVER_WIDTHS = ("vocab_size", "image_size", "max_position_embeddings", "sliding_window", "num_experts_per_tok")
 
 
 def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[int] | None, experts: int) -> int:
     if value <= 0:
         return value
     if _LAYERS.match(name):
+        if _has_stages(values) and name in ("num_layers", "num_encoder_blocks", "num_hidden_layers"):
+            return value
         if picks is not None and name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth"):
             return len(picks)
         return min(value, 2)
@@ -314,11 +411,16 @@ def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[i
         return min(value, 1)
     if name in ("image_size", "img_size", "max_image_size", "crop_size"):
         return min(value, 64 if _is_hierarchical(values) else IMAGE)
+    if name == "upsample_groups":
+        return min(value, HIDDEN)
     if name == "patch_size":
         return value if _is_hierarchical(values) else min(value, PATCH)
     if name == "embed_dim" and _is_hierarchical(values):
         heads = values.get("num_heads")
         return 8 * heads[0] if isinstance(heads, (list, tuple)) and heads and _is_int(heads[0]) else value // 4
+    if name == "window_size":
+        # In pixels, in patches of one stage after the other, or in tokens.
+        return 16 if value >= 64 else min(value, 2 if _has_stages(values) else 4)
     for pattern, size in _SIZES:
         if pattern.search(name):
             return min(value, size)
@@ -329,7 +431,7 @@ def _is_hierarchical(values: Mapping[str, Any]) -> bool:
     return any(isinstance(values.get(name), (list, tuple)) for name in ("depths", "hidden_sizes", "num_heads", "embed_dims"))
 
 
-def _smaller_list(name: str, value: list[Any], values: Mapping[str, Any], picks: list[int] | None, tokens: _Tokens) -> list[Any]:
+def _smaller_list(name: str, value: list[Any], values: Mapping[str, Any], picks: list[int] | None, tokens: _Tokens, level: Level) -> list[Any]:
     if all(_is_int(v) for v in value):
         if _TOKEN.search(name):
             return [tokens(v) for v in value]
@@ -347,9 +449,11 @@ def _smaller_list(name: str, value: list[Any], values: Mapping[str, Any], picks:
             return [min(v, 2) if v > 0 else v for v in value]
         if name in ("depths", "stage_num_blocks", "blocks_per_stage", "layers", "block_repeats"):
             return [min(v, 2) for v in value]
+        if not level.widths:
+            return value
         if name in ("conv_dim", "tdnn_dim"):
             return [min(v, 16) for v in value]
-        if name in ("image_size",):
+        if name == "image_size":
             return [min(v, 64 if _is_hierarchical(values) else IMAGE) for v in value]
         if name in ("hidden_sizes", "embed_dims", "embed_dim", "neck_hidden_sizes", "encoder_hidden_sizes", "embed_dim_per_stage"):
             heads = values.get("num_attention_heads") or values.get("num_heads") or values.get("num_attention_heads_per_stage")
