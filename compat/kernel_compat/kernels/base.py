@@ -293,7 +293,7 @@ def adapt(
 
 def _taken(function: Callable[..., Any], features: Features, provider: Provider) -> Features:
     """The features without those whose keyword a function doesn't take."""
-    lacking = {
+    lacking: dict[str, Any] = {
         feature: False
         for keyword, feature in _OPTIONAL.items()
         if not takes(function, provider.renamed.get(keyword, keyword), unnamed=provider.declared)
