@@ -101,13 +101,13 @@ def is_base(klass: type) -> bool:
 
 def sets(klass: type, flag: str) -> bool:
     """Whether the class itself says something by the flag; one that only bridges the two doesn't."""
-    return flag in vars(klass) and not getattr(vars(klass)[flag], "bridges_flags", False)
+    return flag in vars(klass) and getattr(vars(klass)[flag], "home", None) is not klass
 
 
 def read(value: Any, owner: type, model: object | None) -> bool:
     """What an attribute of a class says; False where it is a property that can't be asked: without an instance, or
     before the parts it asks are built."""
-    if not hasattr(type(value), "__get__"):
+    if isinstance(value, int) or not hasattr(type(value), "__get__"):
         return bool(value)
     try:
         said = value.__get__(model, owner)

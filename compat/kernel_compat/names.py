@@ -90,7 +90,8 @@ def register_attention(
         name: any string but a hub kernel's (``org/repo``). One that has no ``flash`` in it warns, because from
             transformers 5.0 on models choose their flash code path by that substring.
         kernel: a kernel's name (``flash_attention_2``, ``_3``, ``_4``, ``_reference``), a `Kernel`, or any object with
-            a ``flash_attn_varlen_func`` that takes FA2's keywords, such as a module.
+            a ``flash_attn_varlen_func`` that takes FA2's keywords, such as a module. It has the features whose keywords
+            are named parameters, or those of its attribute `features`, a `Features`.
         forward: replaces the library's attention function. Called as transformers calls its own:
             ``forward(module, query, key, value, attention_mask, *, scaling, dropout, **kwargs)`` with query, key and
             value of shape (batch, heads, length, head_dim); returns ``(output, None)`` with the output of shape

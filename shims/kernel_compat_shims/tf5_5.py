@@ -15,20 +15,33 @@ from kernel_compat.seams import Seam, Shim
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 
 
-class FlashFlag:
+class FlashFlag(int):
     """`_supports_flash_attn` as `declared_flash_support` reads it, on a class and on an instance alike.
 
-    A property would be itself, and so true, on the class. A class or an instance that sets the flag hides this one.
+    As an object it has the value, the truth and the equality of the bool that it replaces: other code may keep
+    `PreTrainedModel.__dict__["_supports_flash_attn"]` as its default. On a class or an instance other than `home` it is
+    that bool. A property would be true as an object.
+
+    Attributes:
+        home: the class it is placed on.
     """
 
-    bridges_flags = True
+    home: type
 
-    def __init__(self, default: bool) -> None:
-        self.default = default
+    def __new__(cls, default: bool, home: type) -> FlashFlag:
+        flag = super().__new__(cls, default)
+        flag.home = home
+        return flag
 
     def __get__(self, model: object | None, owner: type | None = None) -> bool:
         declared = declared_flash_support(type(model) if owner is None else owner, model)
-        return self.default if declared is None else declared
+        return bool(self) if declared is None else declared
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+    def __reduce__(self) -> tuple[type[bool], tuple[int]]:
+        return bool, (int(self),)
 
 
 class _Bridges:
@@ -42,7 +55,7 @@ class _Bridges:
     def over(self, klass: type) -> None:
         with self._lock:
             if self._active and _legacy_is_nearer(klass):
-                setattr(klass, FLAG, FlashFlag(False))
+                setattr(klass, FLAG, FlashFlag(False, home=klass))
                 self._classes.add(klass)
 
     def build(self) -> Callable[[], None]:
@@ -87,7 +100,8 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         _bridges.over(cls)
 
     hook: Any = __init_subclass__
-    return {FLAG: FlashFlag(originals[FLAG]), "__init_subclass__": classmethod(hook)}
+    base = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    return {FLAG: FlashFlag(originals[FLAG], home=base), "__init_subclass__": classmethod(hook)}
 
 
 SHIM = Shim(

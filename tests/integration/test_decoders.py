@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +175,49 @@ def test_two_names_take_turns(models: Path) -> None:
     finally:
         for name in names:
             kernel_compat.unregister_attention(name)
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' functions for an NPU, over the reference in the place of torch_npu's."""
+    from transformers.integrations import npu_flash_attention
+
+    from kernel_compat.kernels import reference
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, heads: int, **options: Any) -> tuple[Tensor]:
+        starts = [
+            torch.tensor([0, *options[name]], dtype=torch.int32) for name in ("actual_seq_qlen", "actual_seq_kvlen")
+        ]
+        longest = [int(ends.diff().max()) for ends in starts]
+        causal = options["atten_mask"] is not None
+        scale = options["scale"]
+        return (reference.flash_attn_varlen_func(q, k, v, *starts, *longest, softmax_scale=scale, causal=causal),)
+
+    monkeypatch.setattr(npu_flash_attention, "npu_fusion_attention", fused, raising=False)
+    owner = SimpleNamespace(npu_fusion_attention=fused)
+    monkeypatch.setattr(npu_flash_attention, "torch_npu", owner, raising=False)
+    return npu_flash_attention
+
+
+@pytest.mark.parametrize("name", CAUSAL_LMS)
+def test_a_kernel_that_ignores_what_it_does_not_name(name: str, models: Path, npu: Any) -> None:
+    """It has ``**kwargs``, and neither windows nor softcap nor sinks."""
+    import kernel_compat
+
+    kernel = SimpleNamespace(flash_attn_varlen_func=npu.npu_flash_attn_varlen_func)
+    kernel_compat.register_attention("npu_flash", kernel=kernel)
+    needs = {"softcap": "window|softcap", "sinks": "window|sinks", "window": "window"}
+    try:
+        ours, ids = load(saved(models, name), "npu_flash"), tokens()
+        says = next((words for feature, words in needs.items() if name.endswith(feature)), None)
+        if says is not None:
+            with pytest.raises(kernel_compat.UnsupportedFeatureError, match=f"({says}).*attribute `features`"):
+                ours(input_ids=ids)
+        else:
+            expected = load(saved(models, name), "eager")(input_ids=ids).logits
+            assert distance(ours(input_ids=ids).logits, expected) < LOGITS
+    finally:
+        kernel_compat.unregister_attention("npu_flash")
 
 
 def test_releases_that_have_gpt_oss_test_it() -> None:

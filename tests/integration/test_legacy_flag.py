@@ -262,6 +262,50 @@ class TestRule:
             native = transformers.AutoModelForCausalLM.from_config(CAUSAL_LMS["llama"]())
             assert pickle.loads(pickle.dumps(native))._supports_flash_attn is True
 
+    def test_somebodys_default_for_all_models(self) -> None:
+        """As a framework keeps it that has a bridge of its own: upstream's False, in every idiom but identity."""
+        with kernel_compat.installed():
+            default = vars(PreTrainedModel)["_supports_flash_attn"]
+            assert not default
+            assert default == False  # noqa: E712
+            assert default in (False, None)
+            assert {False: "upstream's"}[default] == "upstream's"
+            assert isinstance(default, int)
+            assert repr(default) == "False"
+            for twin in (copy.copy(default), copy.deepcopy(default), pickle.loads(pickle.dumps(default))):
+                assert twin is False
+
+            class Bridge:
+                on_class = default
+
+                def __init__(self) -> None:
+                    self.on_instance = default
+
+                def __get__(self, model: object | None, owner: type) -> Any:
+                    return self.on_instance or self.on_class
+
+            made = family("nothing")
+            made._supports_flash_attn = Bridge()
+            assert not made._supports_flash_attn
+            assert not instance(made)._supports_flash_attn
+
+    def test_the_default_elsewhere(self) -> None:
+        """On another class or an instance it is the False that it was there."""
+        with kernel_compat.installed():
+            default = vars(PreTrainedModel)["_supports_flash_attn"]
+            for case in ("nothing", "legacy", "both, new True"):
+                made = family(case)
+                made._supports_flash_attn = default
+                assert made._supports_flash_attn is False
+                child = type("Child", (made,), {})
+                assert child._supports_flash_attn is False
+                assert instance(child)._supports_flash_attn is False
+                assert type("Legacy", (made,), legacy(True))._supports_flash_attn is True
+                model = instance(family("legacy"))
+                model._supports_flash_attn = default
+                assert not model._supports_flash_attn
+                assert declared_flash_support(type(model), model) is False
+
     def test_somebody_elses_flag_on_the_base_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = vars(PreTrainedModel)["_supports_flash_attn"]
         with kernel_compat.installed():

@@ -24,7 +24,8 @@ PADDED_OR_PACKED = {case.name for case in check.CASES if case.layout != "batch"}
 
 
 def kernel(change: Callable[..., Any]) -> SimpleNamespace:
-    """Functions of which `change(function, q, k, v, **keywords)` makes something else than the reference does."""
+    """Functions of which `change(function, q, k, v, **keywords)` makes something else than the reference, whose features
+    they declare."""
 
     def dense(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
         return change(reference.flash_attn_func, q, k, v, **keywords)
@@ -32,7 +33,8 @@ def kernel(change: Callable[..., Any]) -> SimpleNamespace:
     def varlen(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
         return change(reference.flash_attn_varlen_func, q, k, v, **keywords)
 
-    return SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=varlen)
+    features = kernel_compat.known_kernels()["flash_attention_reference"].features
+    return SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=varlen, features=features)
 
 
 def check_kernel(functions: Any, **registration: Any) -> check.NameResult:

@@ -361,7 +361,54 @@ def test_an_object_becomes_a_kernel() -> None:
     assert not any(getattr(kernel.features, name) for name in ("window", "softcap", "sinks", "dropout", "paged"))
     q = torch.randn(1, 3, 2, 4)
     assert torch.equal(kernel.load().flash_attn_func(q, q, q), q)
-    assert as_kernel(Recorder(lambda q, **kwargs: q)).features.sinks
+
+
+def test_what_an_object_takes_without_naming_it_is_not_known() -> None:
+    """Its function may ignore it. What the object declares counts."""
+    optional = {"window", "softcap", "sinks", "dropout", "deterministic"}
+    q = torch.randn(1, 3, 2, 4)
+
+    def varlen(q: Any, k: Any, v: Any, softcap: float = 0.0, **kwargs: Any) -> Any:
+        return q
+
+    def anything(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
+        return q
+
+    recorder = Recorder(varlen, dense=anything)
+    kernel = as_kernel(recorder)
+    assert optional & set(kernel.features.names()) == {"softcap"}
+    kernel.load().flash_attn_func(q, q, q, softcap=1.0)
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"no parameter 'window_size'.*`features`.*window=True.*Kernels that"
+    ):
+        kernel.load().flash_attn_func(q, q, q, window_size=(1, 0))
+    with pytest.warns(UserWarning, match="Recorder has no deterministic backward"):
+        kernel.load().flash_attn_func(q, q, q, deterministic=True)
+    recorder.features = Features(sinks=True, devices=("cpu",), dtypes=("float32",))  # type: ignore[attr-defined]
+    declared = as_kernel(recorder)
+    assert declared is as_kernel(recorder)
+    assert declared is not kernel
+    assert optional & set(declared.features.names()) == {"window", "sinks"}
+    declared.load().flash_attn_func(q, q, q, window_size=(1, 0), s_aux=torch.zeros(2))
+    with pytest.raises(UnsupportedFeatureError, match="softcap"):
+        declared.load().flash_attn_func(q, q, q, softcap=1.0)
+
+
+def test_a_cache_function_has_features_of_its_own() -> None:
+    def varlen(q: Any, k: Any, v: Any, window_size: Any = (-1, -1), softcap: float = 0.0, **kwargs: Any) -> Any:
+        return q
+
+    def kvcache(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, window_size: Any = None, **kwargs: Any) -> Any:
+        return q
+
+    made = SimpleNamespace(flash_attn_varlen_func=varlen, flash_attn_with_kvcache=kvcache)
+    kernel, q = as_kernel(made), torch.randn(1, 3, 2, 4)
+    cached = kernel.load().flash_attn_with_kvcache
+    assert kernel.features.softcap
+    assert cached is not None
+    cached(q, q, q, window_size=(1, 0))
+    with pytest.raises(UnsupportedFeatureError, match="softcap"):
+        cached(q, q, q, softcap=1.0)
 
 
 def test_the_conventions_of_an_object_are_read_off_its_signatures() -> None:

@@ -23,6 +23,9 @@ def known_kernels() -> dict[str, Kernel]:
 def as_kernel(kernel: Any) -> Kernel:
     """A kernel by its name, as it is, or from any object with FlashAttention functions.
 
+    Such an object can do what the parameters of its functions name. An attribute `features`, a `Features`, says more,
+    as functions with ``**kwargs`` need it.
+
     Raises:
         ValueError: no kernel has that name, or the object has no ``flash_attn_varlen_func`` that takes FA2's keywords.
         TypeError: `kernel` is none of these.
@@ -41,24 +44,31 @@ def as_kernel(kernel: Any) -> Kernel:
             f"{kernel!r} has no flash_attn_varlen_func: without it padded and packed batches can't be computed"
         )
     raw = {name: getattr(kernel, name, None) for name in Functions._fields}
+    declared = getattr(kernel, "features", None)
+    declared = declared if isinstance(declared, Features) else None
     known_as = _foreign.get(id(kernel))
-    if known_as is not None and known_as[1] == raw:  # its functions may have been replaced
-        return known_as[2]
-    made = _foreign_kernel(kernel, raw)
-    _foreign[id(kernel)] = (kernel, raw, made)
+    if known_as is not None and known_as[1:3] == (raw, declared):  # either may have been replaced
+        return known_as[3]
+    made = _foreign_kernel(kernel, raw, declared)
+    _foreign[id(kernel)] = (kernel, raw, declared, made)
     return made
 
 
 #: The kernels made from objects by the object's id; the object too, so that no other gets its id. The same object is
 #: the same kernel: registering a name twice is no error then.
-_foreign: dict[int, tuple[Any, dict[str, Any], Kernel]] = {}
+_foreign: dict[int, tuple[Any, dict[str, Any], Features | None, Kernel]] = {}
 
 #: Keywords that every varlen function is called with.
 _REQUIRED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
 
 
-def _foreign_kernel(functions: Any, raw: dict[str, Any]) -> Kernel:
-    """A kernel over somebody else's functions; it can do what their signatures say, on any device and dtype they take."""
+def _foreign_kernel(functions: Any, raw: dict[str, Any], declared: Features | None) -> Kernel:
+    """A kernel over somebody else's functions.
+
+    Args:
+        declared: what it can do. None: the features whose keywords are parameters of the functions, on any device and
+            dtype they take.
+    """
     try:
         parameters = inspect.signature(raw["flash_attn_varlen_func"]).parameters
     except (TypeError, ValueError) as error:
@@ -82,9 +92,18 @@ def _foreign_kernel(functions: Any, raw: dict[str, Any]) -> Kernel:
         renamed["block_table"] = "page_table"
     window = parameters["window_size"].default if "window_size" in parameters else None
     unlimited = window[0] if isinstance(window, tuple) else -1
-    provider = Provider(name, name, everything, "", renamed=renamed, unlimited=unlimited, bundled=True)
+    provider = Provider(
+        name,
+        name,
+        declared or everything,
+        "",
+        renamed=renamed,
+        unlimited=unlimited,
+        bundled=True,
+        declared=declared is not None,
+    )
     kernel = Kernel(name, (provider,))
-    kernel.preload(*adapt(name, raw, everything, provider))
+    kernel.preload(*adapt(name, raw, provider.features, provider))
     return kernel
 
 

@@ -102,6 +102,8 @@ class Provider:
         left_alone: whether it is right for a window without a limit to the right where a sequence has more queries than
             keys. FlashAttention-2 takes the number of keys for that limit, counted from the diagonal.
         bundled: at hand without an installation of its own.
+        declared: whether `features` is its author's word, which holds for keywords taken by ``**kwargs`` too. Otherwise
+            a function has the features whose keywords are parameters of its own.
     """
 
     module: str
@@ -120,6 +122,7 @@ class Provider:
     runs_on: Callable[[str], bool] | None = None
     left_alone: bool = True
     bundled: bool = False
+    declared: bool = True
 
     def features_in(self, environment: Environment) -> Features:
         """What it can do in an environment, as far as that is known without importing it."""
@@ -272,29 +275,40 @@ def adapt(
     name: str, raw: Mapping[str, Callable[..., Any] | None], features: Features, provider: Provider
 ) -> tuple[Features, Functions]:
     """Put functions with a provider's own keywords behind the convention, and trim the features to what they take."""
-    varlen = raw["flash_attn_varlen_func"]
+    varlen, kvcache = raw["flash_attn_varlen_func"], raw["flash_attn_with_kvcache"]
     assert varlen is not None
-    missing = {
-        feature for keyword, feature in _OPTIONAL.items() if not takes(varlen, provider.renamed.get(keyword, keyword))
-    }
-    off: dict[str, Any] = dict.fromkeys(missing, False)
-    paged = features.paged and raw["flash_attn_with_kvcache"] is not None
-    features = dataclass_replace(features, paged=paged, **off)
+    features = dataclass_replace(_taken(varlen, features, provider), paged=features.paged and kvcache is not None)
     call = _Call(name, features, provider)
-    kvcache = raw["flash_attn_with_kvcache"] if features.paged else None
     dense = raw["flash_attn_func"]
     if dense is not None:
-        needed = ["softmax_scale", "causal", *(k for k, feature in _OPTIONAL.items() if getattr(features, feature))]
-        if not all(takes(dense, provider.renamed.get(keyword, keyword)) for keyword in needed):
+        core = all(takes(dense, keyword) for keyword in ("softmax_scale", "causal"))
+        if not core or _taken(dense, features, provider) != features:
             dense = None  # varlen does what it can't
     by_varlen = call.varlen(varlen)
-    return features, Functions(call.dense(dense, by_varlen), by_varlen, kvcache and call.kvcache(kvcache))
+    paged = None
+    if kvcache is not None and features.paged:
+        paged = _Call(name, _taken(kvcache, features, provider), provider).kvcache(kvcache)
+    return features, Functions(call.dense(dense, by_varlen), by_varlen, paged)
 
 
-def takes(function: Callable[..., Any], keyword: str) -> bool:
-    """Whether a function can be called with a keyword."""
+def _taken(function: Callable[..., Any], features: Features, provider: Provider) -> Features:
+    """The features without those whose keyword a function doesn't take."""
+    lacking: dict[str, Any] = {
+        feature: False
+        for keyword, feature in _OPTIONAL.items()
+        if not takes(function, provider.renamed.get(keyword, keyword), unnamed=provider.declared)
+    }
+    return dataclass_replace(features, **lacking)
+
+
+def takes(function: Callable[..., Any], keyword: str, *, unnamed: bool = True) -> bool:
+    """Whether a function can be called with a keyword.
+
+    Args:
+        unnamed: whether ``**kwargs`` counts. What a function does with such a keyword isn't known: it may ignore it.
+    """
     parameters = inspect.signature(function).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    anything = unnamed and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return anything or keyword in parameters
 
 
@@ -307,6 +321,7 @@ class _Call:
         self.renamed = provider.renamed
         self.unlimited = provider.unlimited
         self.left_alone = provider.left_alone
+        self.declared = provider.declared
         self.supported = {k: getattr(features, f) for k, f in _OPTIONAL.items()}
         import torch
 
@@ -505,7 +520,19 @@ class _Call:
 
     def require(self, keyword: str, feature: str, what: str) -> None:
         if not self.supported[keyword]:
-            raise UnsupportedFeatureError(what, self.name, instead(self.name, feature))
+            raise UnsupportedFeatureError(
+                what, self.name, self.undeclared(keyword, feature) + instead(self.name, feature)
+            )
+
+    def undeclared(self, keyword: str, feature: str) -> str:
+        """The sentence that says how to declare a feature that a signature doesn't show."""
+        if self.declared:
+            return ""
+        keyword = self.renamed.get(keyword, keyword)
+        return (
+            f"Its function has no parameter {keyword!r}, and **kwargs may be ignored. If it honours {keyword!r}, give the "
+            f"kernel object an attribute `features`: a kernel_compat.Features with {feature}=True. "
+        )
 
     def check(self, q: Any, k: Any, v: Any) -> None:
         features = self.features

@@ -1,0 +1,169 @@
+"""Packed sequences through linear attention, SSMs, recurrences and convolutions: as each sequence by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import NAME, VOCAB, load, save, there
+from torch import Tensor
+
+import kernel_compat
+from kernel_compat.errors import UnsupportedFeatureError
+
+LENGTHS = (5, 4, 9, 1)
+TOKENS = sum(LENGTHS)
+LOGITS, GRADIENTS = 1e-5, 1e-4
+
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEADS = {
+    **_SHAPE,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _config(name: str, **options: Any) -> Any:
+    return lambda: getattr(transformers, name)(**options)
+
+
+#: A model of each way to mix tokens, those that the installed release has. All have all experts compute every token.
+MODELS = there(
+    tuple(
+        (name, _config(config, **options), config)
+        for name, config, options in (
+            ("mamba", "MambaConfig", {**_SHAPE, "state_size": 8}),
+            ("mamba2", "Mamba2Config", {**_SHAPE, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}),
+            ("falcon_mamba", "FalconMambaConfig", {**_SHAPE, "state_size": 8}),
+            ("rwkv", "RwkvConfig", {**_SHAPE, "attention_hidden_size": 32, "context_length": 64, "rescale_every": 0}),
+            ("xlstm", "xLSTMConfig", {**_SHAPE, "num_heads": 2, "chunk_size": 16}),
+            ("jamba", "JambaConfig", {**_HEADS, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2, "num_experts_per_tok": 2, "mamba_dt_rank": 4}),
+            ("bamba", "BambaConfig", {**_HEADS, **_MAMBA2, "attn_layer_indices": [1, 3], "mamba_n_groups": 1}),
+            ("falcon_h1", "FalconH1Config", {**_HEADS, **_MAMBA2, "mamba_d_ssm": 64, "mamba_n_groups": 1}),
+            ("granitemoehybrid", "GraniteMoeHybridConfig", {**_HEADS, **_MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 2, "shared_intermediate_size": 32}),
+            ("nemotron_h", "NemotronHConfig", {**_HEADS, "hybrid_override_pattern": "M*M-", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 4, "head_dim": 8}),
+            ("zamba", "ZambaConfig", {**_HEADS, "layers_block_type": ["mamba", "hybrid"] * 2, "use_mamba_kernels": False, "mamba_d_state": 8, "n_mamba_heads": 2, "mamba_dt_rank": 4}),
+            ("lfm2", "Lfm2Config", {**_HEADS, "layer_types": ["conv", "full_attention"] * 2}),
+            ("lfm3", "Lfm3Config", _HEADS),
+            ("qwen3_next", "Qwen3NextConfig", {**_HEADS, **_DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}),
+            ("qwen3_5", "Qwen3_5TextConfig", {**_HEADS, **_DELTA, "head_dim": 16}),
+            ("olmo_hybrid", "OlmoHybridConfig", {**_HEADS, **_DELTA}),
+            ("kimi_linear", "KimiLinearConfig", _HEADS),
+            ("minimax", "MiniMaxConfig", {**_HEADS, "layer_types": _DELTA["layer_types"], "block_size": 4, "num_local_experts": 2, "num_experts_per_tok": 2, "head_dim": 8}),
+        )
+    )
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("installed_for_all")
+
+
+@pytest.fixture(params=list(MODELS))
+def path(request: pytest.FixtureRequest, models: Path) -> Path:
+    return save(models, f"mixer_{request.param}", transformers.AutoModelForCausalLM, MODELS[request.param]())
+
+
+def loaded(path: Path, name: str) -> Any:
+    try:
+        return load(path, name)
+    except UnsupportedFeatureError as error:
+        assert "does not support flash attention" in str(error)
+        pytest.skip(str(error))
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float(((found - expected).norm() / expected.norm()).detach())
+
+
+def gradients(model: Any, logits: Tensor) -> Tensor:
+    model.zero_grad()
+    logits.square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def alone(model: Any, ids: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+
+
+def packed(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+@pytest.mark.parametrize("name", ["eager", NAME])
+@pytest.mark.parametrize("cache", [False, True])
+def test_each_sequence_by_itself(path: Path, name: str, cache: bool) -> None:
+    model, ids = loaded(path, name), torch.randint(3, VOCAB, (1, TOKENS))
+    if cache and model.config.model_type == "kimi_linear":
+        pytest.skip("a tiny one has no attention layer, and upstream's cache asks for one")
+    expected = alone(model, ids)
+    expected_gradients = gradients(model, expected)
+    found = model(input_ids=ids, position_ids=packed(), use_cache=cache).logits
+    assert distance(found, expected) < LOGITS
+    assert distance(gradients(model, found), expected_gradients) < GRADIENTS
+
+
+def test_in_a_batch_beside_padding_and_checkpointed(path: Path) -> None:
+    model, ids = loaded(path, "eager"), torch.randint(3, VOCAB, (2, TOKENS))
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, -1] = 0
+    rows = torch.cat([packed(), packed(LENGTHS[::-1])])
+    expected = torch.cat([alone(model, ids[:1]), alone(model, ids[1:], LENGTHS[::-1])])[mask.bool()]
+    expected_gradients = gradients(model, expected)
+    if model.supports_gradient_checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = model(input_ids=ids, position_ids=rows, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    assert distance(found, expected) < LOGITS
+    assert distance(gradients(model, found), expected_gradients) < GRADIENTS
+
+
+def test_a_graph_with_given_lengths(models: Path) -> None:
+    name = "lfm2" if "lfm2" in MODELS else "mamba"
+    path = save(models, f"mixer_{name}", transformers.AutoModelForCausalLM, MODELS[name]())
+    model, ids = load(path, NAME if name == "lfm2" else "eager"), torch.randint(3, VOCAB, (1, TOKENS))
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
+    expected = alone(model, ids)
+    expected_gradients = gradients(model, expected)
+    try:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        found = compiled(input_ids=ids, position_ids=packed(), use_cache=False, **given).logits
+        assert distance(found, expected) < LOGITS
+        assert distance(gradients(model, found), expected_gradients) < GRADIENTS
+    finally:
+        torch._dynamo.reset()
+
+
+def test_left_alone_by_name_and_put_back(models: Path) -> None:
+    """W4: upstream's state runs on from one sequence into the next."""
+    path = save(models, "mixer_mamba", transformers.AutoModelForCausalLM, MODELS["mamba"]())
+    model, ids = load(path, "eager"), torch.randint(3, VOCAB, (1, TOKENS))
+    expected = alone(model, ids)
+    try:
+        kernel_compat.install(skip=["packed_mixers"])
+        upstream = model(input_ids=ids, position_ids=packed(), use_cache=False).logits
+        assert distance(upstream, expected) > 0.1
+    finally:
+        kernel_compat.install()
+    found = model(input_ids=ids, position_ids=packed(), use_cache=False).logits
+    assert distance(found, expected) < LOGITS
