@@ -14,8 +14,7 @@ __all__ = ["BATCH", "LENGTH", "LENGTHS", "candidates", "padding", "parameters", 
 BATCH, LENGTH = 3, 14
 #: Of the sequences that packed inputs have.
 LENGTHS = (5, 6, 3)
-#: Rows of inputs that aren't text.
-_ROWS = 2
+_ROWS = BATCH
 #: Grids of patches, of one image each, for models that take images of any size.
 _GRIDS = ([1, 4, 4], [1, 8, 4])
 
@@ -32,6 +31,7 @@ _OPTIONAL = (
     ("bbox", "image"),
     ("flattened_patches",),
     ("pixel_values", "target_sizes"),
+    ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
     ("input_features", "is_longer"),
     ("input_features", "input_features_mask"),
     ("input_features", "attention_mask"),
@@ -104,7 +104,7 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
             wanted = list(dict.fromkeys([*needed, *optional]))
             # What others are made from comes first.
             wanted.sort(key=lambda name: ("mask" in name, "padding" in name, name != "input_ids"))
-            yield from _filled(_Maker(model.config, names, bool(set(wanted) - {"input_ids", "decoder_input_ids"})), wanted, {})
+            yield from _filled(_Maker(model.config, names), wanted, {})
 
 
 def _filled(maker: _Maker, names: list[str], chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -120,11 +120,9 @@ def _filled(maker: _Maker, names: list[str], chosen: dict[str, Any]) -> Iterator
 class _Maker:
     """Makes values for arguments by their names."""
 
-    def __init__(self, config: Any, names: list[str], mixed: bool) -> None:
+    def __init__(self, config: Any, names: list[str]) -> None:
         self.config = config
         self.names = names
-        # Text beside anything else has as many rows as that.
-        self.rows = _ROWS if mixed and "decoder_input_ids" in names else BATCH
         self.generator = torch.Generator().manual_seed(3)
 
     def randn(self, *shape: int) -> Tensor:
@@ -135,13 +133,16 @@ class _Maker:
         return list(make(chosen)) if make is not None else []
 
     def _input_ids(self, chosen: dict[str, Any]) -> Iterator[Any]:
-        yield tokens(vocabulary_of(self.config), self.rows)
+        yield tokens(vocabulary_of(self.config), _ROWS)
+        codebooks = number(self.config, "num_codebooks", default=1)
+        if codebooks > 1:
+            yield tokens(vocabulary_of(self.config), _ROWS * codebooks)
 
     _qformer_input_ids = _input_ids
     _inputs = _input_ids
 
     def _decoder_input_ids(self, chosen: dict[str, Any]) -> Iterator[Any]:
-        ids = tokens(vocabulary_of(self.config), self.rows, seed=1)
+        ids = tokens(vocabulary_of(self.config), _ROWS, seed=1)
         yield ids
         channels = number(self.config, "num_channels", "num_codebooks", default=1)
         if channels > 1:
@@ -243,8 +244,10 @@ class _Maker:
         mels = number(self.config, "num_mel_bins", "n_mels", "input_feat_size", "feature_size", "input_dim", default=16)
         positions = number(self.config, "max_source_positions", default=64)
         length = number(self.config, "max_length", default=128)
-        widths = list(dict.fromkeys([mels, 2 * mels, 80, 128, 160]))
-        frames = list(dict.fromkeys([2 * positions, 128, 96, length]))
+        projected = number(self.config, "feature_projection_input_dim", default=64)
+        window = number(self.config, "n_window", default=64)
+        widths = list(dict.fromkeys([mels, 2 * mels, 80, 128, 160, projected, 7 * mels]))
+        frames = list(dict.fromkeys([2 * positions, 128, 96, length, 2 * window]))
         for frame in frames:
             for width in widths:
                 yield self.randn(_ROWS, width, frame)
@@ -325,7 +328,7 @@ class _Maker:
         yield self.randn(_ROWS, 5, number(self.config, "state_dim", default=17))
 
     def _state(self, chosen: dict[str, Any]) -> Iterator[Any]:
-        yield self.randn(self.rows, number(self.config, "max_state_dim", "state_dim", default=32))
+        yield self.randn(_ROWS, number(self.config, "max_state_dim", "state_dim", default=32))
 
     def _actions(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield self.randn(_ROWS, 5, number(self.config, "act_dim", "max_action_dim", default=4))

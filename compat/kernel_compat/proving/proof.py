@@ -57,11 +57,13 @@ def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_impl
     outcomes: list[Outcome] = []
     problems: list[str] = []
     with _quiet(), _proven_name(attn_implementation) as name:
-        for model_class, config in _configs(model_type, problems):
-            try:
-                outcomes += _prove(model_class, config, cases, name, model_type)
-            except NoRecipeError as error:
-                problems.append(f"{model_class.__name__}: {error}")
+        for model_class, configs in _configs(model_type, problems):
+            for config in configs:
+                try:
+                    outcomes += _prove(model_class, config, cases, name, model_type)
+                    break
+                except NoRecipeError as error:
+                    problems.append(f"{model_class.__name__}: {error}")
     seconds = time.perf_counter() - start
     problem = "" if outcomes else "; ".join(problems) or "it has no model class"
     return Proof(model_type, _transformers(), tuple(outcomes), problem, seconds)
@@ -109,8 +111,8 @@ def require_cases(cases: Iterable[str] | None) -> None:
             raise UnknownCaseError(f"unknown case {case!r}; there are {', '.join(CASES)}")
 
 
-def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], Any]]:
-    """The classes of a type, each with a config of its defaults."""
+def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], list[Any]]]:
+    """The classes of a type, each with configs of defaults that may be its own, likeliest first."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
@@ -120,14 +122,15 @@ def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], 
         problems.append(describe(error))
         return
     for model_class in classes:
-        for one in dict.fromkeys((config_class, getattr(model_class, "config_class", None) or config_class)):
+        own = getattr(model_class, "config_class", None) or config_class
+        order = (config_class, own) if issubclass(config_class, own) else (own, config_class)
+        configs = []
+        for one in dict.fromkeys(order):
             try:
-                config = one(**recipes.constructor(model_type, one))
+                configs.append(one(**recipes.constructor(model_type, one)))
             except Exception as error:
                 problems.append(f"{one.__name__}: {describe(error)}")
-                continue
-            yield model_class, config
-            break
+        yield model_class, configs
 
 
 def _prove(model_class: type[Any], config: Any, cases: Sequence[str] | None, name: str, model_type: str) -> list[Outcome]:
@@ -147,23 +150,19 @@ def make_subject(model_class: type[Any], config: Any, attn_implementation: str, 
         NoRecipeError: none does.
         RefusedToLoadError: it can't be built under the name.
     """
-    problem: Exception | None = None
+    problems: dict[str, None] = {}
     sections = _has_sections(model_class, config)
-    takes_tokens = "input_ids" in inspect.signature(model_class.forward).parameters
     for level in LEVELS:
-        if takes_tokens and not level.widths:
-            break  # it has no convolutions that must fit, and would be large
         try:
             tiny = shrink(config, recipes.overrides(model_type), level=level, multimodal_rope=sections)
             return Subject(model_class, tiny, attn_implementation)
         except RefusedToLoadError:
             raise
         except Exception as error:
-            problem = problem or error
+            problems.setdefault(str(error) if isinstance(error, NoRecipeError) else f"shrink: {describe(error)}")
             if "library but it was not found" in str(error):
                 break
-    assert problem is not None
-    raise problem if isinstance(problem, NoRecipeError) else NoRecipeError(f"shrink: {describe(problem)}")
+    raise NoRecipeError("; then ".join(problems))
 
 
 def _has_sections(model_class: type[Any], config: Any) -> bool:

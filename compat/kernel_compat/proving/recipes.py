@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .tiny import WINDOW
+
 __all__ = ["constructor", "overrides"]
 
 
@@ -44,10 +46,8 @@ _CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "omdet-turbo": _resnet,
     "table-transformer": _resnet,
     "fast_vlm": _siglip,
-    "gemma3n": _siglip,
-    "perception_lm": _siglip,
-    "cohere_compass_text": {"sliding_window": 8},
-    "deepseek_ocr2": {},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]]},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "recurrent_gemma": {"num_hidden_layers": 3},
@@ -56,20 +56,55 @@ _CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
+def _gemma3n() -> dict[str, Any]:
+    return {"text_config": {"num_kv_shared_layers": 0}, **_siglip()}
+
+
+def _compass() -> dict[str, Any]:
+    ropes = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+    kinds = ["sliding_attention", "full_attention"]
+    return {"rope_parameters": ropes, "layer_types": kinds, "sliding_window": WINDOW, "num_hidden_layers": 2}
+
+
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
+_SLIDING_AND_FULL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
 #: Values of the tiny config, those of nested configs under their names.
-_OVERRIDES: Mapping[str, Mapping[str, Any]] = {
-    "mamba2": {"num_heads": 8},
-    "recurrent_gemma": {"num_hidden_layers": 3},
+_OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
+    "cohere_compass": lambda: {"text_config": _compass()},
+    "cohere_compass_text": _compass,
+    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
-    "xlstm": {"qk_dim_factor": 1.0},
-    "zamba": {"num_hidden_layers": 8, "layers_block_type": None},
+    "gemma3n": _gemma3n,
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma3n": {"text_config": {"num_kv_shared_layers": 0}},
+    "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 0}},
+    "gemma4_assistant": {"text_config": {"num_kv_shared_layers": 0}},
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},
-    "autoformer": {"context_length": 8, "prediction_length": 4},
-    "lilt": {"hidden_size": 96, "channel_shrink_ratio": 4},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12, "hidden_size": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lilt": {"hidden_size": 96, "channel_shrink_ratio": 4},
+    "mamba2": {"num_heads": 8},
     "mobilebert": {"embedding_size": 64, "true_hidden_size": 64, "intra_bottleneck_size": 64},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "step3p7": {"text_config": _SLIDING_AND_FULL},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "zamba": {
+        "num_hidden_layers": 8,
+        "layers_block_type": None,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
 }
 
 
@@ -83,4 +118,5 @@ def constructor(model_type: str, config_class: type[Any]) -> dict[str, Any]:
 
 def overrides(model_type: str) -> dict[str, Any]:
     """Values of the tiny config that its rules don't get right."""
-    return dict(_OVERRIDES.get(model_type, {}))
+    recipe = _OVERRIDES.get(model_type, {})
+    return dict(recipe() if callable(recipe) else recipe)

@@ -17,7 +17,8 @@ from .weights import perturbed, randomize
 
 __all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
 
-_SCALES = (2.0, 1.0, 0.5)
+#: How sharp the weights are, at first; None for those that the model begins with.
+_SCALES = (2.0, 1.0, 0.5, None)
 #: The most parameters a model may have that is proven in a second.
 _LARGEST = 40_000_000
 
@@ -76,11 +77,11 @@ class Subject:
         weights = copy.deepcopy(self.eager.state_dict())
         for scale in _SCALES:
             self.eager.load_state_dict(weights)
-            randomize(self.eager, scale)
+            if scale is not None:
+                randomize(self.eager, scale)
             for inputs in candidates(self.eager):
                 try:
-                    output = forward(self.eager, inputs)
-                    tensor = main_output(output)
+                    tensor = main_output(self._first_forward(inputs))
                 except Exception as error:
                     problems.setdefault(describe(error), None)
                     continue
@@ -92,6 +93,14 @@ class Subject:
                 break
         found = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
         raise NoRecipeError(f"no inputs found: {found}")
+
+    def _first_forward(self, inputs: dict[str, Any]) -> Any:
+        try:
+            return forward(self.eager, inputs)
+        except Exception:
+            if "use_cache" not in self.names:
+                raise
+            return forward(self.eager, {**inputs, "use_cache": False})
 
     def takes(self, name: str) -> bool:
         """Whether the forward takes this argument."""
@@ -170,7 +179,8 @@ def main_output(output: Any) -> Tensor:
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor):
             return value
-    values = output.values() if hasattr(output, "values") else output
+    values = list(output.values() if hasattr(output, "values") else output)
+    values += [inner for value in values if isinstance(value, (list, tuple)) for inner in value]
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
             return value

@@ -53,7 +53,7 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"^(moe_intermediate_size|\w*expert_(intermediate_size|dim)|\w*expert_ffn\w*|moe_hidden_size)$", 32),
         (r"^shared_experts_intermediate_size$|^shared_intermediate_size$", 32),
         # Vocabularies.
-        (r"(^|_)vocab_size(_per_layer_input|_base)?$|^n_vocab$|^vocab_offset$|^num_res_types$", VOCABULARY),
+        (r"(^|_)vocab_size(_per_layer_input|_base)?$|hash_byte_group_vocab$|^n_vocab$|^vocab_offset$|^num_res_types$", VOCABULARY),
         (r"^(codebook_size|num_codes|n_codes_total|num_embeds|num_embeddings|num_quantizers_size)$", 32),
         # Multi-head latent attention, and the like.
         (r"^q_lora_rank$|^o_lora_rank$", 32),
@@ -245,7 +245,8 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
     for name, value in values.items():
         if _is_config(value):
             override = overrides.get(name)
-            changed[name] = _shrink(value, override if isinstance(override, Mapping) else {}, tokens, level)
+            nested, wins = (override, {}) if _is_config(override) else (value, override or {})
+            changed[name] = _shrink(nested, wins, tokens, level)
             continue
         new = _smaller(name, value, values, picks, experts, tokens, level)
         if new is not value and (type(new) is not type(value) or new != value):
@@ -257,7 +258,24 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
         if isinstance(values.get("layer_types"), list):
             changed["layer_types"] = ["full_attention", "sliding_attention"]
     changed.update({name: value for name, value in overrides.items() if not _is_config(values.get(name))})
-    return _rebuilt(config, values, changed)
+    new = _rebuilt(config, values, changed)
+    if "_out_indices" in vars(config):
+        _set_outputs(config, new)
+    return new
+
+
+def _set_outputs(config: Any, new: Any) -> None:
+    """Let a backbone return as many feature maps as before, from stages that it has."""
+    wanted = len(vars(config)["_out_indices"] or [-1])
+    if not _has_stages(vars(config)) and _is_int(number := _layers_of(new)):
+        vars(new)["stage_names"] = ["stem"] + [f"stage{i + 1}" for i in range(number)]
+        indices = list(range(number + 1))[-wanted:]
+    else:
+        indices = list(vars(config)["_out_indices"] or [-1])
+    stages = vars(new).get("stage_names") or []
+    if stages and max(indices) < len(stages):
+        vars(new)["_out_indices"] = indices
+        vars(new)["_out_features"] = [stages[index] for index in indices]
 
 
 def _values(config: Any) -> dict[str, Any]:
@@ -447,6 +465,8 @@ def _smaller_list(name: str, value: list[Any], values: Mapping[str, Any], picks:
                 return [picks.index(v) for v in value if v in picks]
         elif _EACH_INDEX.search(name) and number and not _is_hierarchical(values):
             return [min(v, 2) if v > 0 else v for v in value]
+        if name == "tubelet_size":
+            return [value[0], *(min(v, PATCH) for v in value[1:])]
         if name in ("depths", "stage_num_blocks", "blocks_per_stage", "layers", "block_repeats"):
             return [min(v, 2) for v in value]
         if not level.widths:
