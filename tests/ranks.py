@@ -30,6 +30,7 @@ from kernel_compat.exchange import gathering_mask_function
 KERNEL = "flash_attention_reference"
 #: The kernel over all ranks, over the ranks of a mesh, and without an exchange.
 SPREAD, MESH, ALONE, OWN = "my_flash_spread", "my_flash_mesh", "my_flash_alone", "my_flash_own"
+WRAPPED = "my_flash_wrapped"
 LENGTH = 24
 MODULE = torch.nn.Module()
 
@@ -96,6 +97,8 @@ CASES = {
     "sinks": Case("gpt_oss_sinks", batch=2),
     "smaller value heads": Case("deepseek_value_dim", batch=2),
     "a forward of one's own": Case("llama_gqa", batch=2, name=OWN),
+    "ulysses as the forward": Case("llama_gqa", batch=2, padding={0: slice(0, 7)}, whole_mask=True, name=WRAPPED),
+    "ulysses as the forward, slices of the mask": Case("llama_gqa", batch=2, padding={0: slice(0, 7)}, name=WRAPPED),
     "checkpointed": Case("llama_gqa", packed=True, checkpointed=True),
     "compiled": Case("mistral_window", batch=2, padding={0: slice(0, 7)}, compiled=True),
 }
@@ -239,6 +242,8 @@ def work(rank: int, ranks: int, folder: Path, backend: str) -> None:
     # Registered before there is a group.
     kernel_compat.register_attention(SPREAD, KERNEL, sequence_parallel=True)
     kernel_compat.register_attention(OWN, KERNEL, forward=own_forward, sequence_parallel=True)
+    inner = attention_forward(reference(), KERNEL)
+    kernel_compat.register_attention(WRAPPED, KERNEL, forward=kernel_compat.ulysses(inner))
     kernel_compat.register_attention(ALONE, KERNEL)
     assert kernel_compat.install().ok
     dist.init_process_group(

@@ -79,6 +79,7 @@ class Forward:
     Attributes:
         batch, length: of the tokens in ``input_ids`` or ``inputs_embeds``; 0 where the model is given neither, as a
             vision tower.
+        implementation: the model's ``attn_implementation``.
         alone: whether the tokens are all that the model is given, so that every attention layer of its own is over them.
         crosses: whether the model is given the states of an encoder.
         decided: whether the model is given a 4D mask, which decides by itself which token sees which.
@@ -94,7 +95,9 @@ class Forward:
         self.batch: int = tokens.shape[0] if sized else 0
         self.length: int = tokens.shape[1] if sized else 0
         self.ids, self.embeddings = ids, embeddings
-        self.encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        config = getattr(model, "config", None)
+        self.implementation = getattr(config, "_attn_implementation", None)
+        self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.alone, self.crosses = sized, False
         for name, value in given.items():
             if isinstance(value, Tensor) and value.is_floating_point() and name != "inputs_embeds":
@@ -430,18 +433,18 @@ def current() -> Forward | None:
     return getattr(_here, "forward", None)
 
 
-def calling(original: Callable[..., Any], before: Callable[[Any], None]) -> Callable[..., Any]:
+def calling(original: Callable[..., Any], before: Callable[[Any, dict[str, Any]], None]) -> Callable[..., Any]:
     """A model's ``__call__`` that keeps its arguments for its layers.
 
     Args:
-        before: called with the model, but not where it is traced.
+        before: called with the model and its arguments by name, but not where it is traced.
     """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = torch.compiler.is_compiling()
-        if not tracing:
-            before(self)
         given = kwargs if not args else {**dict(zip(parameters_of(type(self)), args, strict=False)), **kwargs}
+        if not tracing:
+            before(self, given)
         outer = current()
         forward = _here.forward = Forward(self, given, outer)
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from .attention import _NO_KERNEL_HAS
+from .boundaries import current
 from .errors import UnsupportedFeatureError
 from .mask_function import handed_on, plain_mask_function
 from .masks import fixed_shapes, once
@@ -52,6 +53,7 @@ def spread(forward: Callable[..., Any], group: dist.ProcessGroup | None) -> Call
             return forward(module, query, key, value, _slice_of(attention_mask, key.shape[2], ranks, rank), **kwargs)
 
         batch, heads, length = query.shape[:3]
+        kwargs = _with_what_the_model_was_given(kwargs, batch, length, key.shape[2])
         call = (module, query, key, value, attention_mask, kwargs, ranks, rank)
         if first and not fixed_shapes(query):
             attention_mask, kwargs = _agreed(lambda: _for_all_tokens(*call, wait=True), query, group, ranks)
@@ -67,7 +69,17 @@ def spread(forward: Callable[..., Any], group: dist.ProcessGroup | None) -> Call
             )
         return _gather_heads(output, group, ranks), None
 
+    attention.ulysses_group = group  # type: ignore[attr-defined]
     return attention
+
+
+def _with_what_the_model_was_given(kwargs: dict[str, Any], batch: int, length: int, kv_length: int) -> dict[str, Any]:
+    """The keywords of a layer, with the lengths and positions that its model keeps from it."""
+    forward = current()
+    if forward is None or not forward.describes(batch, length, kv_length):
+        return kwargs
+    given = {**forward.lengths, **({} if forward.positions is None else {"position_ids": forward.positions})}
+    return {**given, **{name: value for name, value in kwargs.items() if name not in given or value is not None}}
 
 
 class _AllToAll(torch.autograd.Function):  # type: ignore[misc]

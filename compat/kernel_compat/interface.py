@@ -12,7 +12,7 @@ from .attention import attention_forward
 from .errors import UnsupportedFeatureError
 from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
-from .sequence_parallel import process_group, ulysses
+from .sequence_parallel import ulysses
 
 #: What each of our entries replaced: (table, key) -> (our value, the previous value or None).
 _entries: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
@@ -28,10 +28,11 @@ def add(entry: AttentionName) -> str | None:
     mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
     spread = entry.sequence_parallel is not False
     if spread:
+        forward = ulysses(forward, entry.sequence_parallel)
+    if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone
         from .exchange import gathering_mask_function
 
-        forward = ulysses(forward, entry.sequence_parallel)
-        mask = entry.mask or gathering_mask_function(process_group(entry.sequence_parallel))
+        mask = entry.mask or gathering_mask_function(forward.ulysses_group)
     _set(functions, entry.name, forward)
     # A forward of the user's own isn't bypassed by upstream's, nor is the exchange: they have no paged alias.
     paged = None if entry.forward is not None or spread else _paged_forward(functions, entry.name)

@@ -80,6 +80,8 @@ def rows_of(sequences: Sequences, tokens: int) -> Rows:
     """
     device = sequences.cu_seqlens.device
     offsets = sequences.cu_seqlens.tolist()
+    if offsets[-1] > tokens:
+        raise ValueError(f"cu_seq_lens_q ends at {offsets[-1]}, and there are {tokens} tokens in the batch")
     if sequences.index is None and offsets[-1] < tokens:
         offsets.append(tokens)
     spans = [(start, stop - start) for start, stop in zip(offsets, offsets[1:], strict=False) if stop > start]
@@ -225,9 +227,16 @@ def _by_sequence(original: Callable[..., Any], attention: bool) -> Callable[...,
     @wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = current()
-        if attention and resolve(getattr(getattr(self, "config", None), "_attn_implementation", None)) is not None:
+        entry = None if call is None else resolve(call.implementation)
+        if call is None or (attention and entry is not None):
             return original(self, *args, **kwargs)
-        rows = None if call is None else _rows(call)
+        if entry is not None and entry.spreads:
+            raise UnsupportedFeatureError(
+                "sequence parallelism",
+                type(self).__name__,
+                "Its state would have to pass from rank to rank. Use a name without sequence_parallel for this model.",
+            )
+        rows = _rows(call)
         if rows is None:
             return original(self, *args, **kwargs)
         return _in_rows(original, self, call, rows, args, kwargs, attention)

@@ -59,6 +59,11 @@ class AttentionName:
     handles_context_parallel: bool = False
     sequence_parallel: Any = False
 
+    @property
+    def spreads(self) -> bool:
+        """Whether the tokens of a sequence are spread over ranks."""
+        return self.sequence_parallel is not False or hasattr(self.forward, "ulysses_group")
+
     def same_as(self, other: AttentionName) -> bool:
         """Whether both were registered with the same arguments."""
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any
 
+from kernel_compat.errors import UnsupportedFeatureError
+from kernel_compat.names import resolve
 from kernel_compat.seams import Seam, Shim
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -14,7 +16,21 @@ _CHECKPOINT = "torch.utils.checkpoint"
 def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     from kernel_compat.boundaries import calling
 
-    return {"__call__": calling(originals["__call__"], lambda model: _mixers().look_at(model))}
+    def before(model: Any, given: Mapping[str, Any]) -> None:
+        _mixers().look_at(model)
+        _refuse_weights(model, given.get("output_attentions"))
+
+    return {"__call__": calling(originals["__call__"], before)}
+
+
+def _refuse_weights(model: Any, asked: bool | None) -> None:
+    """Many models don't hand ``output_attentions`` on to an attention function, which could refuse it."""
+    config = getattr(model, "config", None)
+    entry = resolve(getattr(config, "_attn_implementation", None))
+    if entry is not None and entry.forward is None and (getattr(config, "output_attentions", False) if asked is None else asked):
+        raise UnsupportedFeatureError(
+            "output_attentions=True", entry.name, "No flash kernel computes them: use attn_implementation='eager'."
+        )
 
 
 def _replace_post_init(originals: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -53,7 +53,7 @@ MODELS = there(
     tuple(
         (name, _config(config, **options), config)
         for name, config, options in (
-            ("mamba", "MambaConfig", {**_SHAPE, "state_size": 8}),
+            ("mamba", "MambaConfig", {**_SHAPE, "num_hidden_layers": 2, "state_size": 8}),
             ("mamba2", "Mamba2Config", {**_SHAPE, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}),
             ("falcon_mamba", "FalconMambaConfig", {**_SHAPE, "state_size": 8}),
             ("rwkv", "RwkvConfig", {**_SHAPE, "attention_hidden_size": 32, "context_length": 64, "rescale_every": 0}),
