@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .proving import Proof
 
-__all__ = ["PROVE_HELP", "ProveArgumentError", "add_arguments", "find", "as_json", "show"]
+__all__ = ["PROVE_HELP", "ProveArgumentError", "add_arguments", "as_json", "find", "show"]
 
 PROVE_HELP = "prove on tiny models that a registered name computes what eager attention does"
 
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", dest="cases", action="append", metavar="CASE", help="only this case (repeatable)")
     parser.add_argument("--quick", action="store_true", help="only the cases that find most mistakes")
     parser.add_argument("--workers", type=_positive, default=None, metavar="N", help="processes (default: one a core)")
-    parser.add_argument("--timeout", type=_positive, default=60, metavar="SECONDS", help="for one model type (default: 60)")
+    parser.add_argument(
+        "--timeout", type=_positive, default=60, metavar="SECONDS", help="for one model type (default: 60)"
+    )
     parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the outcomes to this file as well")
 
 
@@ -72,12 +74,12 @@ def find(arguments: argparse.Namespace) -> Proofs:
     for name in types:
         if name not in known:
             raise ProveArgumentError(f"{name!r} is neither a model type of transformers nor a folder")
-    proofs: list[Proof] = []
-    for path in arguments.models:
-        if os.path.isdir(path):
-            proofs.append(prove_config(*_config(path), cases=cases))
+    folders = [path for path in arguments.models if os.path.isdir(path)]
+    proofs = [prove_config(*_config(path), cases=cases) for path in folders]
     workers = arguments.workers or os.cpu_count() or 1
-    proofs += sweep(types, cases, workers=workers, seconds=arguments.timeout, progress=_progress() if len(types) > 1 else None)
+    proofs += sweep(
+        types, cases, workers=workers, seconds=arguments.timeout, progress=_progress() if len(types) > 1 else None
+    )
     found = Proofs(str(transformers.__version__), tuple(proofs))
     if arguments.json_file:
         Path(arguments.json_file).write_text(json.dumps(as_json(found), indent=1, sort_keys=True) + "\n")

@@ -82,7 +82,7 @@ def _need_mask(subject: Subject) -> None:
     _need(subject.takes("attention_mask"), "its forward takes no attention_mask")
 
 
-def _row(subject: Subject, inputs: dict[str, Any], row: int, keep: Tensor) -> dict[str, Any]:
+def _row(inputs: dict[str, Any], row: int, keep: Tensor) -> dict[str, Any]:
     """One row's real tokens alone."""
     alone: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -93,14 +93,12 @@ def _row(subject: Subject, inputs: dict[str, Any], row: int, keep: Tensor) -> di
     return alone
 
 
-def _each_row(subject: Subject, inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Tensor]:
+def _each_row(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Tensor]:
     """The outputs of real tokens, each row computed alone."""
 
     def run(model: Any) -> Tensor:
-        rows = []
-        for row in range(len(mask)):
-            rows.append(main_output(forward(model, _row(subject, inputs, row, mask[row].bool())))[0])
-        return torch.cat(rows)
+        rows = [_row(inputs, row, mask[row].bool()) for row in range(len(mask))]
+        return torch.cat([main_output(forward(model, row))[0] for row in rows])
 
     return run
 
@@ -126,12 +124,14 @@ def _padded(subject: Subject, side: str) -> Iterator[Comparison]:
     if side == "holes":
         yield _same(found)
         return
-    alone = _each_row(subject, inputs, mask)
+    alone = _each_row(inputs, mask)
     if side == "left" and "position_ids" in subject.names:
         yield _same(found)
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         positioned = _kept({**inputs, "attention_mask": mask, "position_ids": positions}, mask)
-        yield Comparison(positioned, positioned, also=alone, note="eager attention differs from each row computed alone")
+        yield Comparison(
+            positioned, positioned, also=alone, note="eager attention differs from each row computed alone"
+        )
     else:
         yield Comparison(found, found, also=alone, note="eager attention differs from each row computed alone")
 
@@ -198,7 +198,11 @@ def _apart(subject: Subject, ids: Tensor, lengths: tuple[int, ...], extra: dict[
         start = 0
         for length in lengths:
             inputs = {name: value[:, start : start + length] for name, value in extra.items()}
-            parts.append(main_output(forward(model, {**inputs, "input_ids": ids[:, start : start + length], **_no_cache(subject)})))
+            parts.append(
+                main_output(
+                    forward(model, {**inputs, "input_ids": ids[:, start : start + length], **_no_cache(subject)})
+                )
+            )
             start += length
         return torch.cat(parts, 1)
 
@@ -211,7 +215,7 @@ def _need_packing(subject: Subject) -> None:
 
 
 def _others(subject: Subject, batch: int) -> dict[str, Any]:
-    return {name: value[:batch] for name, value in subject.inputs.items() if name != "input_ids"}
+    return {n: v[:batch] for n, v in subject.inputs.items() if n != "input_ids" and isinstance(v, Tensor)}
 
 
 def _packed(subject: Subject, cache: bool = False, given: tuple[str, ...] = ()) -> Iterator[Comparison]:
@@ -243,13 +247,31 @@ def packed_positions_cache(subject: Subject) -> Iterator[Comparison]:
 
 
 @_case
+def packed_mrope(subject: Subject) -> Iterator[Comparison]:
+    """Packed positions of time, height and width, alone and below a row of the text's."""
+    _need_packing(subject)
+    _need(subject.has_sections, "its positions have no sections")
+    ids = tokens(subject.vocabulary, 1)
+    others = _others(subject, 1)
+    for rows in (4, 3):
+        positions = _positions().expand(rows, 1, -1).contiguous()
+        inputs = {**others, "input_ids": ids, "position_ids": positions, **_no_cache(subject)}
+        yield Comparison(_apart(subject, ids, LENGTHS, others), _run(inputs))
+
+
+@_case
 def packed_batch(subject: Subject) -> Iterator[Comparison]:
     """Two rows whose sequences begin at different tokens."""
     _need_packing(subject)
     ids = tokens(subject.vocabulary, 2)
     others = _others(subject, 2)
     lengths = (LENGTHS, (4, 10))
-    inputs = {**others, "input_ids": ids, "position_ids": torch.cat([_positions(n) for n in lengths]), **_no_cache(subject)}
+    inputs = {
+        **others,
+        "input_ids": ids,
+        "position_ids": torch.cat([_positions(n) for n in lengths]),
+        **_no_cache(subject),
+    }
 
     def expected(model: Any) -> Tensor:
         rows = []
@@ -297,7 +319,9 @@ def indexed_mask(subject: Subject) -> Iterator[Comparison]:
     others = _others(subject, 1)
     lengths = LENGTHS[:2]
     total = sum(lengths)
-    mask = torch.cat([torch.full((1, n), i + 1) for i, n in enumerate(lengths)] + [torch.zeros(1, LENGTH - total)], 1).long()
+    mask = torch.cat(
+        [torch.full((1, n), i + 1) for i, n in enumerate(lengths)] + [torch.zeros(1, LENGTH - total)], 1
+    ).long()
     positions = torch.cat([_positions(lengths), torch.arange(LENGTH - total)[None]], 1)
     inputs = {**others, "input_ids": ids, "position_ids": positions, "attention_mask": mask, **_no_cache(subject)}
     yield Comparison(_apart(subject, ids[:, :total], lengths, others), lambda model: _run(inputs)(model)[:, :total])
@@ -312,10 +336,12 @@ def _need_cache(subject: Subject) -> None:
     _need("past_key_values" in subject.names, "its forward takes no past_key_values")
 
 
-def _continued(subject: Subject, steps: tuple[int, ...], cache: Callable[[Any], Any] | None, mask: Tensor | None = None) -> Callable[[Any], Tensor]:
+def _continued(
+    subject: Subject, steps: tuple[int, ...], cache: Callable[[Any], Any] | None, mask: Tensor | None = None
+) -> Callable[[Any], Tensor]:
     """The outputs of a prompt and what follows it, step by step against one cache."""
     ids = subject.inputs["input_ids"]
-    others = {name: value for name, value in subject.inputs.items() if name != "input_ids"}
+    others = {n: v for n, v in subject.inputs.items() if n != "input_ids" and isinstance(v, Tensor)}
 
     def run(model: Any) -> Tensor:
         past = cache(model) if cache is not None else None
@@ -435,7 +461,11 @@ def _gradients(model: Any, loss: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in grads])
 
 
-def _trained(runs: list[tuple[dict[str, Any], Tensor | None]], prepare: Callable[[Any], None] | None = None, undo: Callable[[Any], None] | None = None) -> Callable[[Any], Tensor]:
+def _trained(
+    runs: list[tuple[dict[str, Any], Tensor | None]],
+    prepare: Callable[[Any], None] | None = None,
+    undo: Callable[[Any], None] | None = None,
+) -> Callable[[Any], Tensor]:
     """Gradients of a loss that every real token's output counts in, summed over forwards."""
 
     def run(model: Any) -> Tensor:
@@ -468,7 +498,9 @@ def gradients(subject: Subject) -> Iterator[Comparison]:
     yield _same(_trained(_padded_runs(subject)), GRADIENTS)
 
 
-def _packed_runs(subject: Subject) -> tuple[list[tuple[dict[str, Any], Tensor | None]], list[tuple[dict[str, Any], Tensor | None]]]:
+def _packed_runs(
+    subject: Subject,
+) -> tuple[list[tuple[dict[str, Any], Tensor | None]], list[tuple[dict[str, Any], Tensor | None]]]:
     """Packed sequences, and the same sequences one by one."""
     ids = tokens(subject.vocabulary, 1)
     others = _others(subject, 1)
@@ -539,6 +571,23 @@ def cross_attention(subject: Subject) -> Iterator[Comparison]:
     if subject.takes("decoder_attention_mask"):
         mask = padding("left", rows)[:, 2:11]
         yield _same(_kept({**shorter, "decoder_attention_mask": mask}, mask))
+
+
+# Images.
+
+
+@_case
+def image(subject: Subject) -> Iterator[Comparison]:
+    """An image in every row of text, and the same with padding on the left."""
+    inputs = subject.inputs_with_images
+    _need(inputs is not None, "it takes no image beside text, or none was found that fits")
+    assert inputs is not None
+    inputs = {**inputs, **_no_cache(subject)}
+    yield _same(_run(inputs))
+    if subject.takes("attention_mask"):
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, :2] = 0
+        yield _same(_kept({**inputs, "attention_mask": mask}, mask))
 
 
 #: The cases that are enough to tell whether a model gets its masks and its sequences right.

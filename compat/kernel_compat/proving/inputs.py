@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BATCH", "LENGTH", "LENGTHS", "candidates", "padding", "parameters", "tokens", "vocabulary_of"]
+__all__ = [
+    "BATCH",
+    "LENGTH",
+    "LENGTHS",
+    "Maker",
+    "candidates",
+    "filled",
+    "padding",
+    "parameters",
+    "tokens",
+    "vocabulary_of",
+]
 
 BATCH, LENGTH = 3, 14
 #: Of the sequences that packed inputs have.
@@ -104,20 +115,20 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
             wanted = list(dict.fromkeys([*needed, *optional]))
             # What others are made from comes first.
             wanted.sort(key=lambda name: ("mask" in name, "padding" in name, name != "input_ids"))
-            yield from _filled(_Maker(model.config, names), wanted, {})
+            yield from filled(Maker(model.config, names), wanted, {})
 
 
-def _filled(maker: _Maker, names: list[str], chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def filled(maker: Maker, names: list[str], chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every combination of the options for these names."""
     if not names:
         if chosen:
             yield chosen
         return
     for option in maker.options(names[0], chosen):
-        yield from _filled(maker, names[1:], {**chosen, names[0]: option})
+        yield from filled(maker, names[1:], {**chosen, names[0]: option})
 
 
-class _Maker:
+class Maker:
     """Makes values for arguments by their names."""
 
     def __init__(self, config: Any, names: list[str]) -> None:
@@ -169,7 +180,7 @@ class _Maker:
         for side in dict.fromkeys([size, 64, 224]):
             yield self.randn(rows, channels, side, side)
         for side in dict.fromkeys([size, 64]):
-            for count in dict.fromkeys([frames, 1, 2]):
+            for count in dict.fromkeys([frames, 1, 2, 3, 5]):
                 yield self.randn(rows, count, channels, side, side)
         yield self.randn(rows, 16, channels * patch * patch)
         yield from self._patches(chosen)
@@ -209,6 +220,10 @@ class _Maker:
         yield torch.tensor(_GRIDS)[:, 1:]
 
     _image_grid_thw = _grid_thw
+
+    def _image_sizes(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        images = chosen["pixel_values"]
+        yield torch.tensor([list(images.shape[-2:])] * _ROWS)
 
     def _merge_sizes(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield torch.tensor([2 for _ in _GRIDS])
@@ -322,7 +337,11 @@ class _Maker:
         yield self.randn(_ROWS, number(self.config, "prediction_length", default=4))
 
     def _future_time_features(self, chosen: dict[str, Any]) -> Iterator[Any]:
-        yield self.randn(_ROWS, number(self.config, "prediction_length", default=4), number(self.config, "num_time_features", default=1))
+        yield self.randn(
+            _ROWS,
+            number(self.config, "prediction_length", default=4),
+            number(self.config, "num_time_features", default=1),
+        )
 
     def _states(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield self.randn(_ROWS, 5, number(self.config, "state_dim", default=17))

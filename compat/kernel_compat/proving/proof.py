@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from ..errors import KernelCompatError
 from . import recipes
 from .architectures import classes_of
+from .calls import Counted
 from .cases import CASES, Comparison
 from .outcomes import Outcome, Proof
 from .subject import NoRecipeError, NotApplicableError, RefusedToLoadError, Subject, describe, distance
@@ -30,6 +32,7 @@ NAME = "kernel_compat_proof_flash"
 _SENSITIVITY = 10
 #: Where rounding alone makes a larger difference, nothing can be told.
 _UNDECIDABLE = 1e-2
+_NEVER = "its forward never calls the kernel"
 _OURS = str(Path(__file__).parents[1])
 
 
@@ -56,7 +59,7 @@ def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_impl
     start = time.perf_counter()
     outcomes: list[Outcome] = []
     problems: list[str] = []
-    with _quiet(), _proven_name(attn_implementation) as name:
+    with _quiet(), _under_proof(attn_implementation) as name:
         for model_class, configs in _configs(model_type, problems):
             for config in configs:
                 try:
@@ -92,7 +95,7 @@ def prove_config(
     model_type = getattr(config, "model_type", "") or type(config).__name__
     outcomes: list[Outcome] = []
     problem = ""
-    with _quiet(), _proven_name(attn_implementation) as name:
+    with _quiet(), _under_proof(attn_implementation) as name:
         classes = [model_class] if model_class is not None else classes_of(model_type)[:1]
         if not classes:
             problem = f"no model class for {type(config).__name__}: pass model_class"
@@ -133,14 +136,20 @@ def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], 
         yield model_class, configs
 
 
-def _prove(model_class: type[Any], config: Any, cases: Sequence[str] | None, name: str, model_type: str) -> list[Outcome]:
+def _prove(
+    model_class: type[Any], config: Any, cases: Sequence[str] | None, name: _Name, model_type: str
+) -> list[Outcome]:
     label = model_class.__name__
     try:
-        subject = make_subject(model_class, config, name, model_type)
+        subject = make_subject(model_class, config, name.name, model_type)
     except RefusedToLoadError as error:
         verdict = "refused" if is_refusal(error.cause) else "crashed"
         return [Outcome(label, "load", verdict, reason=describe(error.cause))]  # type: ignore[arg-type]
-    return [_outcome(subject, label, case) for case in cases or CASES]
+    before = name.calls if name.counted is not None else None
+    outcomes = [_outcome(subject, label, case) for case in cases or CASES]
+    if name.calls == before:
+        outcomes = [replace(o, reason=_NEVER) if o.verdict == "equal" and not o.reason else o for o in outcomes]
+    return outcomes
 
 
 def make_subject(model_class: type[Any], config: Any, attn_implementation: str, model_type: str = "") -> Subject:
@@ -167,7 +176,7 @@ def make_subject(model_class: type[Any], config: Any, attn_implementation: str, 
 
 def _has_sections(model_class: type[Any], config: Any) -> bool:
     """Whether the code of a class, or of a nested model's, divides rotary channels into sections."""
-    classes = [model_class]
+    classes: list[Any] = [model_class]
     for value in vars(config).values():
         if hasattr(value, "to_dict") and getattr(value, "model_type", ""):
             classes += classes_of(value.model_type)[:1]
@@ -294,17 +303,33 @@ def _transformers() -> str:
     return str(transformers.__version__)
 
 
+@dataclass(frozen=True)
+class _Name:
+    """An attention name under proof, and its kernel where that counts its calls."""
+
+    name: str
+    counted: Counted | None
+
+    @property
+    def calls(self) -> int:
+        return self.counted.calls if self.counted is not None else -1
+
+
 @contextmanager
-def _proven_name(name: str | None) -> Iterator[str]:
+def _under_proof(name: str | None) -> Iterator[_Name]:
     """The name, with the library installed; a name of its own for the reference kernel where there is none."""
     import kernel_compat
 
+    from ..kernels import known_kernels
+
     was_installed = kernel_compat.status().installed
+    counted = None
     if name is None:
-        kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+        counted = Counted(known_kernels()["flash_attention_reference"])
+        kernel_compat.register_attention(NAME, kernel=counted.kernel)
     kernel_compat.install()
     try:
-        yield name or NAME
+        yield _Name(name or NAME, counted)
     finally:
         if not was_installed:
             kernel_compat.uninstall()

@@ -16,7 +16,9 @@ def _resnet() -> dict[str, Any]:
     from transformers import ResNetConfig
 
     features = ["stage1", "stage2", "stage3", "stage4"]
-    backbone = ResNetConfig(embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], out_features=features)
+    backbone = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], out_features=features
+    )
     return {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
 
 
@@ -29,7 +31,9 @@ def _siglip() -> dict[str, Any]:
 
 def _image_vocabulary() -> dict[str, Any]:
     words = {"<image>": 70, "<reserved08706>": 71}
-    return {"vocabulary_map": {**words, **{f"IMGIMG{'A' if i < 10 else 'B'}{chr(65 + i % 10)}Z": 10 + i for i in range(20)}}}
+    return {
+        "vocabulary_map": {**words, **{f"IMGIMG{'A' if i < 10 else 'B'}{chr(65 + i % 10)}Z": 10 + i for i in range(20)}}
+    }
 
 
 #: Arguments for a config class whose defaults don't make a model that can be built here.
@@ -55,6 +59,7 @@ _CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "zamba": {"num_hidden_layers": 8},
     "xmod": {"default_language": "en_XX"},
 }
+
 
 def _gemma3n() -> dict[str, Any]:
     return {"text_config": {"num_kv_shared_layers": 0}, **_siglip()}
@@ -112,7 +117,7 @@ def constructor(model_type: str, config_class: type[Any]) -> dict[str, Any]:
     """Arguments that the config class needs, those that this release of it takes."""
     recipe = _CONSTRUCTOR.get(model_type, {})
     values = dict(recipe() if callable(recipe) else recipe)
-    names = inspect.signature(config_class.__init__).parameters  # type: ignore[misc]
+    names = inspect.signature(config_class.__init__).parameters
     return {name: value for name, value in values.items() if name in names or name != "use_timm_backbone"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .inputs import LENGTH, candidates, parameters, vocabulary_of
+from .images import image_inputs
+from .inputs import candidates, parameters, vocabulary_of
 from .weights import perturbed, randomize
 
 __all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
@@ -81,7 +83,8 @@ class Subject:
                 randomize(self.eager, scale)
             for inputs in candidates(self.eager):
                 try:
-                    tensor = main_output(self._first_forward(inputs))
+                    inputs, output = self._first_forward(inputs)  # noqa: PLW2901
+                    tensor = main_output(output)
                 except Exception as error:
                     problems.setdefault(describe(error), None)
                     continue
@@ -94,13 +97,15 @@ class Subject:
         found = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
         raise NoRecipeError(f"no inputs found: {found}")
 
-    def _first_forward(self, inputs: dict[str, Any]) -> Any:
+    def _first_forward(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The output, and the inputs it took: without a cache where none can be made."""
         try:
-            return forward(self.eager, inputs)
+            return inputs, forward(self.eager, inputs)
         except Exception:
             if "use_cache" not in self.names:
                 raise
-            return forward(self.eager, {**inputs, "use_cache": False})
+        inputs = {**inputs, "use_cache": False}
+        return inputs, forward(self.eager, inputs)
 
     def takes(self, name: str) -> bool:
         """Whether the forward takes this argument."""
@@ -125,7 +130,7 @@ class Subject:
         if not self.has_tokens:
             return False
         output = main_output(forward(self.eager, self.inputs))
-        return output.ndim >= 3 and output.shape[:2] == self.inputs["input_ids"].shape
+        return output.ndim >= 3 and tuple(output.shape[:2]) == tuple(self.inputs["input_ids"].shape)
 
     @cached_property
     def is_causal(self) -> bool:
@@ -135,8 +140,29 @@ class Subject:
         ids = self.inputs["input_ids"]
         other = ids.clone()
         other[:, -1] = torch.where(ids[:, -1] == 7, 8, 7)
-        first, second = (main_output(forward(self.eager, {**self.inputs, "input_ids": i}))[:, :-1] for i in (ids, other))
+        first, second = (
+            main_output(forward(self.eager, {**self.inputs, "input_ids": i}))[:, :-1] for i in (ids, other)
+        )
         return distance(second, first) < 1e-4
+
+    @cached_property
+    def has_sections(self) -> bool:
+        """Whether rotary channels are divided into sections of time, height and width."""
+        return "mrope_section" in str(self.config.to_dict())
+
+    @cached_property
+    def inputs_with_images(self) -> dict[str, Any] | None:
+        """Text with an image in every row; None where the model takes none."""
+        if not self.has_tokens or "pixel_values" in self.inputs:
+            return None
+        for inputs in itertools.islice(image_inputs(self.eager), 8):
+            try:
+                taken, output = self._first_forward(inputs)
+                if bool(main_output(output).isfinite().all()):
+                    return taken
+            except Exception:  # it takes others
+                continue
+        return None
 
     @cached_property
     def perturbed(self) -> Any:
@@ -219,6 +245,3 @@ def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
     """Those of the arguments that a function takes."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in names}
-
-
-assert LENGTH > 6

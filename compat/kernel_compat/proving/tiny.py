@@ -41,7 +41,9 @@ _LAYERS = re.compile(
 #: Names of lists of layers' numbers.
 _INDICES = re.compile(r"(index|indexes|indices|idxs|_ids|_layers|layers_idx|_layer_list)$")
 #: Lists of layers' numbers of which each is needed, because other parts have as many.
-_EACH_INDEX = re.compile(r"^_?(backbone_)?out_indices$|^intermediate_(layers|hidden_state)_ind\w+$|^intermediate_hook_ids$")
+_EACH_INDEX = re.compile(
+    r"^_?(backbone_)?out_indices$|^intermediate_(layers|hidden_state)_ind\w+$|^intermediate_hook_ids$"
+)
 
 #: The size for an attribute's name; the first that matches. A size is never made larger.
 _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
@@ -53,7 +55,10 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"^(moe_intermediate_size|\w*expert_(intermediate_size|dim)|\w*expert_ffn\w*|moe_hidden_size)$", 32),
         (r"^shared_experts_intermediate_size$|^shared_intermediate_size$", 32),
         # Vocabularies.
-        (r"(^|_)vocab_size(_per_layer_input|_base)?$|hash_byte_group_vocab$|^n_vocab$|^vocab_offset$|^num_res_types$", VOCABULARY),
+        (
+            r"(^|_)vocab_size(_per_layer_input|_base)?$|hash_byte_group_vocab$|^n_vocab$|^vocab_offset$|^num_res_types$",
+            VOCABULARY,
+        ),
         (r"^(codebook_size|num_codes|n_codes_total|num_embeds|num_embeddings|num_quantizers_size)$", 32),
         # Multi-head latent attention, and the like.
         (r"^q_lora_rank$|^o_lora_rank$", 32),
@@ -74,32 +79,66 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         # Windows and chunks.
         (r"^local_attention$", 2 * (WINDOW // 2 + 1)),
         (r"^attention_window$", 2 * (WINDOW // 2 + 1)),
-        (r"^(sliding_window|sliding_window_size|local_attention_window_len|swa_window_size|attention_window_size)$", WINDOW),
+        (
+            r"^(sliding_window|sliding_window_size|local_attention_window_len|swa_window_size|attention_window_size)$",
+            WINDOW,
+        ),
         (r"^attention_chunk_size$", CHUNK),
         # Heads.
         (r"^rotary_dim$", HEAD_DIM // 2),
-        (r"(^|_)(head_dim|dim_head|d_head|d_kv|kv_channels)$|^(head_dim|global_head_dim|attention_head_dim)\w*$", HEAD_DIM),
+        (
+            r"(^|_)(head_dim|dim_head|d_head|d_kv|kv_channels)$|^(head_dim|global_head_dim|attention_head_dim)\w*$",
+            HEAD_DIM,
+        ),
         (r"^(\w+_)?(attention_heads|num_heads|n_heads?|num_attention_heads|heads|num_attn_heads)$", HEADS),
         (r"^cross_num_attention_heads$|^decoder_cross_attention_heads$|^num_sliding_attention_heads$", HEADS),
         # Positions.
-        (r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_len|max_sequence_length|model_max_length)$", POSITIONS),
-        (r"^(max_target_positions|context_length|max_text_len|max_text_tokens|\w+_max_position_embeddings)$", POSITIONS),
+        (
+            r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_len|max_sequence_length|model_max_length)$",
+            POSITIONS,
+        ),
+        (
+            r"^(max_target_positions|context_length|max_text_len|max_text_tokens|\w+_max_position_embeddings)$",
+            POSITIONS,
+        ),
         (r"^max_source_positions$", 64),
         (r"^max_2d_position_embeddings$", 1024),
         # Widths of feed-forward networks.
-        (r"^(\w+_)?(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|dff|d_inner|dim_ff|n_inner)(_mlp|_global)?$", INTERMEDIATE),
-        (r"^(\w+_)?(dim_feedforward|feedforward_dim|linear_units|feed_forward_hidden_size|mlp_hidden_size)$", INTERMEDIATE),
+        (
+            r"^(\w+_)?(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|dff|d_inner|dim_ff|n_inner)(_mlp|_global)?$",
+            INTERMEDIATE,
+        ),
+        (
+            r"^(\w+_)?(dim_feedforward|feedforward_dim|linear_units|feed_forward_hidden_size|mlp_hidden_size)$",
+            INTERMEDIATE,
+        ),
         (r"^(\w+_)?(intermediate_dim|block_ff_dim|feed_forward_size|mlp_hidden_dim)$", INTERMEDIATE),
         # Widths.
         (r"^(hidden_size_per_layer_input)$", 16),
         (r"^(hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|emb_dim|width|hidden_channels)$", HIDDEN),
-        (r"^(\w+_)?(hidden_size|embed_dim|embedding_size|embedding_dim|projection_dim|project_dim|output_dim)$", HIDDEN),
-        (r"^(\w+_)?(hidden_size_global|proj_dim|emb_dim|hidden_dim|hidden_channels|embeds_hidden_size|d_model)$", HIDDEN),
-        (r"^(\w+_)?(input_dim|output_dim|out_dim|in_dim|output_dims|proj_dims|codevector_dim|proj_size|query_dim)$", HIDDEN),
-        (r"^(projection_size|pooler_output_size|bottleneck_\w+|vision_dim|fusion_dim|vit_dim|kv_dim|query_dim)$", HIDDEN),
-        (r"^(mask_feature_size|conv_output_size|xvector_output_dim|classifier_proj_size|upsample_initial_channel)$", HIDDEN),
+        (
+            r"^(\w+_)?(hidden_size|embed_dim|embedding_size|embedding_dim|projection_dim|project_dim|output_dim)$",
+            HIDDEN,
+        ),
+        (
+            r"^(\w+_)?(hidden_size_global|proj_dim|emb_dim|hidden_dim|hidden_channels|embeds_hidden_size|d_model)$",
+            HIDDEN,
+        ),
+        (
+            r"^(\w+_)?(input_dim|output_dim|out_dim|in_dim|output_dims|proj_dims|codevector_dim|proj_size|query_dim)$",
+            HIDDEN,
+        ),
+        (
+            r"^(projection_size|pooler_output_size|bottleneck_\w+|vision_dim|fusion_dim|vit_dim|kv_dim|query_dim)$",
+            HIDDEN,
+        ),
+        (
+            r"^(mask_feature_size|conv_output_size|xvector_output_dim|classifier_proj_size|upsample_initial_channel)$",
+            HIDDEN,
+        ),
         (r"^(codebook_dim|latent_dim|vector_quantization_hidden_dimension|latent_size|condition_dim)$", 32),
         # Images and sounds.
+        (r"^mm_tokens_per_image$", 4),
         (r"^num_mel_bins$|^n_mels$|^input_feat_size$|^feature_size_mel$", 16),
         (r"^num_position_embeddings$", 64),
         (r"^num_conv_pos_embeddings$", 16),
@@ -114,10 +153,16 @@ _EXPERTS_PER_TOKEN = re.compile(
     r"^(num_experts_per_tok|num_experts_per_token|moe_top_?k|moe_k|top_k_experts|num_selected_experts|router_top_k|"
     r"num_experts_per_topk|moe_num_active_primary_experts|experts_top_k)$"
 )
-_KEY_VALUE_HEADS = re.compile(r"(^|_)(num_key_value_heads|num_kv_heads|kv_n_heads|n_head_kv|num_global_key_value_heads)$")
+_KEY_VALUE_HEADS = re.compile(
+    r"(^|_)(num_key_value_heads|num_kv_heads|kv_n_heads|n_head_kv|num_global_key_value_heads)$"
+)
 #: Every how many layers another kind comes.
-_PERIODS = re.compile(r"^(\w+_period|full_attention_interval|global_attn_every_n_layers|_?sliding_window_pattern|layer_group_size)$")
-_OFFSETS = re.compile(r"^(attn_layer_offset|expert_layer_offset|max_window_layers|num_dense_layers|first_k_dense_replace)$")
+_PERIODS = re.compile(
+    r"^(\w+_period|full_attention_interval|global_attn_every_n_layers|_?sliding_window_pattern|layer_group_size)$"
+)
+_OFFSETS = re.compile(
+    r"^(attn_layer_offset|expert_layer_offset|max_window_layers|num_dense_layers|first_k_dense_replace)$"
+)
 _RANDOM = re.compile(r"drop|^mask_(time|feature)_prob$|^router_jitter_noise$|^layerdrop$|jitter")
 _TOKEN = re.compile(r"(^|_)(token_(id|index)s?|token_ids)$|^(bos|eos|pad|sep|cls|mask|unk)_(index|id)$")
 
@@ -267,7 +312,8 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
 def _set_outputs(config: Any, new: Any) -> None:
     """Let a backbone return as many feature maps as before, from stages that it has."""
     wanted = len(vars(config)["_out_indices"] or [-1])
-    if not _has_stages(vars(config)) and _is_int(number := _layers_of(new)):
+    number = _layers_of(new)
+    if not _has_stages(vars(config)) and number is not None:
         vars(new)["stage_names"] = ["stem"] + [f"stage{i + 1}" for i in range(number)]
         indices = list(range(number + 1))[-wanted:]
     else:
@@ -285,9 +331,9 @@ def _values(config: Any) -> dict[str, Any]:
         if name in vars(config):
             found[name] = vars(config)[name]
     for name, value in vars(config).items():
-        if name not in found and (_is_config(value) or name.endswith(("token_id", "token_index", "_indices"))):
-            found[name] = value
-        elif name not in found and not name.startswith("_") and (_RANDOM.search(name) or _is_int(value)):
+        if (name not in found and (_is_config(value) or name.endswith(("token_id", "token_index", "_indices")))) or (
+            name not in found and not name.startswith("_") and (_RANDOM.search(name) or _is_int(value))
+        ):
             found[name] = value
     return found
 
@@ -421,7 +467,9 @@ def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[i
     if name == "top_k" and any(map(_is_experts, values)):
         return experts
     if _KEY_VALUE_HEADS.search(name):
-        heads = next((v for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if _is_int(v := values.get(n))), 0)
+        heads = next(
+            (v for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if _is_int(v := values.get(n))), 0
+        )
         return min(value, HEADS if value == heads else KEY_VALUE_HEADS)
     if _PERIODS.match(name):
         return min(value, 2)
@@ -446,16 +494,27 @@ def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[i
 
 
 def _is_hierarchical(values: Mapping[str, Any]) -> bool:
-    return any(isinstance(values.get(name), (list, tuple)) for name in ("depths", "hidden_sizes", "num_heads", "embed_dims"))
+    return any(
+        isinstance(values.get(name), (list, tuple)) for name in ("depths", "hidden_sizes", "num_heads", "embed_dims")
+    )
 
 
-def _smaller_list(name: str, value: list[Any], values: Mapping[str, Any], picks: list[int] | None, tokens: _Tokens, level: Level) -> list[Any]:
+def _smaller_list(
+    name: str, value: list[Any], values: Mapping[str, Any], picks: list[int] | None, tokens: _Tokens, level: Level
+) -> list[Any]:
     if all(_is_int(v) for v in value):
         if _TOKEN.search(name):
             return [tokens(v) for v in value]
         if name == "mrope_section":
             return _sections(value, HEAD_DIM // 2)
-        number = next((v for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if _is_int(v := values.get(n))), None)
+        number = next(
+            (
+                v
+                for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
+                if _is_int(v := values.get(n))
+            ),
+            None,
+        )
         if picks is not None and number:
             if len(value) == number and not _is_stages(name):
                 return [_smaller_int(_single(name), value[p], values, None, EXPERTS) for p in picks]
@@ -475,13 +534,29 @@ def _smaller_list(name: str, value: list[Any], values: Mapping[str, Any], picks:
             return [min(v, 16) for v in value]
         if name == "image_size":
             return [min(v, 64 if _is_hierarchical(values) else IMAGE) for v in value]
-        if name in ("hidden_sizes", "embed_dims", "embed_dim", "neck_hidden_sizes", "encoder_hidden_sizes", "embed_dim_per_stage"):
-            heads = values.get("num_attention_heads") or values.get("num_heads") or values.get("num_attention_heads_per_stage")
+        if name in (
+            "hidden_sizes",
+            "embed_dims",
+            "embed_dim",
+            "neck_hidden_sizes",
+            "encoder_hidden_sizes",
+            "embed_dim_per_stage",
+        ):
+            heads = (
+                values.get("num_attention_heads")
+                or values.get("num_heads")
+                or values.get("num_attention_heads_per_stage")
+            )
             if isinstance(heads, (list, tuple)) and len(heads) == len(value):
                 return [8 * h for h in heads]
             return [v // 8 for v in value] if all(v % 8 == 0 for v in value) and min(value) >= 64 else value
         return value
-    number = next((v for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if _is_int(v := values.get(n))), None)
+    if name == "image_grid_pinpoints":
+        return [[2 * IMAGE, IMAGE], [IMAGE, 2 * IMAGE], [2 * IMAGE, 2 * IMAGE]]
+    number = next(
+        (v for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if _is_int(v := values.get(n))),
+        None,
+    )
     if picks is not None and number and len(value) == number:
         return [value[p] for p in picks]
     return value
@@ -517,7 +592,9 @@ def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) ->
     """A config of the same class with these values: made by its constructor where that takes them."""
     klass = type(config)
     parameters = _parameters(klass)
-    given = {name: value for name, value in values.items() if name in parameters and not _is_default(klass, name, value)}
+    given = {
+        name: value for name, value in values.items() if name in parameters and not _is_default(klass, name, value)
+    }
     given.update({name: value for name, value in changed.items() if name in parameters})
     rest = {name: value for name, value in changed.items() if name not in parameters}
     for nested in (_plain, _same):

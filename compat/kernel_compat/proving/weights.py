@@ -45,6 +45,8 @@ def perturbed(model: nn.Module, relative: float = 1e-7, seed: int = 1) -> dict[s
     """The model's weights with random relative errors of float32's rounding size, as a state dict."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: tensor * (1 + relative * torch.randn(tensor.shape, generator=generator)) if tensor.is_floating_point() else tensor
+        name: tensor * (1 + relative * torch.randn(tensor.shape, generator=generator))
+        if tensor.is_floating_point()
+        else tensor
         for name, tensor in model.state_dict().items()
     }

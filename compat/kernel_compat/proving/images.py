@@ -1,0 +1,118 @@
+"""Text with an image in it, for models that put an image's features in the place of its tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .inputs import BATCH, Maker, filled, tokens, vocabulary_of
+
+__all__ = ["image_inputs"]
+
+#: Arguments that may come with an image.
+_WITH_IMAGES = (
+    (),
+    ("image_grid_thw",),
+    ("image_sizes",),
+    ("pixel_attention_mask",),
+    ("pixel_attention_mask", "spatial_shapes"),
+    ("image_position_ids",),
+    ("target_sizes",),
+)
+#: More tokens than these would make a case slow.
+_MOST_TOKENS = 300
+
+
+def image_inputs(model: Any) -> Iterator[dict[str, Any]]:
+    """Inputs of `BATCH` rows with an image in each, likeliest first; the text around it has six tokens."""
+    token = _image_token(model.config)
+    names = list(inspect.signature(model.forward).parameters)
+    features = getattr(model, "get_image_features", None) or getattr(
+        getattr(model, "model", None), "get_image_features", None
+    )
+    if "aspect_ratio_mask" in names:
+        yield from _cross_attended(model)
+    if token is None or features is None or "pixel_values" not in names:
+        return
+    takes = inspect.signature(features).parameters
+    for more in _WITH_IMAGES:
+        if not all(name in takes or name in names for name in more):
+            continue
+        needed = [n for n in ("image_grid_thw", "image_sizes") if n in takes and n not in more]
+        if any(takes[name].default is inspect.Parameter.empty for name in needed):
+            continue
+        for images in filled(Maker(model.config, [*names, *more]), ["pixel_values", *more], {}):
+            counts = _features_of(features, {k: v for k, v in images.items() if k in takes})
+            if counts is None or not 0 < sum(counts) <= _MOST_TOKENS * BATCH:
+                continue
+            yield from _texts(model, names, images, token, counts)
+
+
+def _image_token(config: Any) -> int | None:
+    for name in ("image_token_id", "image_token_index", "media_placeholder_token_id", "im_patch_id"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and 0 <= value < vocabulary_of(config):
+            return value
+    return None
+
+
+def _features_of(get: Any, images: dict[str, Any]) -> list[int] | None:
+    """How many tokens each image takes."""
+    try:
+        with torch.no_grad():
+            found = get(**images)
+    except Exception:  # it takes others
+        return None
+    for name in ("pooler_output", "last_hidden_state"):
+        if getattr(found, name, None) is not None:
+            found = getattr(found, name)
+            break
+    parts = [found] if isinstance(found, Tensor) else list(found)
+    if not all(isinstance(part, Tensor) and part.ndim >= 2 for part in parts):
+        return None
+    counts = [part.shape[:-1].numel() for part in parts]
+    grid = images.get("image_grid_thw")
+    if grid is not None and len(counts) == 1:
+        patches = [int(row.prod()) for row in grid]
+        return [counts[0] * n // sum(patches) for n in patches]
+    return [counts[0] // BATCH] * BATCH if len(counts) == 1 and counts[0] % BATCH == 0 else counts
+
+
+def _texts(
+    model: Any, names: list[str], images: dict[str, Any], token: int, counts: list[int]
+) -> Iterator[dict[str, Any]]:
+    text = tokens(vocabulary_of(model.config), BATCH, 6, seed=5)
+    before, after = (_tokens_around(model.config, side) for side in ("start", "end"))
+    marked = [torch.tensor([*before, *[token] * n, *after]) for n in counts]
+    if len(marked) == BATCH and len(set(counts)) == 1:
+        ids = torch.stack([torch.cat([row[:2], one, row[2:]]) for row, one in zip(text, marked, strict=True)])
+    else:  # images of different sizes: one row has them all
+        ids = torch.cat([text[0, :2], *(part for one in marked for part in (one, text[1, :1])), text[0, 2:]])[None]
+    inputs = {"input_ids": ids, **images}
+    kinds = [n for n in ("mm_token_type_ids", "token_type_ids") if n in names]
+    yield {**inputs, **{name: (ids == token).long() for name in kinds}}
+
+
+def _tokens_around(config: Any, side: str) -> list[int]:
+    value = getattr(config, f"vision_{side}_token_id", None)
+    return [value] if isinstance(value, int) and 0 <= value < vocabulary_of(config) else []
+
+
+def _cross_attended(model: Any) -> Iterator[dict[str, Any]]:
+    """Inputs for models whose text attends to images by layers of its own."""
+    vision = model.config.vision_config
+    ids = tokens(vocabulary_of(model.config))
+    rows, length = ids.shape
+    tiles, size = vision.max_num_tiles, vision.image_size
+    generator = torch.Generator().manual_seed(3)
+    yield {
+        "input_ids": ids,
+        "pixel_values": torch.randn(rows, 1, tiles, vision.num_channels, size, size, generator=generator),
+        "aspect_ratio_ids": torch.ones(rows, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(rows, 1, tiles, dtype=torch.long),
+        "cross_attention_mask": torch.ones(rows, length, 1, tiles, dtype=torch.long),
+    }
