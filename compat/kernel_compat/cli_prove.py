@@ -60,7 +60,8 @@ def find(arguments: argparse.Namespace) -> Proofs:
         raise ProveArgumentError("name model types or folders, or pass --all")
     import transformers
 
-    from .proving import QUICK, prove_config, sweep
+    from .proving import QUICK, prove_config
+    from .proving.sweep import sweep
     from .proving.architectures import model_types
     from .proving.proof import UnknownCaseError, require_cases
 

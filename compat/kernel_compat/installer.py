@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import warnings
@@ -98,6 +99,7 @@ class _State:
         self.lock = threading.RLock()
         self.installed = False
         self.skip: frozenset[str] = frozenset()
+        self.unproven: str | None = None
         self.applied: dict[str, _Applied] = {}
         self.failed: dict[str, str] = {}
         # Seams we left to somebody's patch, by shim: ours again as soon as they take it back.
@@ -110,7 +112,11 @@ class _State:
 _state = _State()
 
 
-def install(*, skip: Collection[str] = ()) -> Report:
+#: What `install(unproven=...)` takes.
+UNPROVEN = ("warn", "refuse", "allow")
+
+
+def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Report:
     """Apply every shim this environment needs and make the registered attention names known to transformers.
 
     Imports the upstream modules whose seams it replaces. Each shim is applied whole or not at all: one that finds
@@ -119,16 +125,23 @@ def install(*, skip: Collection[str] = ()) -> Report:
 
     Args:
         skip: names of shims to leave out, as `status()` lists them. One that an earlier call applied is undone.
+        unproven: what happens when a model is loaded under a registered name whose type can't be proven to compute what it
+            computes with eager attention: ``"warn"``, ``"refuse"`` or ``"allow"``. Types that the library was tested on are
+            in its table; others are proven at load on a tiny model of their own class, once, which takes some seconds and is
+            kept in the user's cache. ``"allow"`` leaves that out. By default what an earlier call said, or else the environment
+            variable ``KERNEL_COMPAT_UNPROVEN``, or else ``"warn"``.
 
     Returns:
         A report: every shim with its state and the reason.
 
     Raises:
-        ValueError: `skip` names a shim that doesn't exist.
+        ValueError: `skip` names a shim that doesn't exist, or `unproven` is none of the three.
         TypeError: `skip` is a single string.
     """
     if isinstance(skip, str):
         raise TypeError(f"skip takes a list of shim names, not the string {skip!r}")
+    if unproven not in (None, *UNPROVEN):
+        raise ValueError(f"unproven must be one of {', '.join(UNPROVEN)}, not {unproven!r}")
     skip = frozenset(skip)
     shims, broken = discover()
     unknown = sorted(map(repr, skip - {shim.name for shim in shims} - set(broken)))
@@ -146,6 +159,7 @@ def install(*, skip: Collection[str] = ()) -> Report:
         _undo([name for name in _state.applied if name in skip])
         _reclaim()
         _state.skip = skip
+        _state.unproven = unproven or _state.unproven
         _state.failed = {}
         before = set(_state.applied)
         try:
@@ -168,6 +182,14 @@ def install(*, skip: Collection[str] = ()) -> Report:
         return _report(environment, shims, broken)
 
 
+def unproven() -> str:
+    """What happens to models that can't be proven: as `install` was told, or by the environment."""
+    said = _state.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN", "warn")
+    if said not in UNPROVEN:
+        raise ValueError(f"KERNEL_COMPAT_UNPROVEN must be one of {', '.join(UNPROVEN)}, not {said!r}")
+    return said
+
+
 def uninstall() -> Report:
     """Put back the very objects that were there before `install()`, and withdraw the registered attention names.
 
@@ -181,6 +203,7 @@ def uninstall() -> Report:
         _reclaim()
         left += dict.fromkeys(f"{seam.seam.target} (shim {name})" for name, seam in _state.left)
         _state.skip = frozenset()
+        _state.unproven = None
         _state.failed = {}
         return replace(_report(_environment(shims), shims, broken), left_alone=tuple(left))
 
@@ -193,7 +216,7 @@ def status() -> Report:
 
 
 @contextmanager
-def installed(*, skip: Collection[str] = ()) -> Iterator[Report]:
+def installed(*, skip: Collection[str] = (), unproven: str | None = None) -> Iterator[Report]:
     """`install()` for the length of a ``with`` block; of several that overlap, in one thread or many, the last uninstalls.
 
     Inside another installation it changes nothing on leaving.
@@ -204,7 +227,7 @@ def installed(*, skip: Collection[str] = ()) -> Iterator[Report]:
             _state.blocks_own = not _state.installed
         _state.blocks += 1
     try:
-        yield install(skip=skip)
+        yield install(skip=skip, unproven=unproven)
     finally:
         with _state.lock:
             _state.blocks -= 1

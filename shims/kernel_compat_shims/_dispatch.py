@@ -9,6 +9,7 @@ from typing import Any
 
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.flags import require_flash_support
+from kernel_compat.installer import unproven
 from kernel_compat.names import AttentionName, resolve
 
 #: `PreTrainedModel._flash_attention_forward`'s parameters that the replacement reads by position or by name.
@@ -118,6 +119,10 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
             return original(self, attn_implementation, *args, **kwargs)
         require_flash_support(self, entry.name)  # whose attention would ignore the name
         entry.kernel.load()
+        if entry.forward is None:  # what a forward of one's own computes is its author's to prove
+            from kernel_compat.proving.loading import require_proof
+
+            require_proof(self, entry.name, unproven())
         preload(attn_implementation)
         return attn_implementation
 

@@ -4,9 +4,25 @@ A tiny model of every type is built twice with the same weights, and compared ca
 caches, generation, gradients, checkpointing.
 """
 
-from .cases import CASES, QUICK
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .outcomes import Outcome, Proof, summary
-from .proof import prove_config, prove_type
-from .sweep import sweep
+
+if TYPE_CHECKING:
+    from .cases import CASES, QUICK
+    from .proof import prove_config, prove_type
+    from .sweep import sweep
 
 __all__ = ["CASES", "QUICK", "Outcome", "Proof", "prove_config", "prove_type", "summary", "sweep"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need torch, when they are used."""
+    import importlib
+
+    modules = {"CASES": "cases", "QUICK": "cases", "prove_config": "proof", "prove_type": "proof"}
+    if name not in modules:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(f".{modules[name]}", __name__), name)

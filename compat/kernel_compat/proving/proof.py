@@ -20,6 +20,7 @@ from . import recipes
 from .architectures import classes_of
 from .calls import Counted
 from .cases import CASES, Comparison
+from .loading import nothing_to_prove
 from .outcomes import Outcome, Proof
 from .subject import NoRecipeError, NotApplicableError, RefusedToLoadError, Subject, describe, distance
 from .tiny import LEVELS, shrink

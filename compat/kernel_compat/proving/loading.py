@@ -1,0 +1,182 @@
+"""A model that is loaded under a registered name must be of a proven type: by the table, or proven now."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnsupportedFeatureError
+from .outcomes import Proof
+from .table import wrong_cases
+
+__all__ = ["require_proof"]
+
+_SECONDS = 180
+_logger = logging.getLogger(__name__)
+_seen: dict[Any, Proof] = {}
+_here = threading.local()
+
+
+@contextmanager
+def nothing_to_prove() -> Iterator[None]:
+    """For models that are built to be proven."""
+    before, _here.proving = getattr(_here, "proving", False), True
+    try:
+        yield
+    finally:
+        _here.proving = before
+
+
+def require_proof(model: Any, name: str, unproven: str) -> None:
+    """Refuse a model whose type is known to be wrong under a registered name, and prove one that nothing is known of.
+
+    A type that isn't in the table is proven on a tiny model of its own class, in a process of its own on the CPU. That takes
+    some seconds, once: what comes out is kept in the user's cache.
+
+    Args:
+        model: a model that is being built; its config and its class count.
+        name: the attention name.
+        unproven: what to do where no tiny model can be made: ``"warn"`` once, ``"refuse"``, or ``"allow"`` it, and then
+            nothing is proven either.
+
+    Raises:
+        UnsupportedFeatureError: the type is wrong in some case, or can't be proven and `unproven` is ``"refuse"``.
+    """
+    import transformers
+
+    owner = type(model)
+    known = _in_table(owner, str(getattr(model.config, "model_type", "")), str(transformers.__version__))
+    if known:
+        raise _wrong(owner, name, known)
+    if known is not None or unproven == "allow" or getattr(_here, "proving", False):
+        return
+    proof = _proof(owner, model.config)
+    if wrong := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == "wrong"}):
+        raise _wrong(owner, name, wrong)
+    if not proof.no_recipe:
+        return
+    message = (
+        f"{owner.__name__} isn't proven to compute under {name!r} what eager attention does: no tiny model of it could be "
+        f"made ({proof.no_recipe})"
+    )
+    if unproven == "refuse":
+        raise UnsupportedFeatureError(
+            f"the attention name {name!r}", owner.__name__, f"{message}. install(unproven='allow') takes it as it is."
+        )
+    warnings.warn(f"{message}. Compare the two yourself, or pass install(unproven=...).", stacklevel=2)
+
+
+def _in_table(owner: type, model_type: str, version: str) -> tuple[str, ...] | None:
+    if not owner.__module__.startswith("transformers.models."):
+        return None
+    known = wrong_cases(model_type, version)
+    # A part of a model, such as its vision tower, is proven with the whole.
+    return wrong_cases(owner.__module__.split(".")[2], version) if known is None else known
+
+
+def _wrong(owner: type, name: str, cases: Any) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        f"the attention name {name!r}",
+        owner.__name__,
+        f"It computes something else than eager attention ({', '.join(cases)}). Use 'eager', or 'sdpa' if the model has it; "
+        "`kernel-compat prove` shows by how much.",
+    )
+
+
+def _proof(owner: type, config: Any) -> Proof:
+    """The proof of a class: of this process, of the user's cache, or made now.
+
+    What a module defines besides, such as the model within a head's, is proven with the class that is loaded first.
+    """
+    key = owner if owner.__module__ == "__main__" else owner.__module__
+    if key not in _seen:
+        kept = _cache_folder() / f"{_fingerprint(owner)}.json"
+        if kept.exists():
+            _seen[key] = Proof.from_json(json.loads(kept.read_text()))
+        else:
+            _logger.info("proving %s on a tiny model", owner.__name__)
+            _seen[key] = proof = _prove_elsewhere(owner, config)
+            if proof.outcomes:
+                _keep(proof, kept)
+    return _seen[key]
+
+
+def _keep(proof: Proof, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(proof.to_json()))
+        written.replace(path)
+    except OSError as error:  # a home that can't be written: it is proven again next time
+        _logger.info("the proof could not be kept: %s", error)
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernel-compat" / "proofs"
+
+
+def _fingerprint(owner: type) -> str:
+    """Of the class's source, that of what it inherits, and the versions that it runs on."""
+    parts = [owner.__qualname__]
+    for klass in owner.__mro__:
+        if not klass.__module__.startswith(("torch.", "builtins")):
+            try:
+                parts.append(inspect.getsource(sys.modules[klass.__module__]))
+            except (KeyError, OSError, TypeError):
+                parts.append(repr(klass))
+    parts += [f"{name} {metadata.version(name)}" for name in ("kernel-compat", "torch", "transformers")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _prove_elsewhere(owner: type, config: Any) -> Proof:
+    """Prove a class in a process of its own, which nothing of this one reaches: devices, default dtypes, patches."""
+    model_type = str(getattr(config, "model_type", ""))
+    with tempfile.TemporaryDirectory() as folder:
+        given, answer = Path(folder, "given"), Path(folder, "answer.json")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "CUDA_VISIBLE_DEVICES": "",
+            "KERNEL_COMPAT_UNPROVEN": "allow",
+        }
+        try:
+            given.write_bytes(pickle.dumps((owner, config)))
+            subprocess.run(
+                [sys.executable, "-m", __name__, str(given), str(answer)],
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+            )
+            return Proof.from_json(json.loads(answer.read_text()))
+        except subprocess.CalledProcessError as error:
+            problem = (error.stderr or "").strip().rpartition("\n")[2]
+        except Exception as error:  # a class that can't be pickled, a proof that takes too long
+            problem = f"{type(error).__name__}: {error}"
+    return Proof(model_type, metadata.version("transformers"), no_recipe=problem)
+
+
+def _main(given: str, answer: str) -> None:
+    from . import QUICK, prove_config
+
+    owner, config = pickle.loads(Path(given).read_bytes())
+    Path(answer).write_text(json.dumps(prove_config(config, owner, QUICK).to_json()))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
