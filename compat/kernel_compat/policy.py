@@ -18,6 +18,7 @@ from .errors import KernelUnavailableError, UnsupportedFeatureError
 from .flags import read, require_flash_support, unwrapped
 from .kernels import Features, Kernel, Provider, known_kernels
 from .kernels.base import instead
+from .models.support import beyond_causal_attention, slides
 
 __all__ = [
     "LADDER",
@@ -350,16 +351,9 @@ def _needs(model: Any) -> list[tuple[str, str]]:
             found.add((name, "softcap"))
         if getattr(module, "sinks", None) is not None:
             found.add((name, "sinks"))
-        if getattr(module, "sliding_window", None) or _slides(getattr(module, "config", None)):
+        if getattr(module, "sliding_window", None) or slides(getattr(module, "config", None)):
             found.add((name, "window"))
     return sorted(found)
-
-
-def _slides(config: Any) -> bool:
-    if not getattr(config, "sliding_window", None) or not getattr(config, "use_sliding_window", True):
-        return False
-    layers = getattr(config, "layer_types", None)
-    return layers is None or any("sliding" in layer for layer in layers)
 
 
 #: The functions of transformers' PreTrainedModel, and ours in their place, in which a name is checked.
@@ -428,7 +422,9 @@ def resolve_preload(
     - Liger is switched off under tensor or context parallelism: its kernels see one shard as the whole.
     - Context parallelism needs ``sdpa``; names registered with ``handles_context_parallel=True`` are kept.
     - Packed sequences need a varlen kernel. FlashAttention-2, -3, -4, torch's, a hub kernel of flash attention and
-      registered names are kept; everything else becomes the best varlen kernel that is usable and has gradients.
+      registered names are kept; everything else becomes the best varlen kernel that is usable and has gradients. Where
+      none is, ``sdpa`` is kept if it was asked for: it tells sequences apart by ``position_ids`` alone, with
+      ``use_cache=False`` and without an ``attention_mask``.
 
     Args:
         attn_implementation: what was asked for; None for transformers' own choice.
@@ -441,7 +437,8 @@ def resolve_preload(
     Raises:
         ValueError: an empty name, a size below 1, or packed sequences together with context parallelism.
         TypeError: an argument of another type.
-        KernelUnavailableError: packed sequences, and no varlen kernel is usable; the message says for each why not.
+        KernelUnavailableError: packed sequences, a name that doesn't take them, and no varlen kernel is usable; the message
+            says for each why not.
     """
     if attn_implementation is not None and not isinstance(attn_implementation, str):
         raise TypeError(f"attn_implementation must be a string or None, not {attn_implementation!r}")
@@ -478,12 +475,7 @@ def resolve_preload(
         if attn_implementation is not None and _takes_packed(attn_implementation):
             reasons.append(f"{attn_implementation} is kept: it was asked for, and takes packed sequences.")
         else:
-            choice = best_available(environment, {"varlen", "backward"})
-            reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
-            if attn_implementation is not None and _step(attn_implementation, environment, ()).usable is None:
-                asked += f" ({_unknown(attn_implementation)})"
-            reasons.append(f"{choice.name} instead of {asked}: packed sequences need a varlen kernel.")
-            attn_implementation = choice.name
+            attn_implementation = _best_packed(attn_implementation, asked, environment, reasons)
     else:
         reasons.append(f"{asked} is kept: nothing asks for another.")
     if attn_implementation is not None:
@@ -493,6 +485,25 @@ def resolve_preload(
         elif step.usable is None:
             reasons.append(f"{attn_implementation} is for transformers to load: {step.reason}.")
     return Preload(attn_implementation, bool(use_liger_kernel), tuple(reasons))
+
+
+def _best_packed(asked_for: str | None, asked: str, environment: Environment, reasons: list[str]) -> str:
+    """The attention for packed sequences in the place of one that doesn't take them; adds to the reasons."""
+    try:
+        choice = best_available(environment, {"varlen", "backward"})
+    except KernelUnavailableError:
+        if asked_for != "sdpa":
+            raise
+        reasons.append(
+            "sdpa is kept: no varlen kernel is usable here, and it was asked for. It tells packed sequences apart by "
+            "position_ids alone, with use_cache=False and without an attention_mask."
+        )
+        return asked_for
+    reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
+    if asked_for is not None and _step(asked_for, environment, ()).usable is None:
+        asked += f" ({_unknown(asked_for)})"
+    reasons.append(f"{choice.name} instead of {asked}: packed sequences need a varlen kernel.")
+    return choice.name
 
 
 def _size(name: str, value: SupportsIndex) -> int:
@@ -517,15 +528,16 @@ def _takes_packed(name: str) -> bool:
 def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
     """Verify that a model can run under context parallelism of `cp_size` ranks; of one rank nothing is asked.
 
-    torch's context parallelism reaches attention that goes through ``scaled_dot_product_attention`` alone: with any
-    other each rank would attend to its own shard, without an error.
+    torch's context parallelism reaches ``scaled_dot_product_attention`` alone, and drops its mask: with any other attention or
+    mixer each rank would see its own shard, and windows, chunks and other patterns are lost, both without an error.
 
     Args:
         model: a model, or a model class, of which the declaration alone is verified.
 
     Raises:
         UnsupportedFeatureError: the model class has no sdpa, the model was loaded with another attention that doesn't
-            handle context parallelism itself, or it needs softcap or sinks, which sdpa has not.
+            handle context parallelism itself, it needs softcap or sinks, which sdpa has not, or a part of it is anything but
+            full causal attention.
         ValueError, TypeError: `cp_size` is no number of ranks.
     """
     if _size("cp_size", cp_size) == 1:
@@ -555,6 +567,12 @@ def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
     if lacking := _lacking(sdpa, {feature for name, feature in _needs(model) if name == "sdpa"}):
         raise UnsupportedFeatureError(
             need, kind, f"It needs {', '.join(lacking)}, which sdpa has not: set {otherwise}."
+        )
+    if beyond := beyond_causal_attention(model):
+        raise UnsupportedFeatureError(
+            f"context parallelism (cp_size={cp_size}), which drops masks and reaches scaled_dot_product_attention alone",
+            kind,
+            f"It isn't full causal attention throughout: {'; '.join(beyond)}. Set {otherwise}.",
         )
 
 

@@ -334,6 +334,149 @@ class TestVerify:
             verify_sdpa_support(model, 2)
 
 
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen2_window", "mistral_window", "deepseek_value_dim"])
+@pytest.mark.parametrize("training", [False, True])
+def test_packed_sequences_on_sdpa(name: str, training: bool, models: Path) -> None:
+    """Where `resolve_preload` leaves them: with position_ids alone and without a cache each is computed by itself."""
+    model = load(saved(models, name), "sdpa").train(training)
+    ids, lengths = torch.randint(3, VOCAB, (1, 20)), (7, 9, 4)
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        found = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits
+        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
+#: Decoders with layers that aren't full causal attention, by model type, and what is said of them.
+UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "bamba": ({"num_hidden_layers": 2, "attn_layer_indices": [1]}, "BambaMixer|linear_attention"),
+    "falcon_h1": ({"num_hidden_layers": 2, "use_cache": None}, "FalconH1Mixer|hybrid"),
+    "jamba": ({"num_hidden_layers": 8}, "JambaMambaMixer|linear_attention"),
+    "lfm2": ({"num_hidden_layers": 2, "full_attn_idxs": [1]}, "Lfm2ShortConv|conv"),
+    "llama4_text": ({"num_hidden_layers": 4}, "chunked_attention"),
+    "minimax": ({"num_hidden_layers": 2}, "linear_attention"),
+    "nemotron_h": ({}, "NemotronHMamba2Mixer|linear_attention"),
+    "qwen3_next": ({"num_hidden_layers": 4}, "linear_attention"),
+    "qwen3_5_text": ({"num_hidden_layers": 4}, "linear_attention"),
+    "deepseek_v32": ({"num_hidden_layers": 4}, "DeepseekV32Indexer|indexed_attention"),
+    "falcon": ({"num_hidden_layers": 2, "alibi": True}, "ALiBi"),
+}
+
+
+def empty(model_type: str, **values: Any) -> Any:
+    """A model without weights, under sdpa."""
+    config = transformers.CONFIG_MAPPING[model_type](**values)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+class Mixer(torch.nn.Module):
+    """Mixes tokens in a way that nobody has seen yet."""
+
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return hidden_states.cumsum(1), None
+
+
+class Mask(Mixer):
+    """Attention by a softmax of its own."""
+
+    is_causal = True
+
+    def forward(self, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        scores = hidden_states @ hidden_states.transpose(1, 2)
+        return scores.tril().softmax(-1) @ hidden_states, None
+
+
+class Silent(Mixer):
+    """Takes nothing that would tell."""
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        return hidden_states.cumsum(1), None
+
+
+class Convolved(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.short = torch.nn.Conv1d(64, 64, 4, groups=64)
+
+
+class TestContextParallelism:
+    """It drops masks, and reaches scaled_dot_product_attention alone."""
+
+    @pytest.mark.parametrize("name", ["qwen2_window", "mistral_window"])
+    def test_windows(self, name: str, models: Path) -> None:
+        model = load(saved(models, name), "sdpa")
+        with pytest.raises(UnsupportedFeatureError, match="ForCausalLM.*cp_size=2.*sliding window of 5.*Set cp_size=1"):
+            verify_sdpa_support(model, 2)
+        verify_sdpa_support(model, 1)
+
+    @pytest.mark.parametrize(
+        ("model_type", "values"),
+        [
+            ("mistral", {"sliding_window": None}),
+            ("mistral", {"sliding_window": 4096, "max_position_embeddings": 4096}),
+            ("qwen2", {"use_sliding_window": False, "sliding_window": 8}),
+            ("qwen3", {}),
+            ("mixtral", {}),
+            ("gpt2", {}),
+            ("opt", {}),
+            ("gpt_neox", {}),
+            ("deepseek_v3", {}),
+        ],
+    )
+    def test_full_causal_attention(self, model_type: str, values: dict[str, Any]) -> None:
+        verify_sdpa_support(empty(model_type, num_hidden_layers=2, **values), 2)
+
+    @pytest.mark.parametrize("model_type", [name for name in UNSUITABLE if name in transformers.CONFIG_MAPPING])
+    def test_anything_else(self, model_type: str) -> None:
+        values, says = UNSUITABLE[model_type]
+        with pytest.raises(UnsupportedFeatureError, match=says):
+            verify_sdpa_support(empty(model_type, **values), 2)
+
+    def test_a_prefix_that_attends_to_both_sides(self) -> None:
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text = {**vision, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB}
+        config = transformers.PaliGemmaConfig(
+            vision_config={"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, **vision},
+            text_config={"model_type": "gemma", **text},
+            projection_dim=32,
+        )
+        model = transformers.PaliGemmaForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+        with pytest.raises(UnsupportedFeatureError, match="mask pattern of its own"):
+            verify_sdpa_support(model, 2)
+
+    @pytest.mark.parametrize(
+        ("kind", "says"),
+        [
+            (Mixer, r"layers.1.self_attn \(Mixer\) mixes tokens"),
+            (Mask, r"layers.1.self_attn \(Mask\) mixes tokens"),
+            (Silent, r"layers.1 \(LlamaDecoderLayer\) mixes tokens"),
+        ],
+    )
+    def test_an_unknown_mixer(self, kind: type[torch.nn.Module], says: str) -> None:
+        model = empty("llama", num_hidden_layers=2)
+        model.model.layers[1].self_attn = kind()
+        with pytest.raises(UnsupportedFeatureError, match=says):
+            verify_sdpa_support(model, 2)
+
+    def test_parts_of_a_layer(self) -> None:
+        model = empty("llama", num_hidden_layers=2)
+        layer = model.model.layers[0]
+        layer.mlp = Convolved(layer.mlp)
+        with pytest.raises(UnsupportedFeatureError, match=r"mlp.short \(Conv1d\) mixes tokens"):
+            verify_sdpa_support(model, 2)
+        layer.mlp = layer.mlp.inner
+        verify_sdpa_support(model, 2)
+        layer.self_attn.dt_bias = torch.nn.Parameter(torch.zeros(4))
+        with pytest.raises(UnsupportedFeatureError, match=r"has a state \(dt_bias\)"):
+            verify_sdpa_support(model, 2)
+        del layer.self_attn.dt_bias
+        layer.self_attn.is_causal = False
+        with pytest.raises(UnsupportedFeatureError, match=r"self_attn.*isn't known to be causal"):
+            verify_sdpa_support(model, 2)
+
+
 def test_every_release_has_the_functions_that_check_a_name() -> None:
     """Errors are told by them: one that is renamed upstream must be seen here."""
     functions = vars(transformers.PreTrainedModel)

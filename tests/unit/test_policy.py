@@ -308,13 +308,20 @@ class TestResolvePreload:
 
     def test_packed_sequences_and_no_varlen_kernel(self) -> None:
         with pytest.raises(KernelUnavailableError) as caught:
-            plan("sdpa", environment(*ALL), packed_sequence=True)
+            plan("eager", environment(*ALL), packed_sequence=True)
         said = str(caught.value)
         for name in LADDER:
             assert f"{name}: " in said
         assert "sdpa: it has no varlen" in said
         assert "no CUDA device is visible" in said
         assert "flash_attention_reference runs here, slowly" in said
+
+    def test_packed_sequences_on_sdpa(self) -> None:
+        """It is exact: tests/integration shows it on every release."""
+        found = plan("sdpa", environment(*ALL), packed_sequence=True)
+        assert found.attn_implementation == "sdpa"
+        (reason,) = found.reasons
+        assert "by position_ids alone, with use_cache=False and without an attention_mask" in reason
 
     def test_packed_sequences_under_context_parallelism(self) -> None:
         kernel_compat.register_attention("my_flash", kernel="flash_attention_2", handles_context_parallel=True)
