@@ -325,16 +325,14 @@ def _set_outputs(config: Any, new: Any) -> None:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """What the constructor takes, as the config has it; and every other number or nested config it carries."""
+    """What the constructor takes, as the config has it, and then every other attribute."""
     found: dict[str, Any] = {}
     for name in _parameters(type(config)):
         if name in vars(config):
             found[name] = vars(config)[name]
     for name, value in vars(config).items():
-        if (name not in found and (_is_config(value) or name.endswith(("token_id", "token_index", "_indices")))) or (
-            name not in found and not name.startswith("_") and (_RANDOM.search(name) or _is_int(value))
-        ):
-            found[name] = value
+        if not name.startswith("_"):
+            found.setdefault(name, value)
     return found
 
 
@@ -606,6 +604,9 @@ def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) ->
             # What the constructor works out of the new sizes is right as it is.
             if _is_config(value) or vars(new).get(name) == vars(config).get(name):
                 _set(new, name, value)
+        for name, value in vars(config).items():
+            if name not in vars(new):
+                _set(new, name, changed.get(name, copy.deepcopy(value)))
         return new
     new = copy.deepcopy(config)
     for name, value in changed.items():
