@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boundaries import Sequences, current, packed_sequences, require_agreement, restarts_of
+from .boundaries import Forward, Sequences, current, packed_sequences, require_agreement, restarts_of
 from .errors import UnsupportedFeatureError
 from .kernels import Kernel
 from .kernels.base import instead
@@ -236,6 +236,7 @@ def flash_attention(
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
         if own and forward.lengths.get("cu_seq_lens_q") is cu_seq_lens_q:
             forward.agree()
+            _require_positions(forward)
         elif attention_mask is not None:
             require_agreement(cu_seq_lens_q, attention_mask, None, batch, q_len)
         return _packed(
@@ -245,6 +246,8 @@ def flash_attention(
     if q_len > 1 and not decided:
         if own:
             sequences = forward.sequences(causal)
+            if sequences is not None:
+                _require_positions(forward)
             if sequences is not None and attention_mask is not None and forward.mask is None:
                 raise ValueError("packed sequences beside a mask with padding that the model has made itself")
         elif position_ids is not None and position_ids.shape[-1] == q_len and attention_mask is None:
@@ -257,6 +260,15 @@ def flash_attention(
         return _padded(functions, query, key, value, attention_mask, padded_queries, options)
     output: Tensor = functions.flash_attn_func(query, key, value, **options)
     return output
+
+
+def _require_positions(forward: Forward) -> None:
+    if not forward.takes_positions:
+        raise UnsupportedFeatureError(
+            "packed sequences",
+            "a model whose forward has no position_ids",
+            "Its positions run on from one sequence into the next. Pass the sequences as rows of a padded batch.",
+        )
 
 
 def _sequences_of_positions(positions: Tensor, batch: int, length: int, causal: bool) -> Sequences | None:

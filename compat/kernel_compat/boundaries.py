@@ -82,6 +82,7 @@ class Forward:
         implementation: the model's ``attn_implementation``.
         alone: whether the tokens are all that the model is given, so that every attention layer of its own is over them.
         crosses: whether the model is given the states of an encoder.
+        takes_positions: whether the model has a parameter for position ids; one without counts on along the whole row.
         decided: whether the model is given a 4D mask, which decides by itself which token sees which.
         lengths: the ``cu_seq_lens_*`` and ``max_length_*`` that it is given.
         agreed: the offsets that mask and positions were compared with.
@@ -115,6 +116,7 @@ class Forward:
         if self.cached and not torch.compiler.is_compiling() and _is_packed(cache):
             raise ValueError("a cache of packed sequences can't be continued: which of them is meant can't be told")
         self.lengths: dict[str, Any] = {name: given[name] for name in _LENGTHS if given.get(name) is not None}
+        self.takes_positions = "position_ids" in parameters_of(type(model))
         self.patterns: list[Pattern] = []
         self._numbers: Tensor | None = None
         self._found: dict[bool, Sequences | None] = {}
@@ -128,6 +130,7 @@ class Forward:
             self.lengths = self.lengths or outer.lengths
             self.cached = self.cached or outer.cached
             self.alone = self.alone and (outer.alone or ids is None)
+            self.takes_positions = self.takes_positions or outer.takes_positions
             self.decided = self.decided and outer.decided  # or else the model has made it
 
     def _is_part_of(self, outer: Forward) -> bool:
