@@ -330,7 +330,8 @@ def _under_proof(name: str | None) -> Iterator[_Name]:
         kernel_compat.register_attention(NAME, kernel=counted.kernel)
     kernel_compat.install()
     try:
-        yield _Name(name or NAME, counted)
+        with nothing_to_prove():
+            yield _Name(name or NAME, counted)
     finally:
         if not was_installed:
             kernel_compat.uninstall()
