@@ -373,7 +373,7 @@ class _Call:
             v_dim = v.shape[-1]
             q, k, v, softmax_scale = self.padded(q, k, v, softmax_scale)
             out = _first(function(q, k, v, softmax_scale=softmax_scale, causal=causal, **options))
-            return out if out.shape[-1] == v_dim else out[..., :v_dim]
+            return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
 
         return flash_attn_func
 
@@ -418,7 +418,7 @@ class _Call:
                     **options,
                 )
             )
-            return out if out.shape[-1] == v_dim else out[..., :v_dim]
+            return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
 
         return flash_attn_varlen_func
 

@@ -1,0 +1,84 @@
+"""Tiny models of many decoder types on the real kernels: padded and packed, as close as twice eager's own rounding error."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from bf16 import distance
+from torch import Tensor
+
+from kernel_compat.errors import KernelCompatError
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (37, 20, 64, 7)
+
+#: Decoders that keep what attention needs from it on some release, decoders that everybody uses, and hybrids.
+TYPES = [
+    "afmoe", "aya_vision", "bamba", "bitnet", "cohere", "cohere2", "ctrl", "deepseek_v2", "deepseek_v3", "ernie4_5",
+    "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "granite",
+    "granitemoehybrid", "helium", "jamba", "lfm2", "llama", "mamba", "mamba2", "minimax", "mistral", "mixtral",
+    "modernbert-decoder", "nemotron", "nemotron_h", "olmo2", "olmo_hybrid", "opt", "persimmon", "phi3", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3", "stablelm", "starcoder2", "zamba2",
+]  # fmt: skip
+
+
+@pytest.fixture(params=TYPES)
+def models(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any, Any]:
+    """The same weights thrice on the GPU: float32 and bfloat16 with eager attention, bfloat16 under the name."""
+    from kernel_compat.proving.architectures import classes_of
+    from kernel_compat.proving.proof import make_subject
+    from kernel_compat.proving.subject import NoRecipeError, build
+    from kernel_compat.proving.weights import randomize
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if request.param not in CONFIG_MAPPING:
+        pytest.skip("this release doesn't have it")
+    config = CONFIG_MAPPING[request.param]()
+    try:
+        subject = make_subject(classes_of(request.param)[0], config, "eager", request.param)
+    except NoRecipeError as error:
+        pytest.skip(str(error))
+    truth = randomize(subject.eager, 1.0) or subject.eager
+    truth = truth.cuda()
+    try:
+        ours = build(subject.model_class, subject.config, name)
+    except KernelCompatError as error:
+        if request.param not in ("mamba", "mamba2"):  # which have no attention
+            pytest.skip(str(error))
+        ours = build(subject.model_class, subject.config, "eager")
+    ours.load_state_dict(truth.state_dict())
+    return truth, copy.deepcopy(truth).bfloat16(), ours.cuda().bfloat16()
+
+
+def alone(model: Any, ids: Tensor) -> Tensor:
+    return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
+
+
+def judge(found: Tensor, yardstick: Tensor, truth: Tensor) -> None:
+    own, error = distance(yardstick.float(), truth), distance(found.float(), truth)
+    print(f"off by {error:.1e}, eager in bfloat16 by {own:.1e}")
+    assert error <= 2 * own
+
+
+def test_padded_and_packed(models: tuple[Any, Any, Any]) -> None:
+    truth, yardstick, ours = models
+    torch.manual_seed(0)
+    vocabulary = truth.get_input_embeddings().num_embeddings
+    ids = torch.randint(3, min(vocabulary, 60), (2, sum(LENGTHS)), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, -50:] = 0
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].cuda()
+    offsets = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+    lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 64, "max_length_k": 64}
+    with torch.no_grad():
+        padded = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        judge(*(model(**padded).logits[mask.bool()] for model in (ours, yardstick, truth)))
+        expected = alone(yardstick, ids[:1]), alone(truth, ids[:1])
+        for given in ({}, lengths):
+            given = {"input_ids": ids[:1], "position_ids": positions, "use_cache": False, **given}
+            judge(ours(**given).logits, *expected)
