@@ -212,6 +212,7 @@ def _apart(subject: Subject, ids: Tensor, lengths: tuple[int, ...], extra: dict[
 def _need_packing(subject: Subject) -> None:
     _need_decoder(subject)
     _need(subject.takes("position_ids"), "its forward takes no position_ids")
+    _need(not subject.has_positions_of_its_own, "its position embeddings don't follow position_ids")
 
 
 def _others(subject: Subject, batch: int) -> dict[str, Any]:
@@ -423,7 +424,7 @@ def _need_generate(subject: Subject) -> None:
 
 def _generated(subject: Subject, inputs: dict[str, Any], **options: Any) -> Callable[[Any], Tensor]:
     def run(model: Any) -> Tensor:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         with torch.no_grad():
             output = model.generate(**inputs, **_GREEDY, **options, return_dict_in_generate=True, output_logits=True)
         return torch.stack(list(output.logits), 1)
@@ -536,7 +537,7 @@ def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
 
     padded = _padded_runs(subject)
     yield Comparison(_trained(padded), _trained(padded, prepare, undo), GRADIENTS)
-    if subject.is_causal and subject.takes("position_ids"):
+    if subject.is_causal and subject.takes("position_ids") and not subject.has_positions_of_its_own:
         together, alone = _packed_runs(subject)
         yield Comparison(_trained(alone), _trained(together, prepare, undo), GRADIENTS)
 

@@ -108,6 +108,12 @@ def prove_config(
     return Proof(model_type, _transformers(), tuple(outcomes), problem, time.perf_counter() - start)
 
 
+def warm_up() -> None:
+    """Import what every proof needs, in the process that others are forked from."""
+    with _quiet(), _under_proof(None):
+        pass
+
+
 def require_cases(cases: Iterable[str] | None) -> None:
     """Check that cases of these names exist."""
     for case in cases or ():
@@ -126,7 +132,11 @@ def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], 
         problems.append(describe(error))
         return
     for model_class in classes:
-        own = getattr(model_class, "config_class", None) or config_class
+        try:
+            own = getattr(model_class, "config_class", None) or config_class
+        except ImportError as error:  # a stand-in for a class that needs another library
+            problems.append(describe(error))
+            continue
         order = (config_class, own) if issubclass(config_class, own) else (own, config_class)
         configs = []
         for one in dict.fromkeys(order):

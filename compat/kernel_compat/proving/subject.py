@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .images import image_inputs
-from .inputs import candidates, parameters, vocabulary_of
+from .inputs import LENGTH, candidates, parameters, vocabulary_of
 from .weights import perturbed, randomize
 
 __all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
@@ -146,6 +146,17 @@ class Subject:
         return distance(second, first) < 1e-4
 
     @cached_property
+    def has_positions_of_its_own(self) -> bool:
+        """Whether it embeds positions but ignores `position_ids`, which only its ``**kwargs`` take."""
+        if "position_ids" in self.names:
+            return False
+        embeds = any("position" in type(m).__name__.lower() for m in self.eager.modules())
+        positions = torch.arange(LENGTH).flip(0)[None].expand(len(self.inputs["input_ids"]), -1)
+        outputs = (forward(self.eager, {**self.inputs, **more}) for more in ({}, {"position_ids": positions}))
+        first, second = map(main_output, outputs)
+        return embeds and bool(torch.equal(first, second))
+
+    @cached_property
     def has_sections(self) -> bool:
         """Whether rotary channels are divided into sections of time, height and width."""
         return "mrope_section" in str(self.config.to_dict())
@@ -174,7 +185,7 @@ class Subject:
 
 def build(model_class: type[Any], config: Any, attn_implementation: str) -> Any:
     """A model as ``from_config`` of the auto classes builds it, in float32 and for inference."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     config = copy.deepcopy(config)
     make = getattr(model_class, "_from_config", None)
     if make is None:
@@ -192,7 +203,7 @@ def _float32(make: Any) -> dict[str, Any]:
 
 def forward(model: Any, inputs: dict[str, Any], gradients: bool = False) -> Any:
     """The model's output; what it draws at random is the same each time."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     with torch.set_grad_enabled(gradients):
         return model(**inputs)
 

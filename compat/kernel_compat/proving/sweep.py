@@ -71,23 +71,28 @@ def sweep(
 
 def _import() -> None:
     """What most types need, imported before the processes are forked."""
-    import torch
     import transformers.generation.utils
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from . import proof  # noqa: F401
+    from .proof import warm_up
 
-    torch.set_num_threads(1)
+    warm_up()
 
 
 def _work(model_type: str, cases: Sequence[str] | None, sender: Any) -> None:
-    _import()
+    import torch
+
     from .proof import prove_type
 
+    torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    sender.send(prove_type(model_type, cases).to_json(exact=True))
+    try:
+        proof = prove_type(model_type, cases)
+    except Exception as error:  # of the prover itself: its other types go on
+        proof = _crashed(model_type, f"the proof failed: {type(error).__name__}: {error}")
+    sender.send(proof.to_json(exact=True))
     sender.close()
 
 
