@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from inspect import getattr_static
 from typing import Any
 
 from .errors import UnsupportedFeatureError
+from .models.support import has_no_attention
 
 __all__ = ["FLAG", "LEGACY", "declared_flash_support", "is_base", "read", "require_flash_support", "sets", "unwrapped"]
 
@@ -43,7 +45,7 @@ def declared_flash_support(owner: type, model: object | None = None) -> bool | N
 
 
 def require_flash_support(model: Any, name: str, interface: bool = True) -> None:
-    """Check that a model, or a model class, doesn't ignore the flash attention `name`.
+    """Check that a model, or a model class, doesn't ignore the flash attention `name`. One without attention can't.
 
     Args:
         interface: whether going through transformers' attention interface is enough, as it is for registered names.
@@ -53,11 +55,14 @@ def require_flash_support(model: Any, name: str, interface: bool = True) -> None
     """
     owner, instance = (model, None) if isinstance(model, type) else (type(model), model)
     through = interface and getattr(model, "_supports_attention_backend", False)
-    if not (declared_flash_support(owner, instance) or through):
+    if not (declared_flash_support(owner, instance) or through or has_no_attention(owner)):
+        others = (
+            "'sdpa' or 'eager'" if read(getattr_static(owner, "_supports_sdpa", False), owner, instance) else "'eager'"
+        )
         raise UnsupportedFeatureError(
             f"flash attention (attn_implementation={name!r})",
             owner.__name__,
-            "Use 'sdpa' or 'eager', or a release of transformers whose model does.",
+            f"Use {others}, or a release of transformers whose model does.",
         )
 
 
