@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from inspect import getattr_static
 from typing import Any
 
 from .errors import UnsupportedFeatureError
+from .models.support import has_no_attention
 
 __all__ = [
     "FLAG",
@@ -55,6 +57,8 @@ def declared_flash_support(owner: type, model: object | None = None) -> bool | N
 def require_flash_support(model: Any, name: str, interface: bool = True) -> None:
     """Check that the attention of a model, or of a model class, can be computed by the flash attention `name`.
 
+    A model without attention, such as a convolutional backbone, has none that could ignore the name.
+
     Args:
         interface: whether going through transformers' attention interface is enough where no class sets a flag, as it is
             for registered names.
@@ -67,14 +71,15 @@ def require_flash_support(model: Any, name: str, interface: bool = True) -> None
     declared = declared_flash_support(owner, instance)
     undeclared = declared is None and interface and getattr(model, "_supports_attention_backend", False)
     sparse = None if instance is None else sparse_attention(instance)
-    if (declared or undeclared) and sparse is None:
+    if (declared or undeclared or has_no_attention(owner)) and sparse is None:
         return
     feature = f"flash attention (attn_implementation={name!r})"
     if sparse is not None:
         feature += f": each query chooses its keys ({sparse}), and flash kernels have no such mask"
     elif declared is False:
         feature += f", as its {FLAG} says"
-    others = "'sdpa' or 'eager'" if getattr(model, "_supports_sdpa", False) else "'eager'"
+    sdpa = read(getattr_static(owner, "_supports_sdpa", False), owner, instance)
+    others = "'sdpa' or 'eager'" if sdpa else "'eager'"
     raise UnsupportedFeatureError(
         feature, owner.__name__, f"Use {others}, or a release of transformers whose model supports it."
     )

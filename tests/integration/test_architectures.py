@@ -9,7 +9,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import NAME, QWEN_VL, TRANSFORMERS, VOCAB, accepts, bart, llava, load, modernbert, save, saved, two_images
+from tiny import (
+    NAME,
+    QWEN_VL,
+    TRANSFORMERS,
+    VOCAB,
+    accepts,
+    bart,
+    llava,
+    load,
+    modernbert,
+    randomize,
+    save,
+    saved,
+    two_images,
+)
 from torch import Tensor
 
 import kernel_compat
@@ -289,3 +303,51 @@ def test_a_mask_as_long_as_a_static_cache(models: Path) -> None:
         )
         found.append(part.logits)
     assert distance(torch.cat(found, 1), expected) < TOLERANCE
+
+
+class TestConvolutionalBackbone:
+    """It has no attention that could ignore a name; neither has it sdpa."""
+
+    def config(self) -> Any:
+        sizes = {"d_model": 32, "encoder_hidden_dim": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 2}
+        backbone = transformers.RTDetrResNetConfig(
+            embedding_size=8,
+            hidden_sizes=[8, 16, 24, 32],
+            depths=[1, 1, 1, 1],
+            layer_type="basic",
+            out_features=["stage2", "stage3", "stage4"],
+        )
+        return transformers.RTDetrConfig(
+            **sizes,
+            **heads,
+            backbone_config=backbone,
+            encoder_in_channels=[16, 24, 32],
+            decoder_in_channels=[32, 32, 32],
+            num_queries=10,
+            num_denoising=0,
+        )
+
+    def build(self, name: str) -> Any:
+        torch.manual_seed(0)
+        model = transformers.RTDetrForObjectDetection._from_config(self.config(), attn_implementation=name)
+        return randomize(model).eval()
+
+    def test_rt_detr(self) -> None:
+        if not transformers.RTDetrForObjectDetection._supports_flash_attn:
+            with pytest.raises(
+                kernel_compat.UnsupportedFeatureError, match="RTDetr.* flash attention .*Use 'eager', or"
+            ):
+                self.build(NAME)
+            return
+        images = torch.randn(1, 3, 64, 64)
+        expected, found = (self.build(name)(pixel_values=images).logits for name in ("eager", NAME))
+        assert distance(found, expected) < TOLERANCE
+
+    def test_backbones_with_attention_are_refused(self) -> None:
+        from kernel_compat.models.support import has_no_attention
+
+        assert has_no_attention(transformers.ResNetBackbone)
+        assert has_no_attention(transformers.ConvNextBackbone)
+        for model in (transformers.SwinBackbone, transformers.TimmBackbone, transformers.ResNetModel):
+            assert not has_no_attention(model)

@@ -474,6 +474,119 @@ def test_a_forward_that_liger_would_silently_replace(monkeypatch: pytest.MonkeyP
     assert scene.changes() == []
 
 
+def own_llama() -> type:
+    """A model class of its own with Llama's model type and parts, as remote code has: its logits are scaled."""
+
+    class OwnForCausalLM(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+        base_model_prefix = "model"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = transformers.LlamaModel(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def get_output_embeddings(self) -> Any:
+            return self.lm_head
+
+        def forward(self, input_ids: Any, **options: Any) -> Any:
+            hidden = self.model(input_ids, **options)[0]
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden) / 8)
+
+    return OwnForCausalLM
+
+
+@real
+def test_a_class_of_its_own_with_the_model_type() -> None:
+    model = randomize(own_llama()(CAUSAL_LMS["llama"]())).eval()
+    expected, scene = logits(model), Scene(model)
+    with pytest.raises(
+        UnsupportedFeatureError, match="OwnForCausalLM is not transformers' model of this type.*fused_linear_cross"
+    ):
+        use_liger_kernel(model)
+    assert scene.changes() == []
+    assert torch.equal(logits(model), expected)
+    with use_liger_kernel(model, fused_linear_cross_entropy=False):  # its parts are transformers'
+        assert by_liger(model.model.norm.forward)
+    assert scene.changes() == []
+
+
+@real
+@pytest.mark.parametrize(
+    ("name", "values", "option"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "swiglu"),
+        ("llama", {"hidden_act": "relu"}, "swiglu"),
+        ("llama", {"mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}, "swiglu"),
+        ("mistral_window", {"hidden_act": "gelu"}, "swiglu"),
+        ("gemma2_softcap", {"hidden_activation": "silu"}, "geglu"),
+        ("gemma2_softcap", {"hidden_activation": "gelu"}, "geglu"),  # without tanh
+    ],
+)
+def test_another_activation(name: str, values: dict[str, Any], option: str) -> None:
+    config = CAUSAL_LMS[name]()
+    for key, value in values.items():
+        setattr(config, key, value)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    scene = Scene(model)
+    with pytest.raises(UnsupportedFeatureError, match=f"MLP.*they differ by .*Turn off the option.*{option}"):
+        use_liger_kernel(model)
+    assert scene.changes() == []
+    with use_liger_kernel(model, **{option: False}):
+        assert by_liger(model.model.norm.forward)
+
+
+@real
+def test_a_vision_tower_with_another_activation() -> None:
+    config = transformers.PixtralVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
+    )
+    if config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        pytest.skip("this release of liger-kernel has nothing for Pixtral")
+    with pytest.raises(UnsupportedFeatureError, match="PixtralMLP.*they differ.*swiglu"):
+        use_liger_kernel(transformers.PixtralVisionModel(config))
+    config.hidden_act = "silu"
+    with use_liger_kernel(transformers.PixtralVisionModel(config)) as handle:
+        assert handle is not None
+
+
+class Halved(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = inner.weight, inner.variance_epsilon
+
+    def forward(self, x: Any) -> Any:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * self.weight / 2
+
+
+@real
+def test_a_norm_with_another_formula() -> None:
+    model = build()
+    model.model.norm = Halved(model.model.norm)
+    scene = Scene(model)
+    with pytest.raises(UnsupportedFeatureError, match="Halved.*they differ by .*rms_norm"):
+        use_liger_kernel(model)
+    assert scene.changes() == []
+    model = build()
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5  # which Liger reads
+    use_liger_kernel(model).undo()
+
+
+@real
+def test_losses_that_the_fused_one_is_not() -> None:
+    biased, own = build(), build()
+    biased.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
+    own.loss_function = lambda *args, **options: None
+    for model, says in ((biased, "its head has a bias"), (own, "its loss_function is .*lambda")):
+        scene = Scene(model)
+        with pytest.raises(UnsupportedFeatureError, match=f"{says}.*fused_linear_cross_entropy"):
+            use_liger_kernel(model)
+        assert scene.changes() == []
+        with use_liger_kernel(model, fused_linear_cross_entropy=False):
+            assert by_liger(model.model.norm.forward)
+
+
 @real
 def test_the_hooks_of_accelerate() -> None:
     """They are on every module of a model that was loaded with a quantization or onto several devices."""

@@ -9,10 +9,12 @@ import interpreter  # noqa: F401  # repaired
 import pytest
 import torch
 import triton.language as tl
+from liger_kernel import ops
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from kernel_compat.models import liger_proof
 from kernel_compat.ops import norms
 from kernel_compat.ops.kernels import liger
 
@@ -95,3 +97,26 @@ def test_swiglu(saved: bool, checkpointing: bool | None) -> None:
         return x.grad, gate.weight.grad, up.weight.grad, up.bias.grad
 
     require_close(results(liger.swiglu()), results(lambda gate, up: functional.silu(gate) * up))
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "options"),
+    [
+        ("LigerSiLUMulFunction", [(5, 64), (5, 64)], (1.3, 0.7)),
+        ("LigerGELUMulFunction", [(5, 64), (5, 64)], ()),
+        ("LigerReLUSquaredFunction", [(5, 64)], ()),
+        ("LigerLayerNormFunction", [(5, 64), (64,), (64,)], (1e-3,)),
+        ("LigerRMSNormFunction", [(5, 64), (64,)], (1e-3, 0.0, "llama", False)),
+        ("LigerRMSNormFunction", [(5, 64), (64,)], (1e-3, 1.0, "gemma", False)),
+    ],
+)
+def test_the_formulas_that_forwards_are_proven_by(
+    name: str, shapes: list[tuple[int, ...]], options: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("rms_norm", "layer_norm"):
+        monkeypatch.setattr(f"liger_kernel.ops.{module}.rsqrt", lambda x: 1 / tl.sqrt(x))
+    monkeypatch.setattr("liger_kernel.ops.geglu.tanh", lambda x: 2 / (1 + tl.exp(-2 * x)) - 1)
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for shape in shapes]
+    expected = liger_proof._FORMULAS[name].apply(*inputs, *options)
+    require_close((getattr(ops, name).apply(*inputs, *options),), (expected,))

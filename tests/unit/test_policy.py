@@ -445,10 +445,19 @@ class TestVerifyFlash:
         assert verify_flash_support(Model(), name, self.here) is None
         assert verify_flash_support(Model, name, self.here) is None
 
-    @pytest.mark.parametrize("model", [Old(), Old])
-    def test_a_model_without(self, model: Any) -> None:
-        with pytest.raises(UnsupportedFeatureError, match="Old does not support flash attention.*says. Use 'eager',"):
-            verify_flash_support(model, "flash_attention_2", self.here)
+    @pytest.mark.parametrize("sdpa", [False, True])
+    @pytest.mark.parametrize("instance", [False, True])
+    def test_a_model_without(self, sdpa: bool, instance: bool) -> None:
+        """The message names what the model has."""
+
+        class Older(Old):
+            _supports_sdpa = sdpa
+
+        others = "'sdpa' or 'eager'" if sdpa else "'eager'"
+        with pytest.raises(
+            UnsupportedFeatureError, match=f"Older does not support flash attention .*says\\. Use {others}, or"
+        ):
+            verify_flash_support(Older() if instance else Older, "flash_attention_2", self.here)
 
     def test_the_legacy_flag(self) -> None:
         class Legacy(Model):

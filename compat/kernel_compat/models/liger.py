@@ -59,7 +59,8 @@ def use_liger_kernel(model: Any, **options: Any) -> Handle:
         KernelUnavailableError: liger-kernel is missing, or doesn't import with this transformers and torch.
         SeamError: this release of liger-kernel patches instances in another way, or not at all.
         UnsupportedFeatureError: Liger has nothing for the model type; or it would replace a forward that isn't
-            upstream's, or give a language modelling loss to a model without the head for it.
+            upstream's or computes something else, such as an MLP with another activation, or give a language modelling
+            loss to a model without the head for it, with a bias on it, or with a loss function of its own.
         ValueError: an option that Liger doesn't have for the model type, and would drop; other options than those the
             model is patched with; a part of the model is patched already, through another one.
         KernelCompatError: Liger failed, or lost a submodule. As after every error, nothing is changed.
@@ -220,6 +221,7 @@ def _apply(model: Any, liger: _Liger, options: Mapping[str, Any], chosen: dict[s
             liger.apply(model, **options)
             changes = [change for photograph in photographs for change in photograph.changes()]
             _refuse_losses(changes)
+            _require_same(changes)
             own = [change for change in changes if change.module is not None]
             _shared.claim(token, [change for change in changes if change.module is None], (c.module for c in own))
             patch = _Patch(token, chosen, own, vars(model), weakref.finalize(model, _collected, token))
@@ -292,6 +294,68 @@ def _refuse_losses(changes: Iterable[_Change]) -> None:
                 NAME,
                 "Pass fused_linear_cross_entropy=False.",
             )
+
+
+def _require_same(changes: Iterable[_Change]) -> None:
+    """Raise where Liger computes something else than what it stands in for, or where that isn't known."""
+    from ..ops.probing import Unproven
+    from .liger_proof import key, require_same, require_same_activation
+
+    proven = set()
+    for change in changes:
+        module, after = change.module, change.after
+        what, function = type(module).__name__, getattr(after, "__func__", after)
+        try:
+            if module is None:
+                continue
+            if change.owner is module._modules and _top(type(after)) == "liger_kernel":
+                what = type(change.before).__name__
+                require_same_activation(change.before, after)
+            elif change.owner is not vars(module) or change.name != "forward" or _top(function) != "liger_kernel":
+                continue
+            elif ".model." in function.__module__:
+                _require_loss(module)
+            elif _top(type(module)) != "liger_kernel" and (alike := key(module, function)) not in proven:
+                require_same(module, function)
+                proven.add(alike)
+        except Unproven as unproven:
+            option = _option(getattr(function, "__qualname__", type(after).__name__))
+            raise UnsupportedFeatureError(
+                f"{what}, in the place of which it would put something else: {unproven}",
+                NAME,
+                f"Turn off the option that does so{option}.",
+            ) from None
+
+
+def _require_loss(model: Any) -> None:
+    """Check that Liger's forward with a fused loss is for this very model."""
+    from ..ops.probing import Unproven
+
+    own = next(c for c in type(model).__mro__ if "forward" in vars(c))
+    packages = {c.__module__.rpartition(".")[0] for c in type(getattr(model, "config", None)).__mro__}
+    if _top(own) != "transformers" or own.__module__.rpartition(".")[0] not in packages:
+        raise Unproven(f"{own.__module__}.{own.__qualname__} is not transformers' model of this type")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if getattr(head, "bias", None) is not None:
+        raise Unproven("its head has a bias, which the fused loss leaves out")
+    loss = getattr(model, "loss_function", None)
+    if loss is not None and getattr(loss, "__name__", None) != "ForCausalLMLoss":
+        raise Unproven(f"its loss_function is {getattr(loss, '__qualname__', loss)}, which the fused loss ignores")
+
+
+def _option(name: str) -> str:
+    """Which option is responsible for what Liger calls so."""
+    words = {
+        "RMSNorm": "rms_norm",
+        "LayerNorm": "layer_norm",
+        "GEGLU": "geglu",
+        "SwiGLU": "swiglu",
+        "MLP": "swiglu",
+        "Experts": "swiglu",
+        "ReLU": "relu_squared",
+        "forward": "fused_linear_cross_entropy",
+    }
+    return next((f", {option}" for word, option in words.items() if word in name), "")
 
 
 def _somebodys(module: Any, forward: Any) -> bool:

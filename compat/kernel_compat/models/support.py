@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["beyond_causal_attention", "slides"]
+__all__ = ["beyond_causal_attention", "has_no_attention", "slides"]
 
 #: Parameters that a module mixing tokens takes: a mask, or a cache of the tokens before.
 _MIXES = re.compile(r"(^|_)mask$|cache|^past_key_values?$|^layer_past$|^state$")
@@ -46,6 +47,17 @@ def slides(config: Any) -> bool:
         return False
     layers = getattr(config, "layer_types", None)
     return layers is None or any("sliding" in layer for layer in layers)
+
+
+def has_no_attention(kind: type) -> bool:
+    """Whether a model class is a backbone of transformers whose file computes no attention, as convolutional ones are."""
+    if not kind.__module__.startswith("transformers.models.") or all(
+        c.__name__ != "BackboneMixin" for c in kind.__mro__
+    ):
+        return False
+    own = [v for v in vars(sys.modules[kind.__module__]).values() if getattr(v, "__module__", None) == kind.__module__]
+    names = {name for value in own for name in (_code_names(value) if isinstance(value, type) else _names_of(value))}
+    return names.isdisjoint({*_SDPA, "softmax", "Softmax", "timm"})  # timm's models may be anything
 
 
 def _named_modules(model: Any) -> Iterator[tuple[str, Any]]:
@@ -137,10 +149,13 @@ def _code_names(kind: type) -> frozenset[str]:
         if ancestor.__module__.startswith("torch.") or ancestor.__name__ == "PreTrainedModel":
             break
         for value in vars(ancestor).values():
-            function = inspect.unwrap(value) if callable(value) else value
-            if isinstance(function, FunctionType):
-                names |= _names_in(function.__code__)
+            names |= _names_of(value)
     return frozenset(names)
+
+
+def _names_of(value: Any) -> set[str]:
+    function = inspect.unwrap(value) if callable(value) else value
+    return _names_in(function.__code__) if isinstance(function, FunctionType) else set()
 
 
 def _names_in(code: CodeType) -> set[str]:

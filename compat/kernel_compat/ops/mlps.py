@@ -44,7 +44,7 @@ def _projections(module: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _layouts(module: nn.Module) -> list[SwiGlu]:
+def layouts(module: nn.Module) -> list[SwiGlu]:
     """What a module's projections would do in a SwiGLU, by their sizes."""
     sizes = _projections(module)
     if len(sizes) == 3:
@@ -63,7 +63,7 @@ def _layouts(module: nn.Module) -> list[SwiGlu]:
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether a module looks like a gated MLP: two projections up, or one of twice the size, and one down."""
-    return bool(_layouts(module)) and _others_are_small(module) and takes_one(module)
+    return bool(layouts(module)) and _others_are_small(module) and takes_one(module)
 
 
 def calls_itself_one(module: nn.Module) -> bool:
@@ -90,7 +90,7 @@ def prove(module: nn.Module) -> SwiGlu:
         raise Unproven("it has buffers, whose values may become others")
     nearest = float("inf")
     with quiet() as generator:
-        for layout in _layouts(module):
+        for layout in layouts(module):
             worst = _difference(module, layout, generator, training=True)
             if worst < SAME:
                 return layout
@@ -101,15 +101,8 @@ def prove(module: nn.Module) -> SwiGlu:
 
 
 def _difference(module: nn.Module, layout: SwiGlu, generator: torch.Generator, training: bool) -> float:
-    small = {
-        name: _small(module._modules[name], layout, name, generator)
-        for name in (layout.gate, layout.up, layout.down)
-        if name
-    }
-    children: dict[str, Any] = {
-        name: small[name] if name in small else child and clone(child, {}, child._modules, training)
-        for name, child in module._modules.items()
-    }
+    children = small_children(module, layout, generator, training)
+    small = {name: children[name] for name in (layout.gate, layout.up, layout.down) if name}
     rows = torch.randn(2, 5, HIDDEN, generator=generator)
     state = torch.get_rng_state()  # dropout draws from it
     try:
@@ -119,6 +112,17 @@ def _difference(module: nn.Module, layout: SwiGlu, generator: torch.Generator, t
         )
     finally:
         torch.set_rng_state(state)
+
+
+def small_children(module: nn.Module, layout: SwiGlu, generator: torch.Generator, training: bool) -> dict[str, Any]:
+    """Children like a module's, for an input of `HIDDEN` values: small random projections in the place of its own."""
+    projections = (layout.gate, layout.up, layout.down)
+    return {
+        name: _small(child, layout, name, generator)
+        if name in projections
+        else child and clone(child, {}, child._modules, training)
+        for name, child in module._modules.items()
+    }
 
 
 class _Linear(nn.Module):  # type: ignore[misc]
@@ -169,4 +173,13 @@ def forward_of(layout: SwiGlu, kernel: Callable[[Tensor, Tensor], Tensor]) -> Ca
     return forward
 
 
-__all__ = ["SwiGlu", "calls_itself_one", "forward_of", "is_candidate", "prove", "reference"]
+__all__ = [
+    "SwiGlu",
+    "calls_itself_one",
+    "forward_of",
+    "is_candidate",
+    "layouts",
+    "prove",
+    "reference",
+    "small_children",
+]
