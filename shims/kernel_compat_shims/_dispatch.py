@@ -7,10 +7,11 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.flags import require_flash_support
 from kernel_compat.installer import unproven
 from kernel_compat.names import AttentionName, resolve
+
+from ._own_attention import attention_of_running, own_attention, require_whole_sequences
 
 #: `PreTrainedModel._flash_attention_forward`'s parameters that the replacement reads by position or by name.
 FORWARD_PARAMETERS = (
@@ -53,22 +54,20 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
         # Upstream's 4.x calls the parameter `implementation` and is itself called with the other name.
         name = kwargs.get("attn_implementation") or kwargs.get("implementation")
         entry = resolve(name)
-        if entry is None or kwargs.get("block_table") is not None:
+        if (entry is None and name is not None) or kwargs.get("block_table") is not None:
             return others(*args, **kwargs)
-        if entry.sequence_parallel is not False and entry.forward is None:
-            # The library's own forward computes by itself: this is a model that goes past it, as GPT-J's does.
-            raise UnsupportedFeatureError(
-                f"sequence parallelism (attn_implementation={entry.name!r})",
-                "a model that calls _flash_attention_forward itself",
-                "Use a release of transformers whose model calls the attention function of the name.",
-            )
-        from kernel_compat.attention import flash_attention
-
         given = {**dict(zip(FORWARD_PARAMETERS, args, strict=False)), **kwargs}
         query, key, value = given["query_states"], given["key_states"], given["value_states"]
         dtype = given.get("target_dtype")
         if dtype is not None and query.dtype.itemsize == 4:
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if entry is None:
+            output = attention_of_running(query, key, value, given)
+            return others(*args, **kwargs) if output is None else output
+        if entry.forward is None:  # the library's own computes by itself: this is a model that goes past it
+            require_whole_sequences(entry)
+        from kernel_compat.attention import flash_attention
+
         return flash_attention(
             entry.kernel,
             query,
@@ -118,6 +117,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
         require_flash_support(self, entry.name)  # whose attention would ignore the name
+        own_attention.prepare(type(self), entry.name)
         entry.kernel.load()
         if entry.forward is None:  # what a forward of one's own computes is its author's to prove
             from kernel_compat.proving.loading import require_proof

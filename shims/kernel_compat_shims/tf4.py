@@ -12,6 +12,7 @@ from kernel_compat.names import resolve
 from kernel_compat.seams import Seam, Shim
 
 from ._dispatch import FORWARD_PARAMETERS, check_of, forward_of, implementation_key, namespace, with_implementation
+from ._own_attention import own_attention
 
 _UTILS = "transformers.modeling_flash_attention_utils"
 
@@ -121,5 +122,17 @@ SHIMS = (
         reason="from_pretrained with a dict of attention names dies of a missing attribute of the config",
         seams=(Seam("transformers.configuration_utils:PretrainedConfig.__init__", ("self",)),),
         replace=_replace_config,
+    ),
+    Shim(
+        name="tf4_own_attention",
+        distribution="transformers",
+        versions=">=4.54,<5",
+        reason=(
+            "models that choose their attention class from a table of their own don't know registered names, and call "
+            "_flash_attention_forward without a name, or without having imported it"
+        ),
+        seams=(),
+        replace=lambda originals: {},
+        complete=own_attention.build,
     ),
 )

@@ -13,6 +13,7 @@ from kernel_compat.names import resolve
 from kernel_compat.seams import Seam, Shim
 
 from ._dispatch import FORWARD_PARAMETERS, check_of, forward_of, namespace
+from ._own_attention import own_attention
 
 _UTILS = "transformers.modeling_flash_attention_utils"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -131,5 +132,17 @@ SHIMS = (
             Seam(f"{_MODEL}.get_correct_attn_implementation", ("self", "requested_attention", "is_init_check")),
         ),
         replace=_replace_check,
+    ),
+    Shim(
+        name="tf5_own_attention",
+        distribution="transformers",
+        versions=">=5.0,<6",
+        reason=(
+            "models that choose their attention class from a table of their own don't know registered names, and call "
+            "_flash_attention_forward without a name, or without having imported it"
+        ),
+        seams=(),
+        replace=lambda originals: {},
+        complete=own_attention.build,
     ),
 )
