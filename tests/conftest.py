@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-
 # Tiny models of types that the table doesn't have on the installed release would each be proven, which takes seconds.
 os.environ.setdefault("KERNEL_COMPAT_UNPROVEN", "allow")
 

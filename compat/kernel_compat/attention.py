@@ -196,9 +196,11 @@ def flash_attention(
     else:  # what the mask means decides over what the layer says
         causal, window, attention_mask = pattern.causal, pattern.window, pattern.padding
         window = window if max(window) + 1 < kv_len else (-1, -1)
-    own = forward is not None and forward.describes(batch, q_len, kv_len) and not (forward.has_others and not causal)
-    if own and attention_mask is None and pattern is None and forward.alone and forward.mask is not None:
-        attention_mask = forward.mask  # which the model has kept from the layer
+    own = None  # the forward, if this is attention within its tokens
+    if forward is not None and forward.describes(batch, q_len, kv_len) and (causal or not forward.has_others):
+        own = forward
+    if own is not None and attention_mask is None and pattern is None and own.alone:
+        attention_mask = own.mask  # which the model has kept from the layer
     # Padding tells of the queries only where they are the last of the keys' tokens: never in cross-attention, which
     # isn't causal and may have as many queries as keys. A window is aligned by them, so that they must be told of.
     padded_queries = causal or window != (-1, -1)
@@ -208,7 +210,7 @@ def flash_attention(
         attention_mask, padded_queries = reduced.padding, reduced.padded_queries
         causal, window, kv_len = reduced.causal, reduced.window, reduced.kv_len
         key, value = key[:, :kv_len], value[:, :kv_len]
-        decided = forward is None or forward.decided or not own
+        decided = own is None or own.decided
     elif attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"an attention mask must have 2 or 4 dimensions, not the shape {tuple(attention_mask.shape)}")
     elif attention_mask is not None and not causal:
@@ -228,27 +230,25 @@ def flash_attention(
         "deterministic": deterministic,
         "s_aux": sinks,
     }
-    if cu_seq_lens_q is None and cu_seq_lens_k is None and own and forward.lengths:
-        cu_seq_lens_q, cu_seq_lens_k = (forward.lengths.get(f"cu_seq_lens_{side}") for side in "qk")
-        max_length_q, max_length_k = (forward.lengths.get(f"max_length_{side}") for side in "qk")
+    if cu_seq_lens_q is None and cu_seq_lens_k is None and own is not None:
+        cu_seq_lens_q, cu_seq_lens_k = (own.lengths.get(f"cu_seq_lens_{side}") for side in "qk")
+        max_length_q, max_length_k = (own.lengths.get(f"max_length_{side}") for side in "qk")
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
-        if own and forward.lengths.get("cu_seq_lens_q") is cu_seq_lens_q:
-            forward.agree()
-            _require_positions(forward)
+        if own is not None and own.lengths.get("cu_seq_lens_q") is cu_seq_lens_q:
+            own.agree()
+            _require_positions(own)
         elif attention_mask is not None:
             require_agreement(cu_seq_lens_q, attention_mask, None, batch, q_len)
-        return _packed(
-            functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options
-        )
+        return _packed(functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options)
     sequences = None
     if q_len > 1 and not decided:
-        if own:
-            sequences = forward.sequences(causal)
+        if own is not None:
+            sequences = own.sequences(causal)
             if sequences is not None:
-                _require_positions(forward)
-            if sequences is not None and attention_mask is not None and forward.mask is None:
+                _require_positions(own)
+            if sequences is not None and attention_mask is not None and own.mask is None:
                 raise ValueError("packed sequences beside a mask with padding that the model has made itself")
         elif position_ids is not None and position_ids.shape[-1] == q_len and attention_mask is None:
             sequences = _sequences_of_positions(position_ids, batch, q_len, causal)
@@ -292,7 +292,7 @@ def _in_sequences(
         _require_no_window(options)
     batch, q_len = query.shape[:2]
     flat = [x.flatten(0, 1) for x in (query, key, value)]
-    index = sequences.index
+    index = sequences.places
     if index is not None:
         index = index.to(query.device)
         flat = [x[index] for x in flat]

@@ -25,8 +25,8 @@ __all__ = [
     "Sequences",
     "calling",
     "current",
-    "parameters_of",
     "packed_sequences",
+    "parameters_of",
     "require_agreement",
     "restarts_of",
     "resuming",
@@ -42,13 +42,13 @@ class Sequences(NamedTuple):
     """Packed sequences of a batch, whose tokens are counted along its flattened (batch, length).
 
     Attributes:
-        index: (tokens,) int64, the places of the tokens that belong to a sequence, in order; None where all do.
+        places: (tokens,) int64, the places of the tokens that belong to a sequence, in order; None where all do.
         cu_seqlens: (sequences + 1,) int32, offsets into these tokens.
         max_seqlen: the length of the longest sequence.
         holes: whether there is padding between the tokens of a sequence.
     """
 
-    index: Tensor | None
+    places: Tensor | None
     cu_seqlens: Tensor
     max_seqlen: int
     holes: bool
@@ -93,8 +93,8 @@ class Forward:
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         tokens = embeddings if ids is None else ids
         sized = isinstance(tokens, Tensor) and tokens.ndim == (2 if ids is not None else 3)
-        self.batch: int = tokens.shape[0] if sized else 0
-        self.length: int = tokens.shape[1] if sized else 0
+        self.batch: int = tokens.shape[0] if sized else 0  # type: ignore[union-attr]
+        self.length: int = tokens.shape[1] if sized else 0  # type: ignore[union-attr]
         self.ids, self.embeddings = ids, embeddings
         config = getattr(model, "config", None)
         self.implementation = getattr(config, "_attn_implementation", None)
@@ -203,7 +203,8 @@ class Forward:
         else:
             for pattern in reversed(self.patterns):
                 if same_tensor(mask, pattern.mask):
-                    return pattern
+                    same: Pattern = pattern
+                    return same
             if mask.ndim != 2 or mask is self.mask:
                 return None
             possible = [p for p in self.patterns if p.mask is not None and p.mask.shape == mask.shape]
@@ -215,7 +216,8 @@ class Forward:
         if fitting := [p for p in said.values() if p.causal == causal and p.window[0] == left]:
             return fitting[-1]
         if causal_alike := {p.causal: p for p in said.values() if p.window == (-1, -1) and p.causal == causal}:
-            return causal_alike[causal]
+            found: Pattern = causal_alike[causal]
+            return found
         raise ValueError(
             "an attention layer got a mask that several patterns of its model may have made: "
             f"{sorted(said)}, and the layer says causal={causal}, sliding_window={window}"
@@ -385,7 +387,9 @@ def _places(mask: Tensor, count: int) -> Tensor:
     return torch.argsort(~mask, stable=True)[:count]
 
 
-def require_agreement(cu_seqlens: Tensor, mask: Tensor | None, positions: Tensor | None, batch: int, length: int) -> None:
+def require_agreement(
+    cu_seqlens: Tensor, mask: Tensor | None, positions: Tensor | None, batch: int, length: int
+) -> None:
     """Given lengths decide; positions and a mask beside them must not say otherwise. Never waits for a GPU.
 
     A position that restarts within a sequence, and padding between the tokens of one, are contradictions. Positions that

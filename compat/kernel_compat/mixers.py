@@ -7,6 +7,7 @@ it runs on. Rows of about the same length go together, so that padding at most d
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -39,7 +40,9 @@ _STATES = frozenset(
 #: Arguments that carry a state over from earlier calls.
 _CACHES = frozenset({"cache", "cache_params", "past_key_value", "past_key_values", "state"})
 #: Arguments about the packed row, which the rows made of it don't have.
-_OF_THE_ROW = frozenset({"cache_position", "seq_idx", *(f"{n}_{s}" for n in ("cu_seq_lens", "max_length") for s in "qk")})
+_OF_THE_ROW = frozenset(
+    {"cache_position", "seq_idx", *(f"{n}_{s}" for n in ("cu_seq_lens", "max_length") for s in "qk")}
+)
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -63,13 +66,13 @@ class Rows(NamedTuple):
 
     Attributes:
         sources: for each group of rows (rows, length) int64, the place that each of its tokens has in the flattened batch.
-        places: (tokens,) int64, where each token of a sequence is in the groups' rows, flattened and joined.
-        index: as in `Sequences`.
+        targets: (tokens,) int64, where each token of a sequence is in the groups' rows, flattened and joined.
+        places: as in `Sequences`.
     """
 
     sources: tuple[Tensor, ...]
-    places: Tensor
-    index: Tensor | None
+    targets: Tensor
+    places: Tensor | None
 
 
 def rows_of(sequences: Sequences, tokens: int) -> Rows:
@@ -82,9 +85,9 @@ def rows_of(sequences: Sequences, tokens: int) -> Rows:
     offsets = sequences.cu_seqlens.tolist()
     if offsets[-1] > tokens:
         raise ValueError(f"cu_seq_lens_q ends at {offsets[-1]}, and there are {tokens} tokens in the batch")
-    if sequences.index is None and offsets[-1] < tokens:
+    if sequences.places is None and offsets[-1] < tokens:
         offsets.append(tokens)
-    spans = [(start, stop - start) for start, stop in zip(offsets, offsets[1:], strict=False) if stop > start]
+    spans = [(start, stop - start) for start, stop in itertools.pairwise(offsets) if stop > start]
     groups: dict[int, list[int]] = {}
     for number, (_, length) in enumerate(spans):
         groups.setdefault((length - 1).bit_length(), []).append(number)
@@ -97,12 +100,12 @@ def rows_of(sequences: Sequences, tokens: int) -> Rows:
         starts = torch.tensor([spans[number] for number in members]).to(device)
         within = torch.arange(longest, device=device)
         source = starts[:, :1] + torch.minimum(within, starts[:, 1:] - 1)
-        sources.append(source if sequences.index is None else sequences.index[source])
+        sources.append(source if sequences.places is None else sequences.places[source])
     count = sum(length for _, length in spans)
     shift = torch.tensor([[by, length] for by, (_, length) in zip(moved, spans, strict=True)]).to(device)
-    places = torch.arange(count, device=device)
-    places = places + torch.repeat_interleave(shift[:, 0], shift[:, 1], output_size=count)
-    return Rows(tuple(sources), places, sequences.index)
+    targets = torch.arange(count, device=device)
+    targets = targets + torch.repeat_interleave(shift[:, 0], shift[:, 1], output_size=count)
+    return Rows(tuple(sources), targets, sequences.places)
 
 
 def _rows_in_a_graph(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:
@@ -207,9 +210,9 @@ def _in_rows(
                 type(module).__name__,
                 f"It returns the shape {tuple(parts[0].shape)}. Pass the sequences as rows of a padded batch.",
             )
-        tokens = torch.cat([part.flatten(0, 1) for part in parts])[rows.places.to(parts[0].device)]
-        if rows.index is not None:
-            index = rows.index.to(tokens.device)
+        tokens = torch.cat([part.flatten(0, 1) for part in parts])[rows.targets.to(parts[0].device)]
+        if rows.places is not None:
+            index = rows.places.to(tokens.device)
             tokens = tokens.new_zeros(row[0] * row[1], *tokens.shape[1:]).index_copy(0, index, tokens)
         result = tokens.unflatten(0, row)
         return result.transpose(1, 2) if heads_first else result
@@ -271,7 +274,7 @@ class MixerPatches:
                 if original := vars(kind).get("forward"):
                     replacement = _by_sequence(original, kind in beside)
                     self._originals[kind] = (original, replacement)
-                    kind.forward = replacement  # type: ignore[attr-defined]
+                    kind.forward = replacement
 
     def _undo(self) -> None:
         with self._lock:

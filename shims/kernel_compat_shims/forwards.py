@@ -27,7 +27,11 @@ def _refuse_weights(model: Any, asked: bool | None) -> None:
     """Many models don't hand ``output_attentions`` on to an attention function, which could refuse it."""
     config = getattr(model, "config", None)
     entry = resolve(getattr(config, "_attn_implementation", None))
-    if entry is not None and entry.forward is None and (getattr(config, "output_attentions", False) if asked is None else asked):
+    if (
+        entry is not None
+        and entry.forward is None
+        and (getattr(config, "output_attentions", False) if asked is None else asked)
+    ):
         raise UnsupportedFeatureError(
             "output_attentions=True", entry.name, "No flash kernel computes them: use attn_implementation='eager'."
         )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from bf16 import distance
 from torch import Tensor
 
@@ -30,11 +29,12 @@ TYPES = [
 @pytest.fixture(params=TYPES)
 def models(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any, Any]:
     """The same weights thrice on the GPU: float32 and bfloat16 with eager attention, bfloat16 under the name."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     from kernel_compat.proving.architectures import classes_of
     from kernel_compat.proving.proof import make_subject
     from kernel_compat.proving.subject import NoRecipeError, build
     from kernel_compat.proving.weights import randomize
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if request.param not in CONFIG_MAPPING:
         pytest.skip("this release doesn't have it")
@@ -80,5 +80,5 @@ def test_padded_and_packed(models: tuple[Any, Any, Any]) -> None:
         judge(*(model(**padded).logits[mask.bool()] for model in (ours, yardstick, truth)))
         expected = alone(yardstick, ids[:1]), alone(truth, ids[:1])
         for given in ({}, lengths):
-            given = {"input_ids": ids[:1], "position_ids": positions, "use_cache": False, **given}
-            judge(ours(**given).logits, *expected)
+            logits = ours(input_ids=ids[:1], position_ids=positions, use_cache=False, **given).logits
+            judge(logits, *expected)
