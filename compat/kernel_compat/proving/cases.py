@@ -85,11 +85,12 @@ def _need_mask(subject: Subject) -> None:
 def _row(inputs: dict[str, Any], row: int, keep: Tensor) -> dict[str, Any]:
     """One row's real tokens alone."""
     alone: dict[str, Any] = {}
+    shape = inputs["input_ids"].shape[:2]
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == (BATCH, LENGTH):
+        if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape:
             alone[name] = value[row : row + 1, keep]
         else:
-            alone[name] = value[row : row + 1] if isinstance(value, Tensor) and len(value) == BATCH else value
+            alone[name] = value[row : row + 1] if isinstance(value, Tensor) and len(value) == shape[0] else value
     return alone
 
 
@@ -114,7 +115,7 @@ def plain(subject: Subject) -> Iterator[Comparison]:
 def _padded(subject: Subject, side: str) -> Iterator[Comparison]:
     _need_tokens(subject)
     _need_mask(subject)
-    mask = padding(side)
+    mask = padding(side, *subject.shape)
     inputs = {**subject.inputs, **_no_cache(subject)}
     if subject.is_encoder_decoder:
         found = _run({**inputs, "attention_mask": mask})
@@ -155,7 +156,7 @@ def padded_holes(subject: Subject) -> Iterator[Comparison]:
 def mask_bool(subject: Subject) -> Iterator[Comparison]:
     _need_tokens(subject)
     _need_mask(subject)
-    mask = padding("right")
+    mask = padding("right", *subject.shape)
     inputs = {**subject.inputs, **_no_cache(subject)}
     number, boolean = ({**inputs, "attention_mask": m} for m in (mask, mask.bool()))
     if subject.is_encoder_decoder:
@@ -169,10 +170,11 @@ def mask_4d(subject: Subject) -> Iterator[Comparison]:
     _need_tokens(subject)
     _need_mask(subject)
     _need(not subject.is_encoder_decoder, "an encoder-decoder's masks are 2D")
-    mask = padding("right")
-    visible = mask[:, None, None, :].bool().expand(BATCH, 1, LENGTH, LENGTH)
+    rows, length = subject.shape
+    mask = padding("right", rows, length)
+    visible = mask[:, None, None, :].bool().expand(rows, 1, length, length)
     if subject.is_causal:
-        visible = visible & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        visible = visible & torch.ones(length, length, dtype=torch.bool).tril()
     additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     inputs = {**subject.inputs, **_no_cache(subject)}
     expected = _kept({**inputs, "attention_mask": additive}, mask)
@@ -397,7 +399,7 @@ def cached_static(subject: Subject) -> Iterator[Comparison]:
     """The same against a static cache, padded on the left."""
     _need_cache(subject)
     _need_mask(subject)
-    mask = padding("left")
+    mask = padding("left", *subject.shape)
     run = _continued(subject, (8, 4, 1, 1), _static, mask)
     yield Comparison(lambda model: run(model)[mask.bool()], lambda model: run(model)[mask.bool()])
 
@@ -435,7 +437,7 @@ def _generated(subject: Subject, inputs: dict[str, Any], **options: Any) -> Call
 @_case
 def generate(subject: Subject) -> Iterator[Comparison]:
     _need_generate(subject)
-    mask = padding("left")
+    mask = padding("left", *subject.shape)
     inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
     if subject.takes("attention_mask"):
         inputs["attention_mask"] = mask
@@ -445,7 +447,7 @@ def generate(subject: Subject) -> Iterator[Comparison]:
 @_case
 def beams(subject: Subject) -> Iterator[Comparison]:
     _need_generate(subject)
-    mask = padding("left")
+    mask = padding("left", *subject.shape)
     inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
     if subject.takes("attention_mask"):
         inputs["attention_mask"] = mask
@@ -489,7 +491,7 @@ def _trained(
 def _padded_runs(subject: Subject) -> list[tuple[dict[str, Any], Tensor | None]]:
     inputs = {**subject.inputs, **_no_cache(subject)}
     if (subject.has_sequence or subject.is_encoder_decoder) and subject.takes("attention_mask"):
-        mask = padding("right")
+        mask = padding("right", *subject.shape)
         return [({**inputs, "attention_mask": mask}, None if subject.is_encoder_decoder else mask)]
     return [(inputs, None)]
 
@@ -562,7 +564,7 @@ def cross_attention(subject: Subject) -> Iterator[Comparison]:
     inputs = {**subject.inputs, **_no_cache(subject)}
     masks: dict[str, Any] = {}
     if subject.takes("attention_mask") and subject.has_tokens:
-        masks["attention_mask"] = padding("right")
+        masks["attention_mask"] = padding("right", *subject.shape)
     rows = len(inputs["decoder_input_ids"])
     if subject.takes("decoder_attention_mask"):
         mask = padding("right", rows)

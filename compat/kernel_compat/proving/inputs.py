@@ -43,6 +43,10 @@ _OPTIONAL = (
     ("flattened_patches",),
     ("pixel_values", "target_sizes"),
     ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("pixel_values", "image_embeds_position_mask"),
+    ("pixel_values", "image_attention_mask"),
+    ("visual_feats", "visual_pos"),
+    ("encoder_hidden_states",),
     ("input_features", "is_longer"),
     ("input_features", "input_features_mask"),
     ("input_features", "attention_mask"),
@@ -242,6 +246,24 @@ class Maker:
 
     def _pixel_attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield torch.ones(_ROWS, 16, dtype=torch.long)
+
+    def _image_embeds_position_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+        mask[:, 1 : 1 + number(self.config, "latent_query_num", default=1)] = True
+        yield mask
+
+    def _image_attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        if chosen["pixel_values"].ndim == 5:
+            yield torch.ones(BATCH, LENGTH, chosen["pixel_values"].shape[1], dtype=torch.long)
+
+    def _visual_feats(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, 5, number(self.config, "visual_feat_dim", default=64))
+
+    def _visual_pos(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, 5, number(self.config, "visual_pos_dim", default=4))
+
+    def _encoder_hidden_states(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, 7, number(self.config, "encoder_hidden_size", default=64))
 
     def _flattened_patches(self, chosen: dict[str, Any]) -> Iterator[Any]:
         width = number(self.config, "patch_embed_hidden_size", default=64)

@@ -8,7 +8,10 @@ from typing import Any
 
 from .tiny import WINDOW
 
-__all__ = ["constructor", "overrides"]
+__all__ = ["GENTLE", "constructor", "overrides"]
+
+#: Model types whose lengths grow with their weights: they keep those that they begin with.
+GENTLE = frozenset({"vits"})
 
 
 def _resnet() -> dict[str, Any]:
@@ -36,6 +39,36 @@ def _image_vocabulary() -> dict[str, Any]:
     }
 
 
+def _text_pair() -> dict[str, Any]:
+    from transformers import BertConfig
+
+    return {"encoder": BertConfig().to_dict(), "decoder": _decoder()}
+
+
+def _speech_pair() -> dict[str, Any]:
+    from transformers import Wav2Vec2Config
+
+    return {"encoder": Wav2Vec2Config().to_dict(), "decoder": _decoder()}
+
+
+def _vision_pair() -> dict[str, Any]:
+    from transformers import ViTConfig
+
+    return {"encoder": ViTConfig().to_dict(), "decoder": _decoder()}
+
+
+def _decoder() -> dict[str, Any]:
+    from transformers import BertConfig
+
+    return BertConfig(is_decoder=True, add_cross_attention=True).to_dict()
+
+
+def _vision_and_text() -> dict[str, Any]:
+    from transformers import BertConfig, ViTConfig
+
+    return {"vision_config": ViTConfig().to_dict(), "text_config": BertConfig().to_dict()}
+
+
 #: Arguments for a config class whose defaults don't make a model that can be built here.
 _CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "autoformer": {"prediction_length": 4, "context_length": 8, "num_time_features": 1},
@@ -50,13 +83,16 @@ _CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "omdet-turbo": _resnet,
     "table-transformer": _resnet,
     "fast_vlm": _siglip,
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]]},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "1/2"},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "zamba": {"num_hidden_layers": 8},
+    "encoder-decoder": _text_pair,
+    "speech-encoder-decoder": _speech_pair,
+    "vision-encoder-decoder": _vision_pair,
+    "vision-text-dual-encoder": _vision_and_text,
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -71,6 +107,23 @@ def _compass() -> dict[str, Any]:
     return {"rope_parameters": ropes, "layer_types": kinds, "sliding_window": WINDOW, "num_hidden_layers": 2}
 
 
+_EFFICIENTNET = {"width_coefficient": 0.05, "depth_coefficient": 0.1, "hidden_dim": 64, "image_size": 64}
+_HIERA = {
+    "hidden_size": 16,
+    "num_attention_heads": 1,
+    "embed_dim_per_stage": [16, 32, 64, 128],
+    "num_attention_heads_per_stage": [1, 2, 4, 8],
+    "blocks_per_stage": [1, 2, 2, 1],
+    "global_attention_blocks": [4],
+    "window_size_per_stage": [4, 4, 4, 4],
+    "window_positional_embedding_background_size": [4, 4],
+    "image_size": [64, 64],
+}
+_SAM2_VISION = {
+    "backbone_config": _HIERA,
+    "backbone_channel_list": [128, 64, 32, 16],
+    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+}
 _INDEXER = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -84,13 +137,17 @@ _SLIDING_AND_FULL = {"sliding_window": WINDOW, "layer_types": ["sliding_attentio
 _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "cohere_compass": lambda: {"text_config": _compass()},
     "cohere_compass_text": _compass,
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "align": {"vision_config": _EFFICIENTNET},
+    "blip-2": {"image_token_index": 90, "image_token_id": 90},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "efficientnet": _EFFICIENTNET,
+    "evolla": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
     "gemma3n": _gemma3n,
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 0}},
-    "gemma4_assistant": {"text_config": {"num_kv_shared_layers": 0}},
+    "instructblip": {"image_token_index": 90, "image_token_id": 90},
+    "instructblipvideo": {"video_token_index": 90, "video_token_id": 90},
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12, "hidden_size": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -101,8 +158,12 @@ _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "sam2": {"vision_config": _SAM2_VISION},
+    "sam2_hiera_det_model": _HIERA,
+    "sam2_vision_model": _SAM2_VISION,
     "step3p7": {"text_config": _SLIDING_AND_FULL},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "transfo-xl": {"cutoffs": [20, 40, 60], "div_val": 1, "d_head": 16},
     "xlstm": {"qk_dim_factor": 1.0},
     "zamba": {
         "num_hidden_layers": 8,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 
 from .images import image_inputs
 from .inputs import LENGTH, candidates, parameters, vocabulary_of
+from .recipes import GENTLE
 from .weights import perturbed, randomize
 
 __all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
 
 #: How sharp the weights are, at first; None for those that the model begins with.
 _SCALES = (2.0, 1.0, 0.5, None)
+#: How long inputs are looked for.
+_SEARCH_SECONDS = 15
 #: The most parameters a model may have that is proven in a second.
 _LARGEST = 40_000_000
 
@@ -76,12 +80,15 @@ class Subject:
 
     def _working_inputs(self) -> dict[str, Any]:
         problems: dict[str, None] = {}
+        deadline = time.monotonic() + _SEARCH_SECONDS
         weights = copy.deepcopy(self.eager.state_dict())
-        for scale in _SCALES:
+        for scale in _SCALES if self.config.model_type not in GENTLE else (None,):
             self.eager.load_state_dict(weights)
             if scale is not None:
                 randomize(self.eager, scale)
-            for inputs in candidates(self.eager):
+            for inputs in itertools.chain(candidates(self.eager), image_inputs(self.eager)):
+                if time.monotonic() > deadline:
+                    break
                 try:
                     inputs, output = self._first_forward(inputs)  # noqa: PLW2901
                     tensor = main_output(output)
@@ -115,6 +122,12 @@ class Subject:
     def vocabulary(self) -> int:
         """The number of tokens."""
         return vocabulary_of(self.config)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens of the inputs."""
+        rows, length = self.inputs["input_ids"].shape[:2]
+        return rows, length
 
     @cached_property
     def has_tokens(self) -> bool:

@@ -33,7 +33,7 @@ MOST_LAYERS = 6
 
 #: Names of the number of layers.
 _LAYERS = re.compile(
-    r"^(num_hidden_layers|n_layers?|num_layers|depth|layers|num_blocks|(\w+_)?(en|de)coder_layers|num_(en|de)coder_layers|"
+    r"^(num_hidden_layers|n_layers?|num_layers|depth|layers|num_blocks|(\w+_)?(en|de)coder_layers|num_(en|de)coder_layers|num_self_attends_per_block|num_res_blocks|"
     r"\w+_num_hidden_layers|\w+_num_layers|num_(global|spatial|temporal|auxiliary|residual|adapter|lstm)_layers|"
     r"(\w+_)?depth|num_encoder_blocks|num_mel_attn_blocks|lqe_layers|\w+_predictor_layers|resampler_depth|"
     r"num_timestamp_prediction_layers|speech_decoder_postnet_layers|parcae_num_coda_layers|num_loops|inference_num_steps)$"
@@ -143,7 +143,11 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"^num_position_embeddings$", 64),
         (r"^num_conv_pos_embeddings$", 16),
         (r"^num_queries$|^num_query_tokens$|^resampler_n_latents$|^resampler_num_latents$|^latent_query_num$", 8),
-        (r"^(conv_channels|subsampling_conv_channels|num_filters|stem_channels)$", 16),
+        (r"^(conv_channels|subsampling_conv_channels|stem_channels)$", 16),
+        (r"^num_filters$", 4),
+        (r"^base_channels$", 32),
+        (r"^(d_latents|d_embed)$", HIDDEN),
+        (r"^num_latents$", 8),
         (r"^depthwise_separable_out_channel$|^nemo_conv_channels$|^ext_pw_out_channel$", HIDDEN),
         (r"^num_hash_buckets$", 64),
     )
@@ -181,6 +185,7 @@ _MISSING: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
     "pad_token_id": 0,
     "moe_intermediate_size": 32,
+    "rope_scaling": {"rope_type": "default", "type": "default"},
 }
 
 
@@ -304,6 +309,9 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
             changed["layer_types"] = ["full_attention", "sliding_attention"]
     changed.update({name: value for name, value in overrides.items() if not _is_config(values.get(name))})
     new = _rebuilt(config, values, changed)
+    for name, value in overrides.items():
+        if _is_config(value):
+            vars(new)[name] = changed[name]  # of another class than the constructor would make it
     if "_out_indices" in vars(config):
         _set_outputs(config, new)
     return new
@@ -438,6 +446,8 @@ def _smaller(
         return type(value)(0) if name != "drop_path_rate" or not isinstance(value, int) else 0
     if name == "apply_spec_augment":
         return False
+    if name == "use_mamba_kernels":
+        return False  # their pure torch path runs everywhere
     if not _is_int(value):
         return value
     if _TOKEN.search(name):
