@@ -253,8 +253,13 @@ def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def remembered(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if resolve(getattr(getattr(self, "config", None), "_attn_implementation", None)) is None:
+        entry = resolve(getattr(getattr(self, "config", None), "_attn_implementation", None))
+        if entry is None:
             return forward(self, *args, **kwargs)
+        if kwargs.get("output_attentions"):
+            raise UnsupportedFeatureError(
+                "output_attentions=True", entry.name, "No flash kernel computes them: use attn_implementation='eager'."
+            )
         before = _running.module, _running.mask
         # The mask goes past it: up to 5.0 GPT-Neo's cuts its mask to as many keys as there are heads.
         _running.module, _running.mask = self, kwargs.get("attention_mask")

@@ -1,4 +1,8 @@
-"""transformers 5.4 on: its own flash_attention_4 dies of packed position_ids, whose greatest length it passes as a tensor."""
+"""transformers 5.4 on: its own flash_attention_4 is called with lengths that it doesn't take.
+
+The greatest length of packed position_ids is a tensor, where FlashAttention-4 takes integers; up to 5.18 continuous batching passes
+lengths by FlashAttention-2's positions, of which the fourth is another argument of FlashAttention-4.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,12 @@ _NAME = "flash_attention_4"
 
 def _with_int_lengths(varlen: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(varlen)
-    def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> Any:
+    def flash_attn_varlen_func(q: Any, k: Any, v: Any, *lengths: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=False))
         for length in ("max_seqlen_q", "max_seqlen_k"):
             if hasattr(kwargs.get(length), "item"):
                 kwargs[length] = int(kwargs[length])
-        return varlen(*args, **kwargs)
+        return varlen(q, k, v, **kwargs)
 
     return flash_attn_varlen_func
 
@@ -54,7 +59,10 @@ SHIM = Shim(
     name="tf5_fa4_lengths",
     distribution="transformers",
     versions=">=5.4,<6",
-    reason="transformers' own flash_attention_4 is handed the greatest length of packed sequences as a tensor, which it dies of",
+    reason=(
+        "transformers' own flash_attention_4 is handed the greatest length of packed sequences as a tensor, which it dies of, and "
+        "in continuous batching lengths by the positions of FlashAttention-2"
+    ),
     seams=(Seam(f"{_UTILS}:_lazy_imports", ("implementation", "attention_wrapper")),),
     replace=_replace,
     complete=_load_again,

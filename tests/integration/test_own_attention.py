@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pickle
 import subprocess
@@ -251,6 +252,16 @@ def test_a_forward_of_the_users_own_is_called(models: Path) -> None:
         assert seen == ["GPTJFlashAttention2"] * 2
     finally:
         kernel_compat.unregister_attention("own_forward_flash")
+
+
+def test_output_attentions_are_refused() -> None:
+    """Falcon's and GPT-J's classes return their output for them."""
+    layer = small("FalconConfig").transformer.h[0]
+    attention = functools.partial(layer.self_attention, alibi=None, attention_mask=None)
+    hidden, rotations = torch.randn(1, 6, 64), (torch.ones(1, 6, 16), torch.zeros(1, 6, 16))
+    assert attention(hidden, position_embeddings=rotations)[0].shape == hidden.shape
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match="output_attentions=True.*eager"):
+        attention(hidden, position_embeddings=rotations, output_attentions=True)
 
 
 def test_sequence_parallel_is_refused() -> None:

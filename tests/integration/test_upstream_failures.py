@@ -356,16 +356,17 @@ class TestGenerateCountsWrong:
 
 @pytest.fixture
 def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlashAttention-4's stand-in: like the real one it takes greatest lengths as integers alone."""
+    """FlashAttention-4's stand-in: like the real one it takes greatest lengths as integers alone, and `qv` fourth."""
 
     def varlen(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        qv: Tensor | None = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int | None, int | None] = (None, None),
@@ -373,6 +374,7 @@ def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ) -> Tensor:
         if not isinstance(max_seqlen_q, int) or not isinstance(max_seqlen_k, int):
             raise ValueError(f"Expected IntTuple, whose leaves are integers, but got {max_seqlen_q}")
+        assert qv is None
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return reference.flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=softmax_scale, causal=causal)
 
@@ -409,3 +411,22 @@ class TestUpstreamsOwnFlashAttention4:
         torch.testing.assert_close(output, torch.cat(parts, dim=1))
         with pytest.raises(ValueError, match="whose leaves are integers"):
             attend("flash_attention_4", position_ids=self.position_ids)
+
+    @pytest.mark.skipif(RELEASE >= (5, 19), reason="continuous batching calls it as every other forward does")
+    def test_lengths_by_position(self) -> None:
+        """As upstream's paged attention passes them: each request failed, and `generate_batch` returned nothing."""
+        q = torch.randn(8, 2, 16)
+        offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+
+        def call() -> Tensor:
+            varlen = upstream.lazy_import_paged_flash_attention("flash_attention_4")[0]
+            output: Tensor = varlen(q, q, q, offsets, offsets, 5, 5, softmax_scale=0.25, causal=True)
+            return output
+
+        with pytest.raises(ValueError, match="whose leaves are integers"):
+            call()
+        with kernel_compat.installed():
+            expected = reference.flash_attn_varlen_func(
+                q, q, q, offsets, offsets, 5, 5, softmax_scale=0.25, causal=True
+            )
+            torch.testing.assert_close(call(), expected)
