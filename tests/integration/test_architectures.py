@@ -12,10 +12,7 @@ import transformers
 from tiny import (
     NAME,
     QWEN_VL,
-<<<<<<< HEAD
-=======
     SHAPE,
->>>>>>> flags
     TRANSFORMERS,
     VOCAB,
     accepts,
@@ -23,10 +20,7 @@ from tiny import (
     llava,
     load,
     modernbert,
-<<<<<<< HEAD
     randomize,
-=======
->>>>>>> flags
     save,
     saved,
     two_images,
@@ -312,7 +306,6 @@ def test_a_mask_as_long_as_a_static_cache(models: Path) -> None:
     assert distance(torch.cat(found, 1), expected) < TOLERANCE
 
 
-<<<<<<< HEAD
 class TestConvolutionalBackbone:
     """It has no attention that could ignore a name; neither has it sdpa."""
 
@@ -359,14 +352,12 @@ class TestConvolutionalBackbone:
         assert has_no_attention(transformers.ConvNextBackbone)
         for model in (transformers.SwinBackbone, transformers.TimmBackbone, transformers.ResNetModel):
             assert not has_no_attention(model)
-=======
+
+
 _GPT = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 _OPT = {"vocab_size": VOCAB, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_hidden_layers": 2}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the models don't pass it on to their attention: refused where a model's forward begins"
-)
 @pytest.mark.parametrize(
     ("name", "settings", "how"),
     [
@@ -389,4 +380,3 @@ def test_output_attentions_are_refused(name: str, settings: dict[str, Any], how:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match="output_attentions=True.*eager"):
         model(input_ids=torch.randint(3, VOCAB, (1, 5)), **(asked if how == "argument" else {}))
->>>>>>> flags

@@ -12,8 +12,6 @@ import transformers
 from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, WINDOW, load, save, there
 from torch import Tensor
 
-from kernel_compat.errors import UnsupportedFeatureError
-
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 TOLERANCE = 1e-5
@@ -267,12 +265,6 @@ def test_peft_calls_the_model_past_its_hooks(models: Path) -> None:
     for given in ({}, lengths()):
         logits = model(input_ids=ids, position_ids=positions(), use_cache=False, **given).logits
         assert distance(logits, expected) < TOLERANCE
-
-
-def test_attention_weights_are_refused(pair: tuple[Any, Any]) -> None:
-    """W14: several models don't hand the request on."""
-    with pytest.raises(UnsupportedFeatureError, match="output_attentions"):
-        pair[1](input_ids=tokens(), output_attentions=True)
 
 
 class TestWindowsToBothSides:
