@@ -92,6 +92,7 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
             scale=scaling,
             dropout=dropout,
             sliding_window=sliding_window,
+            local_window=kwargs.get("local_window"),
             softcap=softcap,
             sinks=s_aux,
             deterministic=deterministic,
@@ -147,6 +148,7 @@ def flash_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    local_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
@@ -166,6 +168,7 @@ def flash_attention(
         causal: aligned to the bottom right where q_len and kv_len differ. A 4D mask decides itself, and so does one
             that our mask function made, whatever the layer says.
         sliding_window: a query sees this many keys, itself included; to both sides where not causal.
+        local_window: a causal window that the layer has besides its mask, as GPT-Neo's.
         position_ids: (batch or 1, q_len): where they restart, a new packed sequence begins. Those of the model's own
             forward count before them.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, shape (sequences + 1,); where missing, those of the
@@ -218,6 +221,8 @@ def flash_attention(
             raise ValueError(f"an attention mask for {attention_mask.shape[1]} keys does not fit {kv_len}")
         if padded_queries and q_len != kv_len:
             raise ValueError("a window to both sides over padded keys that are not the queries' own")
+    if local_window and local_window < kv_len:
+        window = (min(local_window - 1, window[0] if window[0] >= 0 else kv_len), 0)
     if deterministic is None:
         deterministic = _deterministic_by_default()
 

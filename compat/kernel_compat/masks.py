@@ -223,7 +223,13 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
         raise ValueError(
             f"a 4D attention mask of shape {tuple(mask.shape)} does not fit {q_len} queries and {kv_len} keys"
         )
-    visible = _visible(mask)[..., :kv_len]
+    everything = _visible(mask)
+    if bool(everything[..., kv_len:].any()):  # a cache that drops its oldest keys, as one of a sliding window does
+        raise ValueError(
+            f"a 4D attention mask of shape {tuple(mask.shape)} shows keys behind the last of {kv_len}: which key is which "
+            "can't be told"
+        )
+    visible = everything[..., :kv_len]
     if visible.shape[1] > 1 and not bool((visible == visible[:, :1]).all()):
         raise ValueError(
             "a 4D attention mask that differs between heads can't be reduced to padding, causality and window"

@@ -174,18 +174,11 @@ def attention_of_running(query: Any, key: Any, value: Any, given: dict[str, Any]
     require_whole_sequences(entry)
     options = {name: given[name] for name in _PASSED_ON if name in given}
     mask = given.get("attention_mask") if _running.mask is None else _running.mask
-    q_len, kv_len = query.shape[1], key.shape[1]
     layers = getattr(module.config, "attention_layers", None)
-    local = layers is not None and layers[module.layer_id] == "local"  # GPT-Neo's, which passes no window
-    if mask is None or mask.ndim != 4:
-        if local:
-            options["sliding_window"] = module.config.window_size
-        else:
-            _require_the_window_of_its_masks(module, options.get("sliding_window"), kv_len, entry.name)
-    elif local:
-        visible = module.bias[:, :, kv_len - q_len : kv_len, :kv_len]
-        mask = mask[..., :kv_len]
-        mask = mask.masked_fill(~visible, float("-inf")) if mask.is_floating_point() else mask & visible
+    if layers is not None and layers[module.layer_id] == "local":  # GPT-Neo's, which passes no window
+        options["sliding_window"] = options["local_window"] = module.config.window_size
+    elif mask is None or mask.ndim != 4:
+        _require_the_window_of_its_masks(module, options.get("sliding_window"), key.shape[1], entry.name)
     attend = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[entry.name]
     _running.module = None  # a user's own may call `_flash_attention_forward` without a name, too
     try:

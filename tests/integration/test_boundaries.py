@@ -303,6 +303,27 @@ class TestWindowsToBothSides:
             assert distance(found, expected) < TOLERANCE
 
 
+def test_a_window_that_is_in_no_mask(models: Path) -> None:
+    """GPT-Neo's local layers have it in a buffer, and its class for FlashAttention-2 ignores it."""
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    path = save(models, "gpt_neo", transformers.AutoModelForCausalLM, config)
+    ids = tokens(2)
+    expected, found = (load(path, name)(input_ids=ids, use_cache=False).logits for name in ("eager", NAME))
+    assert distance(found, expected) < TOLERANCE
+    packed = load(path, NAME)(input_ids=ids[:1], position_ids=positions(), use_cache=False).logits
+    assert distance(packed, apart(load(path, "eager"), ids[:1])) < TOLERANCE
+
+
 def test_padding_that_a_model_keeps_from_its_attention(models: Path) -> None:
     """W7: SigLIP's text model drops the mask for every name with flash in it, on 4.57."""
     config = transformers.SiglipTextConfig(

@@ -282,6 +282,13 @@ def test_a_mask_that_is_longer_than_the_keys_is_cut() -> None:
     assert reduce_mask(longer, 3, 3)[1:] == reduce_mask(mask, 3, 3)[1:]
 
 
+def test_keys_that_a_cache_has_dropped_are_missed() -> None:
+    """Qwen2-MoE's masks up to 4.57 are as long as the text, and its cache keeps a window."""
+    longer = torch.ones(1, 1, 3, 8, dtype=torch.bool).tril(5)
+    with pytest.raises(ValueError, match="which key is which"):
+        reduce_mask(longer, 3, 5)
+
+
 # 2D masks
 
 

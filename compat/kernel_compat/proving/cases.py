@@ -199,7 +199,9 @@ def _apart(subject: Subject, ids: Tensor, lengths: tuple[int, ...], extra: dict[
         parts = []
         start = 0
         for length in lengths:
-            inputs = {name: value[:, start : start + length] for name, value in extra.items()}
+            inputs = {name: value[:, start : start + length] for name, value in extra.items()} | _from_zero(
+                subject, length
+            )
             parts.append(
                 main_output(
                     forward(model, {**inputs, "input_ids": ids[:, start : start + length], **_no_cache(subject)})
@@ -209,6 +211,11 @@ def _apart(subject: Subject, ids: Tensor, lengths: tuple[int, ...], extra: dict[
         return torch.cat(parts, 1)
 
     return run
+
+
+def _from_zero(subject: Subject, length: int) -> dict[str, Tensor]:
+    """The positions of one sequence: a model's default ones may begin behind its padding token's."""
+    return {"position_ids": torch.arange(length)[None]} if "position_ids" in subject.names else {}
 
 
 def _need_packing(subject: Subject) -> None:
@@ -401,7 +408,16 @@ def cached_static(subject: Subject) -> Iterator[Comparison]:
     _need_mask(subject)
     mask = padding("left", *subject.shape)
     run = _continued(subject, (8, 4, 1, 1), _static, mask)
-    yield Comparison(lambda model: run(model)[mask.bool()], lambda model: run(model)[mask.bool()])
+    given = {**subject.inputs, "attention_mask": mask, **_no_cache(subject)}
+    if "position_ids" in subject.names:
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    full = _run(given)
+
+    def real(of: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        return lambda model: of(model)[mask.bool()]
+
+    note = "eager attention with a cache differs from the full forward"
+    yield Comparison(real(run), real(run), also=real(full), note=note)
 
 
 @_case
@@ -511,7 +527,9 @@ def _packed_runs(
     alone: list[tuple[dict[str, Any], Tensor | None]] = []
     start = 0
     for length in LENGTHS:
-        inputs = {name: value[:, start : start + length] for name, value in others.items()}
+        inputs = {name: value[:, start : start + length] for name, value in others.items()} | _from_zero(
+            subject, length
+        )
         alone.append(({**inputs, "input_ids": ids[:, start : start + length], **_no_cache(subject)}, None))
         start += length
     return [(together, None)], alone

@@ -60,7 +60,8 @@ def _vision_pair() -> dict[str, Any]:
 def _decoder() -> dict[str, Any]:
     from transformers import BertConfig
 
-    return BertConfig(is_decoder=True, add_cross_attention=True).to_dict()
+    config: dict[str, Any] = BertConfig(is_decoder=True, add_cross_attention=True).to_dict()
+    return config
 
 
 def _vision_and_text() -> dict[str, Any]:

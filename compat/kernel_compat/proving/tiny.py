@@ -492,6 +492,8 @@ def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[i
     if name == "embed_dim" and _is_hierarchical(values):
         heads = values.get("num_heads")
         return 8 * heads[0] if isinstance(heads, (list, tuple)) and heads and _is_int(heads[0]) else value // 4
+    if name == "window_size" and "attention_types" in values:  # of local attention
+        return min(value, WINDOW)
     if name == "window_size":
         # In pixels, in patches of one stage after the other, or in tokens.
         return 16 if value >= 64 else min(value, 2 if _has_stages(values) else 4)
