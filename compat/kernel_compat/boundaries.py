@@ -80,6 +80,7 @@ class Forward:
         batch, length: of the tokens in ``input_ids`` or ``inputs_embeds``; 0 where the model is given neither, as a
             vision tower.
         implementation: the model's ``attn_implementation``.
+        cache: the ``past_key_values`` that the model is given.
         alone: whether the tokens are all that the model is given, so that every attention layer of its own is over them.
         crosses: whether the model is given the states of an encoder.
         takes_positions: whether the model has a parameter for position ids; one without counts on along the whole row.
@@ -111,9 +112,8 @@ class Forward:
         self.decided = isinstance(mask, Tensor) and mask.ndim == 4
         positions = given.get("position_ids")
         self.positions: Tensor | None = positions if isinstance(positions, Tensor) else None
-        cache = given.get("past_key_values")
-        self.cached = cache is not None
-        if self.cached and not torch.compiler.is_compiling() and _is_packed(cache):
+        cache = self.cache = given.get("past_key_values")
+        if cache is not None and not torch.compiler.is_compiling() and _is_packed(cache):
             raise ValueError("a cache of packed sequences can't be continued: which of them is meant can't be told")
         self.lengths: dict[str, Any] = {name: given[name] for name in _LENGTHS if given.get(name) is not None}
         self.takes_positions = "position_ids" in parameters_of(type(model))
@@ -128,7 +128,7 @@ class Forward:
             self.mask = outer.mask if self.mask is None else self.mask
             self.positions = outer.positions if self.positions is None else self.positions
             self.lengths = self.lengths or outer.lengths
-            self.cached = self.cached or outer.cached
+            self.cache = outer.cache if self.cache is None else self.cache
             self.alone = self.alone and (outer.alone or ids is None)
             self.takes_positions = self.takes_positions or outer.takes_positions
             self.decided = self.decided and outer.decided  # or else the model has made it

@@ -303,6 +303,27 @@ class TestWindowsToBothSides:
             assert distance(found, expected) < TOLERANCE
 
 
+@pytest.mark.skipif(not hasattr(transformers, "FuyuConfig"), reason="no Fuyu")
+@pytest.mark.skipif(TRANSFORMERS.release < (4, 56), reason="static caches are made in another way")
+def test_a_static_cache_without_a_mask(models: Path) -> None:
+    """W8: where a model makes no mask, as Fuyu and Mllama on 5.0, its keys end nowhere."""
+    text = {**SHAPE, "hidden_size": 32, "num_key_value_heads": 4}
+    config = transformers.FuyuConfig(**text, text_config={"model_type": "persimmon", **text})
+    path = save(models, "fuyu", transformers.AutoModelForCausalLM, config)
+    ids = tokens()
+    expected = load(path, "eager")(input_ids=ids, use_cache=False).logits
+    model = load(path, NAME)
+    cache = transformers.StaticCache(config=model.config.get_text_config(), max_cache_len=TOKENS + 6)
+    found = []
+    try:
+        for part in ids.split((9, TOKENS - 9), 1):
+            found.append(model(input_ids=part, past_key_values=cache, use_cache=True).logits)
+    except ValueError as error:
+        assert "a static cache without a mask" in str(error)  # noqa: PT017
+    else:
+        assert distance(torch.cat(found, 1), expected) < TOLERANCE
+
+
 def test_a_window_that_is_in_no_mask(models: Path) -> None:
     """GPT-Neo's local layers have it in a buffer, and its class for FlashAttention-2 ignores it."""
     config = transformers.GPTNeoConfig(
