@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(command=_Command(_find_ops, _ops_as_json, _show_ops))
     one = commands.add_parser("prove", help=cli_prove.PROVE_HELP)
     cli_prove.add_arguments(one)
-    one.set_defaults(command=_Command(cli_prove.find, cli_prove.as_json, cli_prove.show), json=False, imports=[])
+    one.set_defaults(command=_Command(cli_prove.find, cli_prove.as_json, cli_prove.show), json=False)
     return parser
 
 

@@ -19,6 +19,10 @@ __all__ = ["PROVE_HELP", "ProveArgumentError", "add_arguments", "as_json", "find
 PROVE_HELP = "prove on tiny models that a registered name computes what eager attention does"
 
 
+#: The share of model types that a release is checked for.
+_COVERED = 0.95
+
+
 class ProveArgumentError(Exception):
     """Arguments that don't go together, or name nothing."""
 
@@ -28,11 +32,17 @@ class Proofs(NamedTuple):
 
     transformers: str
     proofs: tuple[Proof, ...]
+    least_covered: float = 0.0
+
+    @property
+    def covered(self) -> float:
+        """The share of the model types that a tiny model was made for."""
+        return sum(not proof.no_recipe for proof in self.proofs) / max(len(self.proofs), 1)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong and nothing crashed."""
-        return all(proof.ok for proof in self.proofs)
+        """Whether nothing is wrong, nothing crashed and enough was proven."""
+        return all(proof.ok for proof in self.proofs) and self.covered >= self.least_covered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every model type of the installed transformers")
     parser.add_argument("--case", dest="cases", action="append", metavar="CASE", help="only this case (repeatable)")
     parser.add_argument("--quick", action="store_true", help="only the cases that find most mistakes")
+    parser.add_argument(
+        "--attn", metavar="NAME", help="prove this registered name (default: one of the reference kernel)"
+    )
+    parser.add_argument(
+        "--import", dest="imports", metavar="MODULE", action="append", default=[], help="import this module first"
+    )
+    parser.add_argument(
+        "--release-check",
+        action="store_true",
+        help="fail as well where fewer than 95 of 100 model types have a tiny model",
+    )
     parser.add_argument("--workers", type=_positive, default=None, metavar="N", help="processes (default: one a core)")
     parser.add_argument(
         "--timeout", type=_positive, default=60, metavar="SECONDS", help="for one model type (default: 60)"
@@ -76,12 +97,17 @@ def find(arguments: argparse.Namespace) -> Proofs:
         if name not in known:
             raise ProveArgumentError(f"{name!r} is neither a model type of transformers nor a folder")
     folders = [path for path in arguments.models if os.path.isdir(path)]
-    proofs = [prove_config(*_config(path), cases=cases) for path in folders]
+    proofs = [prove_config(*_config(path), cases=cases, attn_implementation=arguments.attn) for path in folders]
     workers = arguments.workers or os.cpu_count() or 1
     proofs += sweep(
-        types, cases, workers=workers, seconds=arguments.timeout, progress=_progress() if len(types) > 1 else None
+        types,
+        cases,
+        workers=workers,
+        seconds=arguments.timeout,
+        attn_implementation=arguments.attn,
+        progress=_progress() if len(types) > 1 else None,
     )
-    found = Proofs(str(transformers.__version__), tuple(proofs))
+    found = Proofs(str(transformers.__version__), tuple(proofs), _COVERED if arguments.release_check else 0.0)
     if arguments.json_file:
         Path(arguments.json_file).write_text(json.dumps(as_json(found), indent=1, sort_keys=True) + "\n")
     return found
@@ -144,5 +170,8 @@ def show(console: Console, found: Proofs) -> None:
                 reason = f": {outcome.reason}" if outcome.reason else ""
                 text = f"  {outcome.model} {outcome.case} {outcome.verdict}{number}{reason}"
                 console.print(Text(text, style=colours.get(outcome.verdict, "")), soft_wrap=True)
+    if found.least_covered > found.covered:
+        text = f"{found.covered:.1%} of the model types have a tiny model; at least {found.least_covered:.0%} must."
+        console.print(Text(text, style="bold red"), soft_wrap=True)
     counts = ", ".join(f"{number} {verdict}" for verdict, number in summary(found.proofs).items())
     console.print(Text(f"transformers {found.transformers}: {counts}", style="bold"), soft_wrap=True)

@@ -106,9 +106,11 @@ def test_a_kernel_that_crashes_is_told_from_one_that_refuses(broken: Any) -> Non
 
 def test_a_type_that_ends_its_process_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     real = proof.prove_type
-    monkeypatch.setattr(
-        proof, "prove_type", lambda name, cases: os._exit(3) if name == "gpt_neox" else real(name, cases)
-    )
+
+    def prove(name: str, *args: Any, **options: Any) -> proof.Proof:
+        return os._exit(3) if name == "gpt_neox" else real(name, *args, **options)
+
+    monkeypatch.setattr(proof, "prove_type", prove)
     found = {one.model_type: one for one in sweep(["llama", "gpt_neox"], ["plain"], workers=2)}
     assert found["llama"].verdict == "equal"
     assert found["gpt_neox"].verdict == "crashed"
@@ -127,6 +129,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     document = json.loads(file.read_text())
     assert document["summary"]["equal"] == 1
     assert document["proofs"][0]["outcomes"][0]["case"] == "plain"
+
+
+def test_the_command_proves_a_registered_name(broken: Any) -> None:
+    name = broken(lambda call, kwargs: call(causal=False))
+    assert cli.main(["prove", "llama", "--case", "plain", "--attn", name]) == 1
 
 
 def test_a_folder(tmp_path: Path) -> None:

@@ -189,8 +189,9 @@ def _has_sections(model_class: type[Any], config: Any) -> bool:
     """Whether the code of a class, or of a nested model's, divides rotary channels into sections."""
     classes: list[Any] = [model_class]
     for value in vars(config).values():
-        if hasattr(value, "to_dict") and getattr(value, "model_type", None):
-            classes += classes_of(value.model_type)[:1]
+        model_type = getattr(value, "model_type", "")
+        if hasattr(value, "to_dict") and model_type:
+            classes += classes_of(model_type)[:1]
     for one in classes:
         try:
             if "mrope_section" in inspect.getsource(sys.modules[one.__module__]):

@@ -60,8 +60,7 @@ def _vision_pair() -> dict[str, Any]:
 def _decoder() -> dict[str, Any]:
     from transformers import BertConfig
 
-    config: dict[str, Any] = BertConfig(is_decoder=True, add_cross_attention=True).to_dict()
-    return config
+    return dict(BertConfig(is_decoder=True, add_cross_attention=True).to_dict())
 
 
 def _vision_and_text() -> dict[str, Any]:

@@ -20,6 +20,7 @@ def sweep(
     *,
     workers: int = 2,
     seconds: float = 60.0,
+    attn_implementation: str | None = None,
     progress: Callable[[Proof, int, int], None] | None = None,
 ) -> list[Proof]:
     """Prove model types in parallel.
@@ -29,6 +30,7 @@ def sweep(
     Args:
         workers: how many processes at a time.
         seconds: what one type may take before it counts as crashed.
+        attn_implementation: the registered attention name to prove; None for one of the reference kernel.
         progress: called with each proof, how many there are, and how many there will be.
 
     Returns:
@@ -43,7 +45,7 @@ def sweep(
         while waiting and len(running) < workers:
             model_type = waiting.pop()
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(model_type, cases, sender), daemon=True)  # type: ignore[attr-defined]
+            process = context.Process(target=_work, args=(model_type, cases, attn_implementation, sender), daemon=True)  # type: ignore[attr-defined]
             process.start()
             sender.close()
             running[receiver] = (model_type, process, time.monotonic() + seconds)
@@ -79,7 +81,7 @@ def _import() -> None:
     warm_up()
 
 
-def _work(model_type: str, cases: Sequence[str] | None, sender: Any) -> None:
+def _work(model_type: str, cases: Sequence[str] | None, name: str | None, sender: Any) -> None:
     import torch
 
     from .proof import prove_type
@@ -89,7 +91,7 @@ def _work(model_type: str, cases: Sequence[str] | None, sender: Any) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     try:
-        proof = prove_type(model_type, cases)
+        proof = prove_type(model_type, cases, attn_implementation=name)
     except Exception as error:  # of the prover itself: its other types go on
         proof = _crashed(model_type, f"the proof failed: {type(error).__name__}: {error}")
     sender.send(proof.to_json(exact=True))
