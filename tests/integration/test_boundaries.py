@@ -316,7 +316,8 @@ def test_a_static_cache_without_a_mask(models: Path) -> None:
     cache = transformers.StaticCache(config=model.config.get_text_config(), max_cache_len=TOKENS + 6)
     try:
         found = [
-            model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in ids.split((9, TOKENS - 9), 1)
+            model(input_ids=part, past_key_values=cache, use_cache=True).logits
+            for part in ids.split((9, TOKENS - 9), 1)
         ]
     except ValueError as error:
         assert "a static cache without a mask" in str(error)  # noqa: PT017
