@@ -54,7 +54,9 @@ def models(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any, Any]:
     try:
         ours = build(model_class, config, name)
     except KernelCompatError as error:
-        pytest.skip(str(error))
+        if model_type not in ("mamba", "mamba2"):  # which have no attention, and mixers under every name
+            pytest.skip(str(error))
+        ours = build(model_class, config, "eager")
     ours.load_state_dict(truth.state_dict())
     return truth, copy.deepcopy(truth).bfloat16(), ours.cuda().bfloat16()
 
