@@ -195,7 +195,7 @@ def flash_attention(
     forward = current()
     pattern = None if forward is None else forward.pattern(attention_mask, q_len, kv_len, causal, sliding_window)
     if pattern is None:
-        static = forward is not None and getattr(forward.cache, "is_compileable", False)
+        static = forward is not None and not forward.given_masks and getattr(forward.cache, "is_compileable", False)
         if attention_mask is None and causal and static and kv_len > q_len:
             raise ValueError("a static cache without a mask: where its keys end can't be told. Pass an attention_mask")
         window = _window(sliding_window, causal, kv_len)

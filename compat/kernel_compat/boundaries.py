@@ -25,6 +25,7 @@ __all__ = [
     "Sequences",
     "calling",
     "current",
+    "note",
     "packed_sequences",
     "parameters_of",
     "require_agreement",
@@ -81,6 +82,7 @@ class Forward:
             vision tower.
         implementation: the model's ``attn_implementation``.
         cache: the ``past_key_values`` that the model is given.
+        given_masks: whether the model is given masks that a mask function has made, for each type of layer.
         alone: whether the tokens are all that the model is given, so that every attention layer of its own is over them.
         crosses: whether the model is given the states of an encoder.
         takes_positions: whether the model has a parameter for position ids; one without counts on along the whole row.
@@ -108,6 +110,13 @@ class Forward:
                 elif value.ndim > 2 and name != "attention_mask":
                     self.alone = False
         mask = given.get("attention_mask")
+        self.patterns: list[Pattern] = []
+        self.given_masks = isinstance(mask, dict)  # by layer type, as generate makes them before the call
+        if isinstance(mask, dict):
+            if not torch.compiler.is_compiling():
+                self.patterns += outer.patterns if outer is not None else getattr(_here, "patterns", ())
+            masks = sorted((m for m in mask.values() if isinstance(m, Tensor)), key=lambda m: m.ndim)
+            mask = masks[0] if masks else None
         self.mask: Tensor | None = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         self.decided = isinstance(mask, Tensor) and mask.ndim == 4
         positions = given.get("position_ids")
@@ -117,7 +126,6 @@ class Forward:
             raise ValueError("a cache of packed sequences can't be continued: which of them is meant can't be told")
         self.lengths: dict[str, Any] = {name: given[name] for name in _LENGTHS if given.get(name) is not None}
         self.takes_positions = "position_ids" in parameters_of(type(model))
-        self.patterns: list[Pattern] = []
         self._numbers: Tensor | None = None
         self._found: dict[bool, Sequences | None] = {}
         self.agreed: Tensor | None = None
@@ -343,7 +351,8 @@ def packed_sequences(mask: Tensor, restarts: Restarts | None, same: Tensor | Non
     earlier = before.clamp(min=0)
     begins = follows & (mask != mask.gather(1, earlier))
     if restarts is not None:
-        anew = restarts.zero
+        # Positions that are 0 throughout, as Decision Transformer's, tell nothing.
+        anew = restarts.zero & (restarts.order.amax(1, keepdim=True) > 0)
         if restarts.falls:
             anew = anew | (restarts.order < restarts.order.gather(1, earlier))
         begins = begins | (follows & anew)
@@ -433,6 +442,15 @@ def _is_packed(cache: Any) -> bool:
 # the call in progress, of this thread
 
 _here = threading.local()
+
+
+def note(pattern: Pattern) -> None:
+    """Remember what a mask function said, for the forward in progress or for the next one."""
+    forward = current()
+    if forward is not None:
+        forward.note(pattern)
+    else:  # of the last few calls: a model has no more types of layers
+        _here.patterns = [*getattr(_here, "patterns", ()), pattern][-4:]
 
 
 def current() -> Forward | None:

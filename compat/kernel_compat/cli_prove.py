@@ -81,10 +81,9 @@ def find(arguments: argparse.Namespace) -> Proofs:
         raise ProveArgumentError("name model types or folders, or pass --all")
     import transformers
 
-    from .proving import QUICK, prove_config
+    from .proving import QUICK, prove_config, sweep
     from .proving.architectures import model_types
     from .proving.proof import UnknownCaseError, require_cases
-    from .proving.sweep import sweep
 
     cases: Sequence[str] | None = arguments.cases or (QUICK if arguments.quick else None)
     try:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .boundaries import Forward, Pattern, current, same_tensor
+from .boundaries import Forward, Pattern, current, note, same_tensor
 from .masks import as_int, fixed_shapes
 
 __all__ = ["attention_mask_function", "handed_on", "plain_mask_function"]
@@ -30,21 +30,21 @@ def attention_mask_function(**given: Any) -> Tensor | None:
     forward = current()
     said = _said(given)
     mask = _mask(said, forward, **given)
-    if forward is None or said is None:
+    if said is None or (forward is None and torch.compiler.is_compiling()):
         return mask
     positions, kv_length = given.get("cache_position"), given["kv_length"]
     q_length = given["q_length"] if positions is None else positions.shape[0]
-    if said.numbers is not None:
+    if said.numbers is not None and forward is not None:
         forward.number(said.numbers)
     padding = mask
     # Layers of other windows get masks of their own, and attention to an encoder gets None.
     hides = said.window != (-1, -1) and max(said.window) + 1 < kv_length
-    if mask is None and (hides or (said.causal and forward.crosses)):
+    if mask is None and (hides or (said.causal and forward is not None and forward.crosses)):
         device = given.get("device") if positions is None else positions.device
         mask = torch.ones(given["batch_size"], kv_length, dtype=torch.bool, device=device)
-    elif mask is not None and any(same_tensor(mask, other.mask) for other in forward.patterns):
+    elif mask is not None and forward is not None and any(same_tensor(mask, other.mask) for other in forward.patterns):
         mask = mask.clone()  # told apart from the others' by its storage
-    forward.note(Pattern(said.causal, said.window, padding, q_length, kv_length, mask))
+    note(Pattern(said.causal, said.window, padding, q_length, kv_length, mask))
     return mask
 
 

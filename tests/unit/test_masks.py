@@ -395,6 +395,7 @@ def test_packing(data: st.DataObject) -> None:
         rows.append(positions)
         starts += begins
     ids = torch.tensor(rows)
+    assume(bool((ids.amax(1) > 0).all()))  # nothing but zeros tells nothing
     form = data.draw(st.sampled_from(["plain", "one row of one dimension", "with three more of Qwen2-VL"]), "form")
     if form == "one row of one dimension":
         assume(batch == 1)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .outcomes import Outcome, Proof, summary
+from .sweep import sweep
 
 if TYPE_CHECKING:
     from .cases import CASES, QUICK
     from .proof import prove_config, prove_type
-    from .sweep import sweep
 
 __all__ = ["CASES", "QUICK", "Outcome", "Proof", "prove_config", "prove_type", "summary", "sweep"]
 

@@ -404,6 +404,7 @@ def _static(model: Any) -> Any:
 @_case
 def cached_static(subject: Subject) -> Iterator[Comparison]:
     """The same against a static cache, padded on the left."""
+    _need(subject.has_tokens, "it takes no tokens")
     _need_cache(subject)
     _need_mask(subject)
     mask = padding("left", *subject.shape)
