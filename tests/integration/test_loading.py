@@ -41,7 +41,10 @@ def test_autocast_casts_float32_inputs(models: Path) -> None:
             seen.append(q.dtype)
             return reference.flash_attn_func(q, k, v, **options)
 
-        flash_attn_varlen_func = staticmethod(reference.flash_attn_varlen_func)
+        @staticmethod
+        def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+            seen.append(q.dtype)
+            return reference.flash_attn_varlen_func(q, k, v, **options)
 
     kernel_compat.register_attention("recording_flash", kernel=Recording)
     try:

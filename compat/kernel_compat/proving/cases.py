@@ -79,6 +79,7 @@ def _need_decoder(subject: Subject) -> None:
 
 
 def _need_mask(subject: Subject) -> None:
+    _need(subject.has_tokens, "it takes no tokens")
     _need(subject.takes("attention_mask"), "its forward takes no attention_mask")
 
 

@@ -126,6 +126,8 @@ class Subject:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and tokens of the inputs."""
+        if "input_ids" not in self.inputs:
+            raise NotApplicableError("it takes no tokens")
         rows, length = self.inputs["input_ids"].shape[:2]
         return rows, length
 
