@@ -241,7 +241,10 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
     assert mask.shape == (1, 1, 6, 6)
     assert mask[0, 0, 0].tolist() == [True, True, True, False, False, False]
     plain = masking_utils.sliding_window_causal_mask_function(3)
-    assert attention_mask_function(mask_function=plain, **arguments) is None
+    windowed = attention_mask_function(mask_function=plain, **arguments)  # a mask of its own, which tells it apart
+    assert windowed is not None
+    assert windowed.tolist() == [[True] * 6]
+    assert attention_mask_function(mask_function=masking_utils.causal_mask_function, **arguments) is None
 
 
 @pytest.mark.skipif(not hasattr(transformers, "ModernBertConfig"), reason="no ModernBERT")
