@@ -329,7 +329,9 @@ def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> Res
         order, zero = positions[0], (positions == 0).all(0)
     else:
         return None
-    return Restarts(order.expand(batch, -1), zero.expand(batch, -1), causal)
+    # The time of one image may come before that of another, so that of three rows only a return to 0 counts.
+    falls = causal and positions.ndim == 2
+    return Restarts(order.expand(batch, -1), zero.expand(batch, -1), falls)
 
 
 def packed_sequences(mask: Tensor, restarts: Restarts | None, same: Tensor | None = None) -> Found | None:
@@ -425,7 +427,9 @@ def require_agreement(
         )
     restarts = None if positions is None else restarts_of(positions, batch, length, True)
     if restarts is not None:
-        again = restarts.zero[:, 1:] | (restarts.order[:, 1:] < restarts.order[:, :-1])
+        again = restarts.zero[:, 1:]
+        if restarts.falls:
+            again = again | (restarts.order[:, 1:] < restarts.order[:, :-1])
         if mask is not None:
             again = again & (mask[:, 1:] != 0)
         require((~again | begins).all(), "position_ids that restart within one of the sequences of cu_seq_lens_q")

@@ -98,8 +98,13 @@ DECODERS = there(
 @pytest.fixture(params=list(DECODERS))
 def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Any, Any]:
     """The same tiny decoder twice: eager, and under the registered name."""
-    path = save(models, request.param, transformers.AutoModelForCausalLM, DECODERS[request.param]())
-    return load(path, "eager"), load(path, NAME)
+    try:
+        path = save(models, request.param, transformers.AutoModelForCausalLM, DECODERS[request.param]())
+        return load(path, "eager"), load(path, NAME)
+    except Exception as error:
+        if "StrictDataclass" in type(error).__name__:  # 5.4's configs refuse their own defaults
+            pytest.skip(str(error))
+        raise
 
 
 def tokens(batch: int = 1) -> Tensor:
@@ -193,7 +198,7 @@ def test_lengths_in_a_graph_with_a_mask_of_ones(pair: tuple[Any, Any], compiled:
     """W9b: VeOmni's collator always makes one."""
     if compiled and pair[0].config.model_type == "deepseek_v2":
         pytest.skip("its experts depend on values")
-    if compiled and pair[0].config.model_type == "opt" and TRANSFORMERS.major < 5:
+    if compiled and pair[0].config.model_type == "opt" and TRANSFORMERS.release < (5, 3):
         pytest.skip("it makes 4D masks, which a graph can't take apart")
     ids = tokens()
     given = {"position_ids": positions(), "attention_mask": torch.ones_like(ids), **lengths()}
@@ -304,7 +309,9 @@ class TestWindowsToBothSides:
 
 
 @pytest.mark.skipif(not hasattr(transformers, "FuyuConfig"), reason="no Fuyu")
-@pytest.mark.skipif(TRANSFORMERS.release < (4, 56), reason="static caches are made in another way")
+@pytest.mark.skipif(
+    TRANSFORMERS.release < (4, 56) or TRANSFORMERS.release[:2] == (5, 4), reason="static caches are made in another way"
+)
 def test_a_static_cache_without_a_mask(models: Path) -> None:
     """W8: where a model makes no mask, as Fuyu and Mllama on 5.0, its keys end nowhere."""
     text = {**SHAPE, "hidden_size": 32, "num_key_value_heads": 4}
