@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .images import image_inputs
-from .inputs import LENGTH, candidates, parameters, vocabulary_of
+from .inputs import LENGTH, candidates, parameters, sound_padding, vocabulary_of
 from .recipes import GENTLE
 from .weights import perturbed, randomize
 
@@ -23,6 +23,8 @@ __all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject
 
 #: How sharp the weights are, at first; None for those that the model begins with.
 _SCALES = (2.0, 1.0, 0.5, None)
+#: Logits beyond this are masked.
+_MASKED = 1e30
 #: How long inputs are looked for.
 _SEARCH_SECONDS = 15
 #: The most parameters a model may have that is proven in a second.
@@ -189,6 +191,21 @@ class Subject:
         return None
 
     @cached_property
+    def sound_frames(self) -> int | None:
+        """The length of a padding mask over sound; None where there is none."""
+        names = ("input_features", "input_values", "audio_values")
+        sound = next((self.inputs[name] for name in names if name in self.inputs), None)
+        if self.has_tokens or "attention_mask" not in self.names or sound is None:
+            return None
+        for length in dict.fromkeys(reversed(sound.shape[1:])):
+            try:
+                forward(self.eager, {**self.inputs, "attention_mask": sound_padding(len(sound), length)})
+                return int(length)
+            except Exception:  # it is over another dimension
+                continue
+        return None
+
+    @cached_property
     def perturbed(self) -> Any:
         """The eager model with rounding errors in its weights: what it makes of them is no one's mistake."""
         model = copy.deepcopy(self.eager)
@@ -228,7 +245,8 @@ def main_output(output: Any) -> Tensor:
     for name in ("logits", "last_hidden_state", "prediction_logits", "logits_per_image", "pooler_output"):
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor):
-            return value
+            # Tokens that must not be predicted would drown all others.
+            return value.masked_fill(value.abs() > _MASKED, 0)
     values = list(output.values() if hasattr(output, "values") else output)
     values += [inner for value in values if isinstance(value, (list, tuple)) for inner in value]
     for value in values:
