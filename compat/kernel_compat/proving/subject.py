@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .calls import Counted
 from .images import image_inputs
 from .inputs import LENGTH, candidates, parameters, sound_padding, vocabulary_of
 from .recipes import GENTLE
@@ -25,6 +26,9 @@ __all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject
 _SCALES = (2.0, 1.0, 0.5, None)
 #: Logits beyond this are masked.
 _MASKED = 1e30
+_NOT_FINITE = "its output is zero or isn't finite"
+#: How much of the output attention must make, for its mistakes to be seen.
+_LEAST_SHARE = 1e-2
 #: How long inputs are looked for.
 _SEARCH_SECONDS = 15
 #: The most parameters a model may have that is proven in a second.
@@ -55,9 +59,12 @@ class Subject:
         named: the same weights under the attention name.
         inputs: what the model takes, one batch; with `LENGTH` tokens to a row where it takes tokens.
         config: the tiny config.
+        attention_share: how much the output changes without attention; None where it isn't known.
     """
 
-    def __init__(self, model_class: type[Any], config: Any, attn_implementation: str) -> None:
+    def __init__(
+        self, model_class: type[Any], config: Any, attn_implementation: str, counted: Counted | None = None
+    ) -> None:
         self.config = config
         self.model_class = model_class
         try:
@@ -72,39 +79,73 @@ class Subject:
         except Exception as error:
             raise NoRecipeError(f"eager: {describe(error)}") from error
         self.names, self.takes_any = parameters(self.eager)
-        self.inputs = self._working_inputs()
         try:
             self.named = build(model_class, config, attn_implementation)
         except Exception as error:
             raise RefusedToLoadError(error) from error
-        self.named.load_state_dict(self.eager.state_dict())
-        self._perturbed: nn.Module | None = None
+        self.inputs, self.attention_share = self._working(counted)
 
-    def _working_inputs(self) -> dict[str, Any]:
+    def _working(self, counted: Counted | None) -> tuple[dict[str, Any], float | None]:
+        """Sharp weights that attention makes a difference with, and inputs; the weights are loaded into both models."""
         problems: dict[str, None] = {}
         deadline = time.monotonic() + _SEARCH_SECONDS
-        weights = copy.deepcopy(self.eager.state_dict())
+        begun = copy.deepcopy(self.eager.state_dict())
+        best: tuple[float, dict[str, Any], dict[str, Any]] | None = None
         for scale in _SCALES if self.config.model_type not in GENTLE else (None,):
-            self.eager.load_state_dict(weights)
+            self.eager.load_state_dict(begun)
             if scale is not None:
                 randomize(self.eager, scale)
-            for inputs in itertools.chain(candidates(self.eager), image_inputs(self.eager)):
-                if time.monotonic() > deadline:
-                    break
-                try:
-                    inputs, output = self._first_forward(inputs)  # noqa: PLW2901
-                    tensor = main_output(output)
-                except Exception as error:
-                    problems.setdefault(describe(error), None)
-                    continue
-                if bool(tensor.isfinite().all()) and float(tensor.norm()) > 0:
-                    return inputs
-                problems.setdefault("its output is zero or isn't finite")
+            inputs = self._find_inputs(problems, deadline)
+            if inputs is None and not problems.keys() & {_NOT_FINITE}:
                 break
-            else:
+            if inputs is None:
+                continue
+            weights = copy.deepcopy(self.eager.state_dict())
+            self.named.load_state_dict(weights)
+            share = self._share_of_attention(counted, inputs)
+            if share is None or share >= _LEAST_SHARE:
+                return inputs, share
+            if best is None or share > best[0]:
+                best = share, inputs, weights
+        if best is None:
+            found = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
+            raise NoRecipeError(f"no inputs found: {found}")
+        for model in (self.eager, self.named):
+            model.load_state_dict(best[2])
+        return best[1], best[0]
+
+    def _find_inputs(self, problems: dict[str, None], deadline: float) -> dict[str, Any] | None:
+        """The first inputs that the eager model takes; why it takes none is added to the problems."""
+        for inputs in itertools.chain(candidates(self.eager), image_inputs(self.eager)):
+            if time.monotonic() > deadline:
                 break
-        found = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
-        raise NoRecipeError(f"no inputs found: {found}")
+            try:
+                taken, output = self._first_forward(inputs)
+                tensor = main_output(output)
+            except Exception as error:
+                problems.setdefault(describe(error))
+                continue
+            if bool(tensor.isfinite().all()) and float(tensor.abs().max()) > 0:
+                return taken
+            problems.setdefault(_NOT_FINITE)
+            break
+        return None
+
+    def _share_of_attention(self, counted: Counted | None, inputs: dict[str, Any]) -> float | None:
+        """How much the output changes without attention; None where that can't be measured."""
+        if counted is None:
+            return None
+        calls = counted.calls
+        try:
+            expected = main_output(forward(self.named, inputs))
+            if counted.calls == calls:
+                return None
+            counted.silent = True
+            return distance(main_output(forward(self.named, inputs)), expected)
+        except Exception:  # the cases will tell
+            return None
+        finally:
+            counted.silent = False
 
     def _first_forward(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """The output, and the inputs it took: without a cache where none can be made."""
