@@ -222,6 +222,9 @@ def _outcome(subject: Subject, label: str, case: str) -> Outcome:
     except NotApplicableError as error:
         if worst is None or worst.verdict == "equal":
             return worst or Outcome(label, case, "not applicable", reason=str(error))
+    except Exception as error:  # of the eager model, as the case is prepared
+        if worst is None:
+            return Outcome(label, case, "not applicable", reason=f"eager: {describe(error)}")
     assert worst is not None
     return worst
 

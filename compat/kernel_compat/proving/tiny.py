@@ -594,7 +594,8 @@ def _smaller_layers(value: dict[Any, Any], values: Mapping[str, Any], picks: lis
     new = {}
     for key, layer in value.items():
         if str(key).isdecimal() and int(key) in (picks or ()):
-            sizes = {k: _smaller_int(k, v, values, None, EXPERTS) if _is_int(v) else v for k, v in layer.items()}
+            both = {**values, **layer}
+            sizes = {k: _smaller_int(k, v, both, None, EXPERTS) if _is_int(v) else v for k, v in layer.items()}
             new[(picks or []).index(int(key))] = sizes
     return new
 

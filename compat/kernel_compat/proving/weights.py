@@ -11,7 +11,7 @@ __all__ = ["perturbed", "randomize"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 #: Parameters of one dimension that scale a branch, and often start at zero.
-_BRANCH_SCALES = re.compile(r"gate|gamma|lambda|layer_?scale|alpha")
+_BRANCH_SCALES = re.compile(r"gate|gamma|lambda|layer_?scale|logit_scale|alpha")
 
 
 def randomize(model: nn.Module, scale: float = 2.0, seed: int = 0) -> None:
