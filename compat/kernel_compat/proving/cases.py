@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .inputs import BATCH, LENGTH, LENGTHS, padding, tokens
+from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens
 from .subject import NotApplicableError, Subject, accepted, forward, main_output, training
 
 __all__ = ["CASES", "GRADIENTS", "OUTPUTS", "QUICK", "Comparison"]
@@ -74,6 +74,11 @@ def _need_tokens(subject: Subject) -> None:
     _need(subject.has_sequence or subject.is_encoder_decoder, "it has no output for every token")
 
 
+def _need_text(subject: Subject) -> None:
+    _need_tokens(subject)
+    _need(subject.has_tokens, "its encoder takes no tokens")
+
+
 def _need_decoder(subject: Subject) -> None:
     _need(subject.is_causal, "it is no causal decoder")
 
@@ -113,8 +118,28 @@ def plain(subject: Subject) -> Iterator[Comparison]:
     yield _same(_run({**subject.inputs, **_no_cache(subject)}))
 
 
+def _heard(subject: Subject) -> Callable[[Any], Tensor]:
+    """The outputs for sound whose first row is padded, without those of the padding."""
+    assert subject.sound_frames is not None
+    mask = sound_padding(len(next(iter(subject.inputs.values()))), subject.sound_frames)
+    inputs = {**subject.inputs, "attention_mask": mask}
+
+    def run(model: Any) -> Tensor:
+        output = main_output(forward(model, inputs))
+        if subject.is_encoder_decoder or output.ndim < 3:
+            return output
+        kept = max(int(output.shape[1] * SOUND) - 1, 1)
+        return torch.cat([output[0, :kept].flatten(), output[1:].flatten()])
+
+    return run
+
+
 def _padded(subject: Subject, side: str) -> Iterator[Comparison]:
-    _need_tokens(subject)
+    if subject.sound_frames is not None:
+        _need(side == "right", "its padding is on the right")
+        yield _same(_heard(subject))
+        return
+    _need_text(subject)
     _need_mask(subject)
     mask = padding(side, *subject.shape)
     inputs = {**subject.inputs, **_no_cache(subject)}
@@ -155,7 +180,7 @@ def padded_holes(subject: Subject) -> Iterator[Comparison]:
 
 @_case
 def mask_bool(subject: Subject) -> Iterator[Comparison]:
-    _need_tokens(subject)
+    _need_text(subject)
     _need_mask(subject)
     mask = padding("right", *subject.shape)
     inputs = {**subject.inputs, **_no_cache(subject)}
@@ -438,7 +463,7 @@ _GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_i
 
 
 def _need_generate(subject: Subject) -> None:
-    _need(subject.has_tokens and (subject.is_causal or subject.is_encoder_decoder), "it is no causal decoder")
+    _need(subject.is_causal or subject.is_encoder_decoder, "it is no causal decoder")
     _need(subject.eager.can_generate() and hasattr(subject.eager, "generate"), "it can't generate")
 
 
@@ -455,20 +480,18 @@ def _generated(subject: Subject, inputs: dict[str, Any], **options: Any) -> Call
 @_case
 def generate(subject: Subject) -> Iterator[Comparison]:
     _need_generate(subject)
-    mask = padding("left", *subject.shape)
     inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
-    if subject.takes("attention_mask"):
-        inputs["attention_mask"] = mask
+    if subject.takes("attention_mask") and subject.has_tokens:
+        inputs["attention_mask"] = padding("left", *subject.shape)
     yield _same(_generated(subject, inputs))
 
 
 @_case
 def beams(subject: Subject) -> Iterator[Comparison]:
     _need_generate(subject)
-    mask = padding("left", *subject.shape)
     inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
-    if subject.takes("attention_mask"):
-        inputs["attention_mask"] = mask
+    if subject.takes("attention_mask") and subject.has_tokens:
+        inputs["attention_mask"] = padding("left", *subject.shape)
     yield _same(_generated(subject, inputs, num_beams=3))
 
 
@@ -508,7 +531,7 @@ def _trained(
 
 def _padded_runs(subject: Subject) -> list[tuple[dict[str, Any], Tensor | None]]:
     inputs = {**subject.inputs, **_no_cache(subject)}
-    if (subject.has_sequence or subject.is_encoder_decoder) and subject.takes("attention_mask"):
+    if subject.has_tokens and (subject.has_sequence or subject.is_encoder_decoder) and subject.takes("attention_mask"):
         mask = padding("right", *subject.shape)
         return [({**inputs, "attention_mask": mask}, None if subject.is_encoder_decoder else mask)]
     return [(inputs, None)]
@@ -558,7 +581,9 @@ def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
         model.gradient_checkpointing_disable()
 
     padded = _padded_runs(subject)
-    yield Comparison(_trained(padded), _trained(padded, prepare, undo), GRADIENTS)
+    checkpointed = _trained(padded, prepare, undo)
+    note = "eager attention's gradients differ from those without checkpointing"
+    yield Comparison(checkpointed, checkpointed, GRADIENTS, also=_trained(padded), note=note)
     if subject.is_causal and subject.takes("position_ids") and not subject.has_positions_of_its_own:
         together, alone = _packed_runs(subject)
         yield Comparison(_trained(alone), _trained(together, prepare, undo), GRADIENTS)

@@ -83,10 +83,28 @@ def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor:
     return mask.flip(1) if side == "right" else mask
 
 
+#: How much of the first row's sound is no padding.
+SOUND = 0.625
+
+
+def sound_padding(rows: int, frames: int) -> Tensor:
+    """A 0/1 mask over sound: the first row ends in padding."""
+    mask = torch.ones(rows, frames, dtype=torch.long)
+    mask[0, int(frames * SOUND) :] = 0
+    return mask
+
+
 def vocabulary_of(config: Any) -> int:
     """The number of tokens of the text model."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return number(text, "vocab_size", "n_vocab", default=0) or number(config, "vocab_size", default=50)
+
+
+def has_decoder(config: Any) -> bool:
+    """Whether it is an encoder-decoder's; where it doesn't say, whether it takes anything but text."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    said = [getattr(one, "is_encoder_decoder", None) for one in (config, text)]
+    return any(said) or not hasattr(config, "vision_config")
 
 
 def number(config: Any, *names: str, default: int) -> int:
@@ -113,7 +131,9 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [p.name for p in named]
     needed = [p.name for p in named if p.default is p.empty]
-    needed += [name for name in ("input_ids", "decoder_input_ids") if name in names and name not in needed]
+    needed += ["input_ids"] if "input_ids" in names and "input_ids" not in needed else []
+    if "decoder_input_ids" in names and "decoder_input_ids" not in needed and has_decoder(model.config):
+        needed.append("decoder_input_ids")
     for optional in _OPTIONAL:
         if all(name in names for name in optional):
             wanted = list(dict.fromkeys([*needed, *optional]))

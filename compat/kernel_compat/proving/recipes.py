@@ -87,6 +87,7 @@ _CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "phi4_multimodal": {"vision_config": {}, "audio_config": {}},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "zamba": {"num_hidden_layers": 8},
     "encoder-decoder": _text_pair,
@@ -98,7 +99,15 @@ _CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
 
 
 def _gemma3n() -> dict[str, Any]:
-    return {"text_config": {"num_kv_shared_layers": 0}, **_siglip()}
+    tower = _siglip()["vision_config"]
+    tower.rms_norm_eps, tower.vocab_size, tower.vocab_offset = 1e-6, 8, 80
+    return {"text_config": {"num_kv_shared_layers": 0}, "vision_config": tower}
+
+
+def _perception_lm() -> dict[str, Any]:
+    tower = _siglip()["vision_config"]
+    tower.model_args = {"embed_dim": 64}
+    return {"vision_config": tower}
 
 
 def _compass() -> dict[str, Any]:
@@ -141,6 +150,9 @@ _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "blip-2": {"image_token_index": 90, "image_token_id": 90},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 32}},
+    "dots3_note": {"text_config": {"qk_rope_head_dim": 4}},
+    "dots3_note_text": {"qk_rope_head_dim": 4},
     "efficientnet": _EFFICIENTNET,
     "evolla": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
@@ -155,6 +167,7 @@ _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "mamba2": {"num_heads": 8},
     "mobilebert": {"embedding_size": 64, "true_hidden_size": 64, "intra_bottleneck_size": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "perception_lm": _perception_lm,
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .calls import Counted
 from .images import image_inputs
-from .inputs import LENGTH, candidates, parameters, vocabulary_of
+from .inputs import LENGTH, candidates, parameters, sound_padding, vocabulary_of
 from .recipes import GENTLE
 from .weights import perturbed, randomize
 
@@ -23,6 +24,11 @@ __all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject
 
 #: How sharp the weights are, at first; None for those that the model begins with.
 _SCALES = (2.0, 1.0, 0.5, None)
+#: Logits beyond this are masked.
+_MASKED = 1e30
+_NOT_FINITE = "its output is zero or isn't finite"
+#: How much of the output attention must make, for its mistakes to be seen.
+_LEAST_SHARE = 1e-2
 #: How long inputs are looked for.
 _SEARCH_SECONDS = 15
 #: The most parameters a model may have that is proven in a second.
@@ -53,9 +59,12 @@ class Subject:
         named: the same weights under the attention name.
         inputs: what the model takes, one batch; with `LENGTH` tokens to a row where it takes tokens.
         config: the tiny config.
+        attention_share: how much the output changes without attention; None where it isn't known.
     """
 
-    def __init__(self, model_class: type[Any], config: Any, attn_implementation: str) -> None:
+    def __init__(
+        self, model_class: type[Any], config: Any, attn_implementation: str, counted: Counted | None = None
+    ) -> None:
         self.config = config
         self.model_class = model_class
         try:
@@ -70,39 +79,73 @@ class Subject:
         except Exception as error:
             raise NoRecipeError(f"eager: {describe(error)}") from error
         self.names, self.takes_any = parameters(self.eager)
-        self.inputs = self._working_inputs()
         try:
             self.named = build(model_class, config, attn_implementation)
         except Exception as error:
             raise RefusedToLoadError(error) from error
-        self.named.load_state_dict(self.eager.state_dict())
-        self._perturbed: nn.Module | None = None
+        self.inputs, self.attention_share = self._working(counted)
 
-    def _working_inputs(self) -> dict[str, Any]:
+    def _working(self, counted: Counted | None) -> tuple[dict[str, Any], float | None]:
+        """Sharp weights that attention makes a difference with, and inputs; the weights are loaded into both models."""
         problems: dict[str, None] = {}
         deadline = time.monotonic() + _SEARCH_SECONDS
-        weights = copy.deepcopy(self.eager.state_dict())
+        begun = copy.deepcopy(self.eager.state_dict())
+        best: tuple[float, dict[str, Any], dict[str, Any]] | None = None
         for scale in _SCALES if self.config.model_type not in GENTLE else (None,):
-            self.eager.load_state_dict(weights)
+            self.eager.load_state_dict(begun)
             if scale is not None:
                 randomize(self.eager, scale)
-            for inputs in itertools.chain(candidates(self.eager), image_inputs(self.eager)):
-                if time.monotonic() > deadline:
-                    break
-                try:
-                    inputs, output = self._first_forward(inputs)  # noqa: PLW2901
-                    tensor = main_output(output)
-                except Exception as error:
-                    problems.setdefault(describe(error), None)
-                    continue
-                if bool(tensor.isfinite().all()) and float(tensor.norm()) > 0:
-                    return inputs
-                problems.setdefault("its output is zero or isn't finite")
+            inputs = self._find_inputs(problems, deadline)
+            if inputs is None and not problems.keys() & {_NOT_FINITE}:
                 break
-            else:
+            if inputs is None:
+                continue
+            weights = copy.deepcopy(self.eager.state_dict())
+            self.named.load_state_dict(weights)
+            share = self._share_of_attention(counted, inputs)
+            if share is None or share >= _LEAST_SHARE:
+                return inputs, share
+            if best is None or share > best[0]:
+                best = share, inputs, weights
+        if best is None:
+            found = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
+            raise NoRecipeError(f"no inputs found: {found}")
+        for model in (self.eager, self.named):
+            model.load_state_dict(best[2])
+        return best[1], best[0]
+
+    def _find_inputs(self, problems: dict[str, None], deadline: float) -> dict[str, Any] | None:
+        """The first inputs that the eager model takes; why it takes none is added to the problems."""
+        for inputs in itertools.chain(candidates(self.eager), image_inputs(self.eager)):
+            if time.monotonic() > deadline:
                 break
-        found = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
-        raise NoRecipeError(f"no inputs found: {found}")
+            try:
+                taken, output = self._first_forward(inputs)
+                tensor = main_output(output)
+            except Exception as error:
+                problems.setdefault(describe(error))
+                continue
+            if bool(tensor.isfinite().all()) and float(tensor.abs().max()) > 0:
+                return taken
+            problems.setdefault(_NOT_FINITE)
+            break
+        return None
+
+    def _share_of_attention(self, counted: Counted | None, inputs: dict[str, Any]) -> float | None:
+        """How much the output changes without attention; None where that can't be measured."""
+        if counted is None:
+            return None
+        calls = counted.calls
+        try:
+            expected = main_output(forward(self.named, inputs))
+            if counted.calls == calls:
+                return None
+            counted.silent = True
+            return distance(main_output(forward(self.named, inputs)), expected)
+        except Exception:  # the cases will tell
+            return None
+        finally:
+            counted.silent = False
 
     def _first_forward(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """The output, and the inputs it took: without a cache where none can be made."""
@@ -191,6 +234,21 @@ class Subject:
         return None
 
     @cached_property
+    def sound_frames(self) -> int | None:
+        """The length of a padding mask over sound; None where there is none."""
+        names = ("input_features", "input_values", "audio_values")
+        sound = next((self.inputs[name] for name in names if name in self.inputs), None)
+        if self.has_tokens or "attention_mask" not in self.names or sound is None:
+            return None
+        for length in dict.fromkeys(reversed(sound.shape[1:])):
+            try:
+                forward(self.eager, {**self.inputs, "attention_mask": sound_padding(len(sound), length)})
+                return int(length)
+            except Exception:  # it is over another dimension
+                continue
+        return None
+
+    @cached_property
     def perturbed(self) -> Any:
         """The eager model with rounding errors in its weights: what it makes of them is no one's mistake."""
         model = copy.deepcopy(self.eager)
@@ -230,7 +288,8 @@ def main_output(output: Any) -> Tensor:
     for name in ("logits", "last_hidden_state", "prediction_logits", "logits_per_image", "pooler_output"):
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor):
-            return value
+            # Tokens that must not be predicted would drown all others.
+            return value.masked_fill(value.abs() > _MASKED, 0)
     values = list(output.values() if hasattr(output, "values") else output)
     values += [inner for value in values if isinstance(value, (list, tuple)) for inner in value]
     for value in values:

@@ -168,6 +168,8 @@ _OFFSETS = re.compile(
     r"^(attn_layer_offset|expert_layer_offset|max_window_layers|num_dense_layers|first_k_dense_replace)$"
 )
 _RANDOM = re.compile(r"drop|^mask_(time|feature)_prob$|^router_jitter_noise$|^layerdrop$|jitter")
+#: The values of layers that differ from the config's, by the layers' numbers; from transformers 5.20 on.
+_PER_LAYER = "per_layer_config"
 _TOKEN = re.compile(r"(^|_)(token_(id|index)s?|token_ids)$|^(bos|eos|pad|sep|cls|mask|unk)_(index|id)$")
 
 
@@ -341,6 +343,8 @@ def _values(config: Any) -> dict[str, Any]:
     for name, value in vars(config).items():
         if not name.startswith("_"):
             found.setdefault(name, value)
+    if own := config.to_dict().get(_PER_LAYER):
+        found[_PER_LAYER] = own
     return found
 
 
@@ -438,6 +442,8 @@ def _smaller(
     level: Level,
 ) -> Any:
     if isinstance(value, dict):
+        if name == _PER_LAYER:
+            return _smaller_layers(value, values, picks)
         return _smaller_mapping(name, value, values, tokens)
     if isinstance(value, (list, tuple)) and value:
         smaller = _smaller_list(name, list(value), values, picks, tokens, level)
@@ -585,6 +591,17 @@ def _sections(value: list[int], total: int) -> list[int]:
     return new
 
 
+def _smaller_layers(value: dict[Any, Any], values: Mapping[str, Any], picks: list[int] | None) -> dict[int, Any]:
+    """What single layers have instead of the config's own values, for the layers that stay."""
+    new = {}
+    for key, layer in value.items():
+        if str(key).isdecimal() and int(key) in (picks or ()):
+            both = {**values, **layer}
+            sizes = {k: _smaller_int(k, v, both, None, EXPERTS) if _is_int(v) else v for k, v in layer.items()}
+            new[(picks or []).index(int(key))] = sizes
+    return new
+
+
 def _smaller_mapping(name: str, value: dict[Any, Any], values: Mapping[str, Any], tokens: _Tokens) -> dict[Any, Any]:
     new = copy.deepcopy(value)
     for key, inner in value.items():
@@ -605,8 +622,8 @@ def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) ->
     given = {
         name: value for name, value in values.items() if name in parameters and not _is_default(klass, name, value)
     }
-    given.update({name: value for name, value in changed.items() if name in parameters})
-    rest = {name: value for name, value in changed.items() if name not in parameters}
+    given.update({name: value for name, value in changed.items() if name in parameters or name == _PER_LAYER})
+    rest = {name: value for name, value in changed.items() if name not in given}
     for nested in (_plain, _same):
         try:
             new = klass(**{name: nested(value) for name, value in copy.deepcopy(given).items()})

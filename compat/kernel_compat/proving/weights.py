@@ -11,7 +11,7 @@ __all__ = ["perturbed", "randomize"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 #: Parameters of one dimension that scale a branch, and often start at zero.
-_BRANCH_SCALES = re.compile(r"gate|gamma|lambda|layer_?scale|alpha")
+_BRANCH_SCALES = re.compile(r"gate|gamma|lambda|layer_?scale|logit_scale|alpha")
 
 
 def randomize(model: nn.Module, scale: float = 2.0, seed: int = 0) -> None:
@@ -28,11 +28,12 @@ def randomize(model: nn.Module, scale: float = 2.0, seed: int = 0) -> None:
                 continue
             if parameter.ndim > 1:
                 owner = owners[name.rpartition(".")[0]]
-                fan_in = parameter.shape[1:].numel() if isinstance(owner, _CONVOLUTIONS) else parameter.shape[-1]
-                # Kept moderate for gates and state matrices, which go through exponentials.
+                convolution = isinstance(owner, _CONVOLUTIONS)
+                fan_in = parameter.shape[1:].numel() if convolution else parameter.shape[-1]
                 values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
                 if not name.endswith("A_log"):
-                    parameter.copy_(values * (scale / max(fan_in, 1) ** 0.5))
+                    # Convolutions follow one another without norms.
+                    parameter.copy_(values * ((1.0 if convolution else scale) / max(fan_in, 1) ** 0.5))
             elif "sinks" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
             elif not bool(parameter.isfinite().all()):
