@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache, wraps
+from collections.abc import Callable, Mapping
+from functools import cache, partial, wraps
+from inspect import signature
 from typing import Any
 
-from kernel_compat.errors import UnsupportedFeatureError
+from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.names import resolve
 from kernel_compat.seams import Seam, Shim
 
 _CHECKPOINT = "torch.utils.checkpoint"
+_FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn")
 
 
 def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,19 +60,66 @@ def _mixers() -> Any:
 def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     from kernel_compat.boundaries import resuming
 
-    generator = originals["_checkpoint_without_reentrant_generator"]
+    init = originals["__init__"]
     reentrant = originals["forward"].__func__
 
-    def _checkpoint_without_reentrant_generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        return generator(resuming(fn), *args, **kwargs)
+    def __init__(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, resuming(recompute_fn), *args, **kwargs)
 
     def forward(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
         return reentrant(ctx, resuming(run_function), preserve_rng_state, *args)
 
-    return {
-        "_checkpoint_without_reentrant_generator": _checkpoint_without_reentrant_generator,
-        "forward": staticmethod(forward),
-    }
+    return {"__init__": __init__, "forward": staticmethod(forward)}
+
+
+def _prove_checkpoint() -> Callable[[], None]:
+    """A release of torch that computes layers again by another way than the one patched is an error, not a wrong gradient."""
+    import torch
+    from kernel_compat.boundaries import calling, current
+    from torch.utils.checkpoint import checkpoint
+
+    seen: list[Any] = []
+
+    def layer(x: Any) -> Any:
+        seen.append(current())
+        return x * x
+
+    class Model(torch.nn.Module):
+        def forward(self, use_reentrant: bool) -> Any:
+            return checkpoint(layer, torch.ones((), requires_grad=True), use_reentrant=use_reentrant)
+
+    for use_reentrant in (False, True):
+        with torch.enable_grad():
+            calling(Model.forward, lambda *_: None)(Model(), use_reentrant).backward()
+        first, again = seen[-2:]
+        if first is None or again is not first:
+            raise SeamError(
+                f"{_CHECKPOINT}:checkpoint",
+                f"a layer that is computed again through the attributes patched (use_reentrant={use_reentrant})",
+                "another way",
+                torch.__version__,
+            )
+    return lambda: None  # nothing to undo
+
+
+def _replace_enabling(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    import torch
+    from kernel_compat.boundaries import resuming
+
+    original = originals["_set_gradient_checkpointing"]
+
+    def of_forward(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function if torch.compiler.is_compiling() else resuming(function), *args, **kwargs)
+
+    @wraps(original)
+    def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature(original).bind(self, *args, **kwargs)
+        checkpoint = given.arguments.get("gradient_checkpointing_func")
+        if checkpoint is not None:
+            given.arguments["gradient_checkpointing_func"] = partial(of_forward, checkpoint)
+        return original(*given.args, **given.kwargs)
+
+    return {"_set_gradient_checkpointing": _set_gradient_checkpointing}
 
 
 SHIMS = (
@@ -103,9 +152,23 @@ SHIMS = (
         versions=">=2.10,<3",
         reason="a layer that is computed again in the backward pass needs the arguments of its model's forward",
         seams=(
-            Seam(f"{_CHECKPOINT}:_checkpoint_without_reentrant_generator", ("fn",)),
+            Seam(f"{_CHECKPOINT}:_CheckpointFrame.__init__", _FRAME),
             Seam(f"{_CHECKPOINT}:CheckpointFunction.forward", ("ctx", "run_function", "preserve_rng_state")),
         ),
         replace=_replace_checkpoint,
+        complete=_prove_checkpoint,
+    ),
+    Shim(
+        name="gradient_checkpointing",
+        distribution="transformers",
+        versions=">=4.54,<6",
+        reason="DeepSpeed, Unsloth and LLaMA-Factory give models a checkpoint function of their own in place of torch's",
+        seams=(
+            Seam(
+                "transformers.modeling_utils:PreTrainedModel._set_gradient_checkpointing",
+                ("self", "enable", "gradient_checkpointing_func"),
+            ),
+        ),
+        replace=_replace_enabling,
     ),
 )

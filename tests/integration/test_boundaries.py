@@ -11,6 +11,7 @@ import torch
 import transformers
 from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, WINDOW, load, save, there
 from torch import Tensor
+from torch.distributed._composable import checkpoint
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -135,6 +136,29 @@ def apart(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
 
 
+class _Recomputing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: Any, hidden: Tensor, *others: Any) -> Any:
+        ctx.layer, ctx.others = layer, others
+        ctx.save_for_backward(hidden)
+        with torch.no_grad():
+            return layer(hidden, *others)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = ctx.layer(hidden, *ctx.others)
+        first = outputs if isinstance(outputs, Tensor) else outputs[0]
+        torch.autograd.backward(first, gradients[0])
+        return None, hidden.grad, *(None for _ in ctx.others)
+
+
+def recomputing(layer: Any, *args: Any) -> Any:
+    """A checkpoint function that owes nothing to torch's, as DeepSpeed's and Unsloth's."""
+    return _Recomputing.apply(layer, *args)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded(pair: tuple[Any, Any], side: str) -> None:
     """W1: gpt2 says is_causal=False beside a causal mask, up to 4.57."""
@@ -153,7 +177,7 @@ def test_padded(pair: tuple[Any, Any], side: str) -> None:
     "told",
     ["positions", "lengths", "lengths beside a mask", "numbers", "positions beside padding", "a bool mask of ones"],
 )
-@pytest.mark.parametrize("compute", ["forward", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("compute", ["forward", "non-reentrant", "reentrant", "composable", "a framework's"])
 def test_packed(pair: tuple[Any, Any], told: str, compute: str) -> None:
     """W3 and W9: the gradients too, where a layer is computed again in the backward pass."""
     eager, ours = pair
@@ -168,10 +192,15 @@ def test_packed(pair: tuple[Any, Any], told: str, compute: str) -> None:
     if told == "positions beside padding":
         real[0, -3:] = False
         given["attention_mask"] = real.long()
-    if compute != "forward":
+    if compute == "composable":
+        for layer in next(module for module in ours.modules() if isinstance(module, torch.nn.ModuleList)):
+            checkpoint(layer)
+    elif compute != "forward":
         ours.train()
         ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": compute == "reentrant"})
-        if compute == "reentrant":
+        if compute == "a framework's":
+            ours._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputing)
+        if compute != "non-reentrant":
             ours.enable_input_require_grads()
     results = []
     for model, logits in ((eager, apart(eager, ids)), (ours, ours(input_ids=ids, use_cache=False, **given).logits)):
