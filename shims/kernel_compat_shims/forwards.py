@@ -75,8 +75,9 @@ def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 def _prove_checkpoint() -> Callable[[], None]:
     """A release of torch that computes layers again by another way than the one patched is an error, not a wrong gradient."""
     import torch
-    from kernel_compat.boundaries import calling, current
     from torch.utils.checkpoint import checkpoint
+
+    from kernel_compat.boundaries import calling, current
 
     seen: list[Any] = []
 
@@ -84,7 +85,7 @@ def _prove_checkpoint() -> Callable[[], None]:
         seen.append(current())
         return x * x
 
-    class Model(torch.nn.Module):
+    class Model(torch.nn.Module):  # type: ignore[misc]
         def forward(self, use_reentrant: bool) -> Any:
             return checkpoint(layer, torch.ones((), requires_grad=True), use_reentrant=use_reentrant)
 
@@ -104,6 +105,7 @@ def _prove_checkpoint() -> Callable[[], None]:
 
 def _replace_enabling(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     import torch
+
     from kernel_compat.boundaries import resuming
 
     original = originals["_set_gradient_checkpointing"]
