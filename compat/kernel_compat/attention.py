@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .boundaries import Forward, Sequences, current, packed_sequences, require_agreement, restarts_of
+from .boundaries import Forward, Restarts, Sequences, current, packed_sequences, require_agreement, restarts_of
 from .errors import UnsupportedFeatureError
 from .kernels import Kernel
 from .kernels.base import instead
@@ -77,7 +81,9 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
             if paging.get("block_table") is not None:
                 return _paged(kernel, query, key, value, paging, scaling, sliding_window, softcap, s_aux), None
         if is_causal is None:
-            is_causal = bool(getattr(module, "is_causal", True))
+            is_causal = getattr(module, "is_causal", None)
+        if is_causal and attention_mask is None and cu_seq_lens_q is None:
+            _require_causal(module, query.shape[2], key.shape[2])
         dtype = target_dtype(query, module)
         query, key, value = (
             x.transpose(1, 2) if dtype is None else x.transpose(1, 2).to(dtype) for x in (query, key, value)
@@ -106,6 +112,43 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
 
     forward.__name__ = forward.__qualname__ = f"attention_forward[{name}]"
     return forward
+
+
+def _require_causal(module: torch.nn.Module, q_len: int, kv_len: int) -> None:
+    """Check a layer that says it is causal and is given no mask: eager attention hides nothing then.
+
+    Raises:
+        ValueError: no mask function of its model has left the mask out, and it isn't left out for flash attention.
+    """
+    forward = current()
+    if q_len == 1:
+        return
+    if q_len != kv_len and (forward is None or forward.cache is None):  # Kosmos-2's over its image
+        raise ValueError(
+            f"a causal layer with {q_len} queries, {kv_len} keys, no cache and no mask: which query sees which key can't be "
+            "told. Pass a 4D mask, or use attn_implementation='eager'"
+        )
+    if forward is None or forward.given_masks or not _has_mask_functions(type(module)):
+        return
+    if not any((p.q_length, p.kv_length) == (q_len, kv_len) for p in forward.patterns):  # Moshi's and Kyutai's
+        raise ValueError(
+            f"{type(module).__name__} says that it is causal, but its model has made no mask for it, and eager attention sees "
+            "every key then. Pass an attention_mask of ones for causal attention"
+        )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@cache
+def _has_mask_functions(layer: type) -> bool:
+    """Whether the models in a layer's module make their masks by transformers' functions, or only of a mask that is given."""
+    module = sys.modules[layer.__module__]
+    if hasattr(module, "create_causal_mask"):
+        return True
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        return False
+    return bool(re.search(r"if attention_mask is not None:\s+causal_mask = self\._update_causal_mask\(", source))
 
 
 def _window_of(module: torch.nn.Module) -> int | None:
@@ -144,7 +187,7 @@ def flash_attention(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    causal: bool,
+    causal: bool | None,
     scale: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -164,9 +207,9 @@ def flash_attention(
         query: (batch, q_len, heads, head_dim).
         key, value: (batch, kv_len, kv_heads, head_dim); the value's head_dim may be smaller.
         attention_mask: None; (batch, length) with 1 for tokens and 0 for padding, or a 4D mask that says no more than
-            padding, causality and a window.
+            padding, causality, a window and packed sequences.
         causal: aligned to the bottom right where q_len and kv_len differ. A 4D mask decides itself, and so does one
-            that our mask function made, whatever the layer says.
+            that our mask function made, whatever the layer says. None where the layer doesn't say.
         sliding_window: a query sees this many keys, itself included; to both sides where not causal.
         local_window: a causal window that the layer has besides its mask, as GPT-Neo's.
         position_ids: (batch or 1, q_len): where they restart, a new packed sequence begins. Those of the model's own
@@ -193,6 +236,8 @@ def flash_attention(
 
     batch = query.shape[0]
     forward = current()
+    if causal is None:
+        causal = _causal_by_default(forward, attention_mask, q_len, kv_len)
     pattern = None if forward is None else forward.pattern(attention_mask, q_len, kv_len, causal, sliding_window)
     if pattern is None:
         static = forward is not None and not forward.given_masks and getattr(forward.cache, "is_compileable", False)
@@ -211,11 +256,13 @@ def flash_attention(
     # isn't causal and may have as many queries as keys. A window is aligned by them, so that they must be told of.
     padded_queries = causal or window != (-1, -1)
     decided = False
+    numbers = None
     if attention_mask is not None and attention_mask.ndim == 4:
         reduced = reduce_mask(attention_mask, q_len, kv_len)
         attention_mask, padded_queries = reduced.padding, reduced.padded_queries
         causal, window, kv_len = reduced.causal, reduced.window, reduced.kv_len
         key, value = key[:, :kv_len], value[:, :kv_len]
+        numbers = reduced.numbers
         decided = own is None or own.decided
     elif attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"an attention mask must have 2 or 4 dimensions, not the shape {tuple(attention_mask.shape)}")
@@ -249,9 +296,14 @@ def flash_attention(
             _require_positions(own)
         elif attention_mask is not None:
             require_agreement(cu_seq_lens_q, attention_mask, None, batch, q_len)
+        if numbers is not None:
+            require_agreement(cu_seq_lens_q, numbers, None, batch, q_len)
         return _packed(functions, query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, options)
     sequences = None
-    if q_len > 1 and not decided:
+    if numbers is not None:
+        of_model = None if own is None or decided else own.sequences(causal)
+        sequences = once(numbers, ("sequences", of_model is None), lambda: _sequences_of(_finer(numbers, of_model)))
+    elif q_len > 1 and not decided:
         if own is not None:
             sequences = own.sequences(causal)
             if sequences is not None:
@@ -270,6 +322,23 @@ def flash_attention(
     return output
 
 
+def _causal_by_default(forward: Forward | None, mask: Tensor | None, q_len: int, kv_len: int) -> bool:
+    """For a layer that doesn't say whether it is causal: its mask decides, and where nothing hangs on it the value is True.
+
+    Raises:
+        ValueError: there is no such mask. Eager attention isn't causal then, unless the model leaves its mask out for
+            flash attention.
+    """
+    patterns = () if forward is None else forward.patterns
+    told = any((p.q_length, p.kv_length) == (q_len, kv_len) for p in patterns)
+    if q_len > 1 and not told and (mask is None or mask.ndim != 4):
+        raise ValueError(
+            "neither the layer nor a mask of its model says whether it is causal: set its is_causal, or use "
+            "attn_implementation='eager'"
+        )
+    return True
+
+
 def _require_positions(forward: Forward) -> None:
     if not forward.takes_positions:
         raise UnsupportedFeatureError(
@@ -285,11 +354,24 @@ def _sequences_of_positions(positions: Tensor, batch: int, length: int, causal: 
     if restarts is None:
         return None
 
-    def find() -> Sequences | None:
-        found = packed_sequences(torch.ones_like(restarts.zero), restarts)
-        return None if found is None else found.sequences
+    return once(
+        positions, ("sequences", batch, causal), lambda: _sequences_of(torch.ones_like(restarts.zero), restarts)
+    )
 
-    return once(positions, ("sequences", batch, causal), find)
+
+def _sequences_of(mask: Tensor, restarts: Restarts | None = None) -> Sequences | None:
+    found = packed_sequences(mask, restarts)
+    return None if found is None else found.sequences
+
+
+def _finer(numbers: Tensor, sequences: Sequences | None) -> Tensor:
+    """Numbers of sequences that begin where one of (batch, length) numbers does, or one of `sequences`."""
+    if sequences is None:
+        return numbers
+    first = sequences.cu_seqlens[:-1].long()
+    first = first if sequences.places is None else sequences.places[first]
+    begun = torch.zeros_like(numbers).flatten().index_fill(0, first.to(numbers.device), 1).cumsum(0).view_as(numbers)
+    return torch.where(numbers == 0, 0, numbers * (numbers.numel() + 1) + begun)
 
 
 def _in_sequences(

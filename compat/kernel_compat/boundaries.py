@@ -134,7 +134,10 @@ class Forward:
         self._full: bool | None = None
         if outer is not None and self._is_part_of(outer):
             self.mask = outer.mask if self.mask is None else self.mask
-            self.positions = outer.positions if self.positions is None else self.positions
+            if self.positions is None or (
+                self.positions.ndim == 3 and outer.positions is None and outer.takes_positions
+            ):
+                self.positions = outer.positions  # rows of M-RoPE that the model made of one text never tell of packing
             self.lengths = self.lengths or outer.lengths
             self.cache = outer.cache if self.cache is None else self.cache
             self.alone = self.alone and (outer.alone or ids is None)
@@ -310,14 +313,14 @@ def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> Res
     """Position ids in any form transformers makes: None where they can't tell sequences apart.
 
     Args:
-        positions: (length,), (batch or 1, length), or (3 or 4, batch or 1, length): M-RoPE's time, height and width, with the
-            position in the text before them where there are four.
+        positions: (length,), (batch or 1, length), or (3 or more, batch or 1, length): M-RoPE's time, height and width, with
+            the position in the text before them where there are more than three.
         causal: of bidirectional attention only positions of a single row count, and only where they return to 0: vision
             encoders number their patches as they like.
     """
     if positions.ndim == 1:
         positions = positions[None]
-    if positions.ndim == 3 and positions.shape[0] == 4:
+    if positions.ndim == 3 and positions.shape[0] > 3:
         positions = positions[0]
     if positions.ndim not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, batch):
         return None

@@ -52,6 +52,7 @@ class Reduced(NamedTuple):
         padded_queries: whether `padding` is about the queries as well (self-attention), or the keys alone.
         kv_len: keys behind this one are behind every query: room of a static cache.
         causal, window: as the kernels take them.
+        numbers: (batch, kv_len) int64, which sequence each token belongs to, 0 for padding; None for one a row.
     """
 
     padding: Tensor | None
@@ -59,6 +60,7 @@ class Reduced(NamedTuple):
     kv_len: int
     causal: bool
     window: tuple[int, int]
+    numbers: Tensor | None = None
 
 
 def fixed_shapes(tensor: Tensor) -> bool:
@@ -205,7 +207,7 @@ _HIDDEN = -1e4
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
-    """What a 4D mask says, proved once a mask: padding, causality and a window, and nothing besides.
+    """What a 4D mask says, proved once a mask: padding, causality, a window and packed sequences, and nothing besides.
 
     A query whose own key nobody sees counts as padding, as in the mask of a batch padded on the right: its output is zero.
 
@@ -213,7 +215,7 @@ def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
         mask: (batch or 1, heads or 1, q_len, kv_len or more), bool (True: visible) or float (added to the scores).
 
     Raises:
-        ValueError: the mask says something else, such as blocks, a prefix or a bias.
+        ValueError: the mask says something else, such as a prefix or a bias.
     """
     return once(mask, ("reduce", q_len, kv_len), lambda: _reduce(mask, q_len, kv_len))
 
@@ -251,10 +253,22 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
         reduced = _as_causal_or_window(visible[..., :kv], keys[:, :kv], q_len, kv)
         if reduced is not None:
             return reduced
+    if q_len == width:
+        reduced = _as_causal_or_window(visible, keys, q_len, width, _blocks(visible, keys))
+        if reduced is not None:
+            return reduced
     raise ValueError(
-        "this 4D attention mask is not what padding, causality and a sliding window make: a flash kernel can't honour "
-        "it. Use attn_implementation='sdpa' or 'eager', or give packed sequences as cu_seq_lens_q and cu_seq_lens_k"
+        "this 4D attention mask is not what padding, causality, a sliding window and packed sequences make: a flash kernel "
+        "can't honour it. Use attn_implementation='sdpa' or 'eager'"
     )
+
+
+def _blocks(visible: Tensor, keys: Tensor) -> Tensor:
+    """The numbers of sequences, of which each begins with a token that doesn't see the one before; padding goes with it."""
+    place = torch.arange(keys.shape[1], device=keys.device)
+    before = torch.nn.functional.pad(torch.where(keys, place, -1).cummax(1).values, (1, -1), value=-1)
+    sees_it = visible.gather(2, before.clamp(min=0)[..., None])[..., 0] & (before >= 0)
+    return (keys & ~sees_it).cumsum(1)
 
 
 def _visible(mask: Tensor) -> Tensor:
@@ -270,7 +284,9 @@ def _visible(mask: Tensor) -> Tensor:
     return visible
 
 
-def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int) -> Reduced | None:
+def _as_causal_or_window(
+    visible: Tensor, keys: Tensor, q_len: int, kv_len: int, numbers: Tensor | None = None
+) -> Reduced | None:
     offset = kv_len - q_len
     real = keys[:, offset:]  # a query is padding where its own key is: its row says nothing
     silent = ~real & ~visible.any(-1)
@@ -284,6 +300,8 @@ def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int)
 
     def matches(left: int | None, right: int | None) -> bool:
         expected = keys[:, None, :]
+        if numbers is not None:
+            expected = expected & (numbers[:, :, None] == numbers[:, None, :])
         if left is not None:
             expected = expected & (distance <= left)
         if right is not None:
@@ -292,9 +310,10 @@ def _as_causal_or_window(visible: Tensor, keys: Tensor, q_len: int, kv_len: int)
 
     # The weakest description that is exact: no window where none shows.
     padding = None if bool(keys.all()) else keys
+    numbers_of_tokens = None if numbers is None else torch.where(keys, numbers, 0)
     if matches(None, 0 if causal else None):
-        return Reduced(padding, True, kv_len, causal, (-1, -1))
+        return Reduced(padding, True, kv_len, causal, (-1, -1), numbers_of_tokens)
     window = (left, 0 if causal else right)
     if left >= 0 and matches(*window):  # a kernel takes a negative limit for none
-        return Reduced(padding, True, kv_len, causal, window)
+        return Reduced(padding, True, kv_len, causal, window, numbers_of_tokens)
     return None

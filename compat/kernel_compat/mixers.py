@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .boundaries import Forward, Sequences, current, parameters_of, suspended
 from .errors import UnsupportedFeatureError
-from .masks import fixed_shapes
+from .masks import fixed_shapes, once
 from .names import resolve
 
 __all__ = ["MixerPatches", "is_mixer"]
@@ -241,10 +241,28 @@ def _by_sequence(original: Callable[..., Any], attention: bool) -> Callable[...,
             )
         rows = _rows(call)
         if rows is None:
+            if entry is not None and "rg_lru" in self._modules:
+                _require_padding_behind(call, self)
             return original(self, *args, **kwargs)
         return _in_rows(original, self, call, rows, args, kwargs, attention)
 
     return forward
+
+
+def _require_padding_behind(forward: Forward, module: nn.Module) -> None:
+    """RecurrentGemma's recurrence runs over padding as over tokens, and what attention makes of padding is nobody's to say.
+
+    Raises:
+        UnsupportedFeatureError: there is padding before a token. In a graph the device's assertion fails instead.
+    """
+    mask = forward.mask
+    if mask is None or forward.length < 2:
+        return
+    behind = once(mask, ("padding behind",), (mask[:, 1:] <= mask[:, :-1]).all)
+    if fixed_shapes(mask):
+        torch._assert_async(behind, "padding before the tokens of a recurrence that runs over it")
+    elif not behind:
+        raise UnsupportedFeatureError("padding before tokens", type(module).__name__, "Pad on the right.")
 
 
 class MixerPatches:

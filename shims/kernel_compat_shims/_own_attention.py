@@ -6,6 +6,7 @@ each release has fewer of them, and remote code has them on every release.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ _IMPORTED = {
     FORWARD: "transformers.modeling_flash_attention_utils",
     "get_target_dtype": "transformers.integrations.flash_attention",
 }
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: Arguments of `_flash_attention_forward` that an attention function takes under the same name.
 _PASSED_ON = (
     "position_ids",
@@ -31,10 +33,7 @@ _PASSED_ON = (
     "softcap",
     "s_aux",
     "deterministic",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
+    *_LENGTHS,
 )
 _FLASH = "flash_attention_2"
 _MISSING = object()
@@ -244,6 +243,9 @@ def _late(module: str, name: str) -> Callable[..., Any]:
 def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of an attention module, whose call of `_flash_attention_forward` finds the module under a registered name."""
 
+    parameters = inspect.signature(forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
     @wraps(forward)
     def remembered(self: Any, *args: Any, **kwargs: Any) -> Any:
         entry = resolve(getattr(getattr(self, "config", None), "_attn_implementation", None))
@@ -258,6 +260,8 @@ def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
         _running.module, _running.mask = self, kwargs.get("attention_mask")
         if _running.mask is not None:
             kwargs["attention_mask"] = None
+        if not takes_any:  # DiffLlama's; lengths are those of the model's forward
+            kwargs = {name: value for name, value in kwargs.items() if name not in _LENGTHS or name in parameters}
         try:
             return forward(self, *args, **kwargs)
         finally:

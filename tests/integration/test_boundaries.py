@@ -347,18 +347,24 @@ def test_a_static_cache_without_a_mask(models: Path) -> None:
     config = transformers.FuyuConfig(**text, text_config={"model_type": "persimmon", **text})
     path = save(models, "fuyu", transformers.AutoModelForCausalLM, config)
     ids = tokens()
-    expected = load(path, "eager")(input_ids=ids, use_cache=False).logits
-    model = load(path, NAME)
-    cache = transformers.StaticCache(config=model.config.get_text_config(), max_cache_len=TOKENS + 6)
+    eager, ours = load(path, "eager"), load(path, NAME)
+    expected = eager(input_ids=ids, use_cache=False).logits
+
+    def in_two(model: Any) -> Tensor:
+        cache = transformers.StaticCache(config=model.config.get_text_config(), max_cache_len=TOKENS + 6)
+        parts = ids.split((9, TOKENS - 9), 1)
+        return torch.cat([model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in parts], 1)
+
     try:
-        found = [
-            model(input_ids=part, past_key_values=cache, use_cache=True).logits
-            for part in ids.split((9, TOKENS - 9), 1)
-        ]
+        in_two(eager)
+    except TypeError as error:  # on 5.9
+        pytest.skip(f"upstream's own fails: {error}")
+    try:
+        found = in_two(ours)
     except ValueError as error:
         assert "a static cache without a mask" in str(error)  # noqa: PT017
     else:
-        assert distance(torch.cat(found, 1), expected) < TOLERANCE
+        assert distance(found, expected) < TOLERANCE
 
 
 def test_a_window_that_is_in_no_mask(models: Path) -> None:
@@ -403,3 +409,32 @@ def test_padding_that_a_model_keeps_from_its_attention(models: Path) -> None:
         for name in ("eager", NAME)
     )
     assert distance(found[mask.bool()], expected[mask.bool()]) < TOLERANCE
+
+
+def test_a_layer_that_does_not_say_whether_it_is_causal() -> None:
+    """Eager attention without a mask is not causal, whatever a flash kernel's default."""
+    attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME]
+    layer, states = torch.nn.Linear(4, 4), torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="neither the layer nor a mask of its model says whether it is causal"):
+        attend(layer, states, states, states, None)
+    causal = torch.ones(3, 3).tril().bool()[None, None]
+    output, _ = attend(layer, states, states, states, causal)
+    layer.is_causal = True
+    assert torch.equal(attend(layer, states, states, states, None)[0], output)
+
+
+def test_a_4d_mask_of_packed_sequences(pair: tuple[Any, Any]) -> None:
+    """With and without lengths beside it, which must agree."""
+    eager, ours = pair
+    ids, number = tokens(), numbered()[0]
+    mask = (number[:, None] == number[None]) & torch.ones(TOKENS, TOKENS).tril().bool()
+    window = getattr(eager.config, "sliding_window", None)
+    if window is not None:
+        pytest.skip("one mask for layers with a window and without")
+    given = {"input_ids": ids, "position_ids": positions(), "attention_mask": mask[None, None], "use_cache": False}
+    expected = apart(eager, ids)
+    assert distance(ours(**given).logits, expected) < TOLERANCE
+    assert distance(ours(**given, **lengths()).logits, expected) < TOLERANCE
+    offsets = torch.tensor([0, TOKENS], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        ours(**given, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=TOKENS, max_length_k=TOKENS)

@@ -18,6 +18,7 @@ from kernel_compat import cli
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.kernels import Functions, Kernel, known_kernels
 from kernel_compat.proving import QUICK, proof, prove_config, prove_type, sweep
+from kernel_compat.proving.architectures import model_types
 
 NAME = "broken_flash"
 
@@ -58,6 +59,27 @@ def test_an_encoder_decoder_is_equal() -> None:
     found = prove_type("bart", ["plain", "padded_left", "cross_attention", "gradients"])
     whole = [outcome for outcome in found.outcomes if outcome.model == "BartForConditionalGeneration"]
     assert [outcome.verdict for outcome in whole] == ["equal"] * 4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "case", "verdict"),
+    [
+        ("diffllama", "packed_lengths", "equal"),  # up to 4.57 a class for FlashAttention-2 that takes no lengths
+        ("hunyuan_vl", "image", "equal"),  # numbers its images from 0, so that a position is 0 in the middle of a text
+        ("gemma4_unified", "packed_positions", "equal"),  # a 4D mask without images
+        ("kosmos-2", "plain", "refused"),  # neither a layer nor a mask says whether it is causal, up to 4.57
+        ("kosmos-2", "generate", "refused"),  # calls that layer outside its model's forward
+        ("recurrent_gemma", "padded_left", "refused"),  # from 5.19 on; a recurrence that runs over padding
+        ("recurrent_gemma", "padded_right", "equal"),
+    ],
+)
+def test_types_that_were_wrong(model_type: str, case: str, verdict: str) -> None:
+    if model_type not in model_types():
+        pytest.skip("newer")
+    found = prove_type(model_type, [case])
+    if found.outcomes[0].case == "load":
+        pytest.skip(found.outcomes[0].reason)
+    assert [outcome.verdict for outcome in found.outcomes] == [verdict], found
 
 
 def test_a_config_is_proven_as_it_is() -> None:

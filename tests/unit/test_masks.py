@@ -150,6 +150,9 @@ def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
     assert torch.equal(shown, keys)
     left, right = (None if limit < 0 else limit for limit in reduced.window)
     described = visible_by_hand(shown[:, : reduced.kv_len], q_len, reduced.causal, left, right, kv_len - reduced.kv_len)
+    if reduced.numbers is not None:  # padding goes with the sequence before it
+        running = reduced.numbers.cummax(1).values
+        described &= running[:, :, None] == running[:, None]
     real = torch.ones(1, q_len, dtype=torch.bool)
     if reduced.padded_queries:
         real = shown[:, reduced.kv_len - q_len : reduced.kv_len]
@@ -225,16 +228,35 @@ def sinks_and_window() -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("make", [blocks, causal_blocks, prefix, dilated, sinks_and_window])
+@pytest.mark.parametrize("make", [prefix, dilated, sinks_and_window])
 @pytest.mark.parametrize("form", ["bool", "float32, least"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_other_patterns_are_refused(make: Any, form: str, padded: bool) -> None:
     visible = make().repeat(2, 1, 1)
     if padded:
         visible[1, :, 4] = False
-    with pytest.raises(ValueError, match="is not what padding, causality and a sliding window make") as caught:
+    with pytest.raises(
+        ValueError, match="is not what padding, causality, a sliding window and packed sequences make"
+    ) as caught:
         reduce_mask(FORMS[form](visible)[:, None], 5, 5)
     assert "'sdpa' or 'eager'" in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [blocks, causal_blocks])
+@pytest.mark.parametrize("form", ["bool", "float32, least"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [None, 1])
+def test_packed_sequences(make: Any, form: str, padded: bool, window: int | None) -> None:
+    visible = make().repeat(2, 1, 1)
+    if window is not None:
+        visible &= (torch.arange(5)[:, None] - torch.arange(5)).abs() <= window
+    real = torch.ones(2, 5, dtype=torch.bool)
+    if padded:
+        real[1, 4] = False
+        visible &= real[:, None]
+    q, k, v = tensors(2, 5, 5)
+    out = flash_attention(REFERENCE, q, k, v, FORMS[form](visible)[:, None], causal=True)
+    torch.testing.assert_close(out[real], attention_by_hand(q, k, v, visible)[real])
 
 
 @pytest.mark.parametrize("make", [strictly_causal, anticausal])
@@ -600,7 +622,7 @@ def test_a_long_lived_tensor_does_not_collect_answers() -> None:
 
 
 def test_an_error_is_not_remembered_as_an_answer() -> None:
-    mask = blocks()[None, None].clone()
+    mask = prefix()[None, None].clone()
     for _ in range(2):
         with pytest.raises(ValueError, match="is not what padding"):
             reduce_mask(mask, 5, 5)

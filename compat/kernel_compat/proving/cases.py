@@ -586,7 +586,8 @@ def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
     yield Comparison(checkpointed, checkpointed, GRADIENTS, also=_trained(padded), note=note)
     if subject.is_causal and subject.takes("position_ids") and not subject.has_positions_of_its_own:
         together, alone = _packed_runs(subject)
-        yield Comparison(_trained(alone), _trained(together, prepare, undo), GRADIENTS)
+        expected, found = (_trained(runs, prepare, undo) for runs in (alone, together))
+        yield Comparison(expected, found, GRADIENTS, also=_trained(alone), note=note)
 
 
 @_case
