@@ -2,7 +2,7 @@
 
 Exit codes: 0, everything usable is right; 1, a usable kernel is wrong, a shim failed, a name was refused, torch or
 transformers is broken, nothing here would do what was planned, or a matrix service knows that this environment is bad; 2, bad
-arguments, or a service that was to be asked gives no answer.
+arguments, or a service that was to be asked gives no answer; 130, `prove` was interrupted.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has seen enough, as `head` does. What is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if getattr(found, "interrupted", False):
+        return 130
     return 0 if getattr(found, "ok", True) else 1
 
 

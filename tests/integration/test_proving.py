@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,3 +145,93 @@ def test_a_folder(tmp_path: Path) -> None:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert cli.main(["prove", str(tmp_path), "--case", "plain"]) == 0
+
+
+CONFIG = """
+from transformers import PretrainedConfig
+
+class MineConfig(PretrainedConfig):
+    model_type = "mine"
+"""
+AUTO = {"AutoConfig": "configuration_mine.MineConfig", "AutoModel": "modeling_mine.MineModel"}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "has no config.json"),
+        ({"config.json": '{"model_type": '}, "can't be read: .*not a valid JSON"),
+        ({"config.json": "[1, 2]"}, "can't be read: "),
+        ({"config.json": '{"hidden_size": 3}'}, "can't be read: "),
+        ({"config.json": '{"model_type": "no_such_type"}'}, "can't be read: .*no_such_type"),
+        ({"configuration_mine.py": "raise RuntimeError('first\\nsecond')"}, "can't be read: RuntimeError: first$"),
+        ({"configuration_mine.py": "raise SystemExit(0)"}, "can't be read: SystemExit: 0"),
+        ({"configuration_mine.py": CONFIG, "modeling_mine.py": "1 / 0"}, "can't be read: ZeroDivisionError"),
+    ],
+)
+def test_a_folder_that_can_not_be_read(
+    files: dict[str, str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "configuration_mine.py" in files:
+        files = {"modeling_mine.py": "", "config.json": json.dumps({"model_type": "mine", "auto_map": AUTO}), **files}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    _fails(["prove", str(folder)], f"model {says}", capsys)
+
+
+def _fails(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.search(says, said.err.strip().splitlines()[-1])
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no_such_type"], "'no_such_type' is neither a model type"),
+        (["llama", "--attn", "nope"], "'nope' is no attention name here"),
+        (["llama", "--json", "FOLDER"], "can't be written: Is a directory"),
+        (["llama", "--json", "FOLDER/no/file.json"], "can't be written: No such file"),
+    ],
+)
+def test_arguments_are_refused_before_the_work(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("kernel_compat.proving.sweep", lambda *_, **__: pytest.fail("the work began"))
+    _fails(["prove", *(argument.replace("FOLDER", str(tmp_path)) for argument in arguments)], says, capsys)
+
+
+def test_ctrl_c_leaves_what_was_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = proof.prove_type
+
+    def prove(name: str, *args: Any, **options: Any) -> proof.Proof:
+        if name == "opt":  # the last
+            time.sleep(0.5)  # in the middle of a fork Python swallows it
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(60)
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(proof, "prove_type", prove)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    file = tmp_path / "proofs.json"
+    arguments = ["prove", "llama", "mistral", "opt", "--case", "plain", "--json", str(file), "--workers", "1"]
+    try:
+        assert cli.main(arguments) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    document = json.loads(file.read_text())
+    assert [one["model_type"] for one in document["proofs"]] == ["llama", "mistral"]
+    assert (document["interrupted"], document["ok"]) == (True, False)
+    for process in multiprocessing.active_children():  # which end with the command
+        process.kill()
+        process.join()
