@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,3 +237,43 @@ def test_ctrl_c_leaves_what_was_proven(tmp_path: Path, monkeypatch: pytest.Monke
     for process in multiprocessing.active_children():  # which end with the command
         process.kill()
         process.join()
+
+
+CANNED = """
+from kernel_compat import proving
+from kernel_compat.proving import Outcome, Proof
+
+def sweep(types, **options):
+    (name,) = types
+    one = {
+        "gpt2": Outcome("GPT2", "plain", "wrong", 1.5),
+        "opt": Outcome("OPT", "cached", "crashed", reason="IndexError: no"),
+        "bert": Outcome("Bert", "load", "refused", reason="it has no flash attention"),
+    }.get(name, Outcome("Llama", "plain", "equal"))
+    return [Proof(name, "5.0.0", no_recipe="no inputs") if name == "clvp" else Proof(name, "5.0.0", (one,))]
+
+proving.sweep = sweep
+"""
+
+
+def test_the_suite_of_the_matrix(tmp_path: Path) -> None:
+    (tmp_path / "canned.py").write_text(CANNED)
+    chosen = ["llama", "gpt2", "opt", "bert", "clvp"]
+    nodes = [f"tests/proving/test_types.py::test_type[{name}]" for name in chosen]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "canned", "-p", "no:cacheprovider", "-rA", *nodes],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    said = done.stdout
+    for word, name in zip(("PASSED", "FAILED", "ERROR", "XFAIL"), chosen, strict=False):
+        assert re.search(rf"{word} +tests/proving/test_types.py::test_type\[{name}\]", said), said
+    assert "GPT2 plain: off by 1.5" in said
+    assert "OPT cached: IndexError: no" in said
+    assert "no recipe: no inputs" in said
+    assert "proven: 5 tried, 1 equal, 1 refused, 1 wrong, 1 crashed, 0 not applicable, 1 no recipe" in said
+    assert done.returncode == 1
