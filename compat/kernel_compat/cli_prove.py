@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .check import require_known
@@ -112,22 +114,25 @@ def find(arguments: argparse.Namespace) -> Proofs:
     show = _progress() if len(types) > 1 else None
 
     def progress(proof: Proof, done: int, total: int) -> None:
+        if noted:
+            raise KeyboardInterrupt
         proofs.append(proof)
         if show is not None:
             show(proof, done, total)
 
     interrupted = False
     try:
-        for config, model_class in configs:
-            proofs.append(prove_config(config, model_class, cases, attn_implementation=arguments.attn))
-        sweep(
-            types,
-            cases,
-            workers=arguments.workers or os.cpu_count() or 1,
-            seconds=arguments.timeout,
-            attn_implementation=arguments.attn,
-            progress=progress,
-        )
+        with _noted_interrupts() as noted:
+            for config, model_class in configs:
+                proofs.append(prove_config(config, model_class, cases, attn_implementation=arguments.attn))
+            sweep(
+                types,
+                cases,
+                workers=arguments.workers or os.cpu_count() or 1,
+                seconds=arguments.timeout,
+                attn_implementation=arguments.attn,
+                progress=progress,
+            )
     except KeyboardInterrupt:
         interrupted = True
     proofs[len(configs) :] = sorted(proofs[len(configs) :], key=lambda proof: proof.model_type)
@@ -136,6 +141,26 @@ def find(arguments: argparse.Namespace) -> Proofs:
     if arguments.json_file:
         _write(arguments.json_file, json.dumps(as_json(found), indent=1, sort_keys=True) + "\n")
     return found
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C raises as ever, and is noted: Python swallows what is raised in the middle of a fork."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, or another's
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _write(path: str, text: str, mode: str = "w") -> None:

@@ -213,14 +213,15 @@ def test_arguments_are_refused_before_the_work(
     _fails(["prove", *(argument.replace("FOLDER", str(tmp_path)) for argument in arguments)], says, capsys)
 
 
-def test_ctrl_c_leaves_what_was_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.5], ids=["in the middle of the fork", "later"])
+def test_ctrl_c_leaves_what_was_proven(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = proof.prove_type
 
     def prove(name: str, *args: Any, **options: Any) -> proof.Proof:
         if name == "opt":  # the last
-            time.sleep(0.5)  # in the middle of a fork Python swallows it
+            time.sleep(delay)
             os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(60)
+            time.sleep(1)
         return real(name, *args, **options)
 
     monkeypatch.setattr(proof, "prove_type", prove)
