@@ -93,6 +93,24 @@ class Explanation:
 
 
 @dataclass(frozen=True)
+class TypeExplanation:
+    """What the table of proofs says of a model type on the installed transformers.
+
+    Attributes:
+        transformers: the release; None where none is installed.
+        verdict: the worst of its cases, ``equal`` where all are; None where the type isn't in the table.
+        cases: those that aren't equal, by verdict.
+        ladder: what its model can be loaded with.
+    """
+
+    model_type: str
+    transformers: str | None
+    verdict: str | None
+    cases: Mapping[str, tuple[str, ...]]
+    ladder: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
 class CaseResult:
     """One problem, computed by one name.
 
@@ -207,6 +225,18 @@ def require_known(name: str) -> None:
     if name in LADDER:
         raise UnknownNameError(f"{name!r} is a kernel that this version of kernel-compat doesn't have")
     raise UnknownNameError(f"{name!r} is no attention name here; there are: {', '.join(sorted(known))}")
+
+
+def explain_type(model_type: str, name: str = LADDER[0]) -> TypeExplanation:
+    """What is proven of a model type here, and the ladder from `name` down for it. Imports neither torch nor transformers."""
+    from .proving.table import WORSE, known
+
+    environment = status().environment
+    release = environment.version("transformers")
+    cases = known(str(release)).get(model_type) if release else None
+    verdict = None if cases is None else next((one for one in (*WORSE, "no recipe") if one in cases), "equal")
+    steps = ladder(name, environment, model_type=model_type)
+    return TypeExplanation(model_type, str(release) if release else None, verdict, cases or {}, steps)
 
 
 def explain(name: str) -> Explanation:

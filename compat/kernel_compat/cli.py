@@ -1,8 +1,8 @@
-"""The command line: ``kernel-compat check | status | explain NAME | plan | ops | prove``.
+"""The command line: ``kernel-compat check | status | explain | plan | ops | prove``.
 
 Exit codes: 0, everything usable is right; 1, a usable kernel is wrong, a shim failed, a name was refused, torch or
 transformers is broken, nothing here would do what was planned, or a matrix service knows that this environment is bad; 2, bad
-arguments, or a service that was to be asked gives no answer.
+arguments, or a service that was to be asked gives no answer; 130, `prove` was interrupted.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ _COLOURS = {
 }
 
 
+_MODEL_HELP = "a model type, or a folder with a config.json"
+
+
 class _BadArgumentsError(Exception):
     """Arguments that don't go together."""
 
@@ -88,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has seen enough, as `head` does. What is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if getattr(found, "interrupted", False):
+        return 130
     return 0 if getattr(found, "ok", True) else 1
 
 
@@ -127,7 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser(
         "explain", parents=[common], help="what an attention name means here, and what would be tried in its place"
     )
-    one.add_argument("name", metavar="NAME", help="a kernel, a registered name or one of transformers' own")
+    one.add_argument("name", nargs="?", metavar="NAME", help="a kernel, a registered name or one of transformers' own")
+    one.add_argument("--model", metavar="MODEL", help=f"{_MODEL_HELP}: whether it is proven here")
     one.set_defaults(command=_Command(_find_explanation, _explanation_as_json, _show_explanation))
     one = commands.add_parser(
         "plan",
@@ -139,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism")
     one.add_argument("--cp", type=int, default=1, metavar="N", help="ranks of context parallelism")
     one.add_argument("--packed", action="store_true", help="several sequences share a row")
+    one.add_argument("--model", metavar="MODEL", help=f"{_MODEL_HELP}: no name that it is proven wrong under")
     one.add_argument("--liger", action="store_true", help="Liger's kernels are asked for")
     one.set_defaults(command=_Command(_find_plan, _plan_as_json, _show_plan))
     one = commands.add_parser(
@@ -389,16 +396,73 @@ _OWNERS = {
 }
 
 
-def _find_explanation(arguments: argparse.Namespace) -> check.Explanation:
-    return check.explain(arguments.name)
+class _Explained(NamedTuple):
+    """What is known of a name, of a model type, or of both."""
+
+    name: check.Explanation | None
+    model: check.TypeExplanation | None
 
 
-def _explanation_as_json(found: check.Explanation) -> dict[str, Any]:
-    values = _fields(found)
-    return {**_fields(values.pop("status")), **values}
+def _find_explanation(arguments: argparse.Namespace) -> _Explained:
+    name, model = arguments.name, arguments.model
+    if not name and not model:
+        raise _BadArgumentsError("explain takes an attention NAME, or --model")
+    explanation = None if name is None else check.explain(name)
+    return _Explained(explanation, model and check.explain_type(_model_type(model), name or policy.LADDER[0]))
 
 
-def _show_explanation(console: Console, found: check.Explanation) -> None:
+def _model_type(given: str) -> str:
+    """A model type, or that of a folder."""
+    if not os.path.isdir(given):
+        return given
+    try:
+        with open(os.path.join(given, "config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        model_type = str(config["model_type"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise _BadArgumentsError(f"--model {given}: no model type in its config.json ({error})") from None
+    return f"{model_type} (code of its own)" if "auto_map" in config else model_type  # which no table has
+
+
+def _explanation_as_json(found: _Explained) -> dict[str, Any]:
+    values = {} if found.name is None else _fields(found.name)
+    if values:
+        values = {**_fields(values.pop("status")), **values}
+    if found.model is not None:
+        model = _fields(found.model)
+        values |= {"ladder": model.pop("ladder"), "model": model}
+    return values
+
+
+def _show_explanation(console: Console, found: _Explained) -> None:
+    name, model = found.name, found.model
+    if model is not None:
+        _show_type(console, model)
+        if name is None:
+            _print_ladder(console, model.ladder)
+            return
+        name = dataclasses.replace(name, ladder=model.ladder)
+    assert name is not None
+    _show_name(console, name)
+
+
+def _show_type(console: Console, model: check.TypeExplanation) -> None:
+    where = f"{model.model_type} on transformers {model.transformers or '(not installed)'}"
+    if model.verdict in (None, "no recipe"):
+        why = "no tiny model of it could be made" if model.verdict else "not in the table"
+        _print(console, f"{where}: {why}; proven at load.", "yellow")
+        return
+    if model.verdict == "equal":
+        _print(console, f"{where}: proven equal to eager attention in every case that applies.", "green")
+    for verdict, cases in model.cases.items():
+        _print(console, f"{where}: {verdict}: {', '.join(cases)}.", "yellow" if verdict == "refused" else "bold red")
+    if model.verdict == "wrong":
+        _print(console, "Loading it under a registered name is refused.")
+    elif "load" in model.cases.get("refused", ()):
+        _print(console, "load: one of its classes can't be loaded under a flash attention name.")
+
+
+def _show_name(console: Console, found: check.Explanation) -> None:
     name = found.status
     _print(console, name.name, "bold")
     if name.kernel is None:
@@ -467,6 +531,7 @@ def _find_plan(arguments: argparse.Namespace) -> _Plan:
             cp_size=arguments.cp,
             packed_sequence=arguments.packed,
             use_liger_kernel=arguments.liger,
+            model_type=_model_type(arguments.model) if arguments.model else None,
         )
     except KernelUnavailableError as error:
         return _Plan(None, error)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .check import require_known
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,11 +32,12 @@ class ProveArgumentError(Exception):
 
 
 class Proofs(NamedTuple):
-    """What was proven, and on which release."""
+    """What was proven, and on which release; not all of it where it was interrupted."""
 
     transformers: str
     proofs: tuple[Proof, ...]
     least_covered: float = 0.0
+    interrupted: bool = False
 
     @property
     def covered(self) -> float:
@@ -42,7 +47,7 @@ class Proofs(NamedTuple):
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong, nothing crashed and enough was proven."""
-        return all(proof.ok for proof in self.proofs) and self.covered >= self.least_covered
+        return not self.interrupted and all(proof.ok for proof in self.proofs) and self.covered >= self.least_covered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,41 +84,106 @@ def find(arguments: argparse.Namespace) -> Proofs:
     """Prove what the arguments name."""
     if arguments.all == bool(arguments.models):
         raise ProveArgumentError("name model types or folders, or pass --all")
-    import transformers
+    try:
+        import transformers
 
-    from .proving import QUICK, prove_config, sweep
-    from .proving.architectures import model_types
-    from .proving.proof import UnknownCaseError, require_cases
+        from .proving import QUICK, prove_config, sweep
+        from .proving.architectures import model_types
+        from .proving.proof import UnknownCaseError, require_cases
+    except ImportError as error:
+        raise ProveArgumentError(f"this needs torch and transformers: {error}") from None
 
     cases: Sequence[str] | None = arguments.cases or (QUICK if arguments.quick else None)
     try:
         require_cases(cases)
     except UnknownCaseError as error:
         raise ProveArgumentError(str(error)) from None
-    types = model_types() if arguments.all else [name for name in arguments.models if not os.path.isdir(name)]
-    known = set(model_types())
+    if arguments.attn is not None:
+        require_known(arguments.attn)
+    known = model_types()
+    named = dict.fromkeys(arguments.models)
+    types = known if arguments.all else [name for name in named if not os.path.isdir(name)]
     for name in types:
         if name not in known:
             raise ProveArgumentError(f"{name!r} is neither a model type of transformers nor a folder")
-    folders = [path for path in arguments.models if os.path.isdir(path)]
-    proofs = [prove_config(*_config(path), cases=cases, attn_implementation=arguments.attn) for path in folders]
-    workers = arguments.workers or os.cpu_count() or 1
-    proofs += sweep(
-        types,
-        cases,
-        workers=workers,
-        seconds=arguments.timeout,
-        attn_implementation=arguments.attn,
-        progress=_progress() if len(types) > 1 else None,
-    )
-    found = Proofs(str(transformers.__version__), tuple(proofs), _COVERED if arguments.release_check else 0.0)
+    configs = [_config(path) for path in named if os.path.isdir(path)]
     if arguments.json_file:
-        Path(arguments.json_file).write_text(json.dumps(as_json(found), indent=1, sort_keys=True) + "\n")
+        _write(arguments.json_file, "", "a")  # before the work, which may take an hour
+
+    proofs: list[Proof] = []
+    show = _progress() if len(types) > 1 else None
+
+    def progress(proof: Proof, done: int, total: int) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        proofs.append(proof)
+        if show is not None:
+            show(proof, done, total)
+
+    interrupted = False
+    try:
+        with _noted_interrupts() as noted:
+            for config, model_class in configs:
+                proofs.append(prove_config(config, model_class, cases, attn_implementation=arguments.attn))
+            sweep(
+                types,
+                cases,
+                workers=arguments.workers or os.cpu_count() or 1,
+                seconds=arguments.timeout,
+                attn_implementation=arguments.attn,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        interrupted = True
+    proofs[len(configs) :] = sorted(proofs[len(configs) :], key=lambda proof: proof.model_type)
+    least = _COVERED if arguments.release_check else 0.0
+    found = Proofs(str(transformers.__version__), tuple(proofs), least, interrupted)
+    if arguments.json_file:
+        _write(arguments.json_file, json.dumps(as_json(found), indent=1, sort_keys=True) + "\n")
     return found
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C raises as ever, and is noted: Python swallows what is raised in the middle of a fork."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, or another's
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _write(path: str, text: str, mode: str = "w") -> None:
+    try:
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ProveArgumentError(f"--json {path} can't be written: {error.strerror or error}") from None
 
 
 def _config(path: str) -> tuple[Any, Any]:
     """The config in a folder, and its model class where the folder brings its own."""
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise ProveArgumentError(f"{path} has no config.json")
+    try:
+        return _read_config(path)
+    except (Exception, SystemExit) as error:  # the folder's own code may raise anything
+        from .proving.subject import describe
+
+        raise ProveArgumentError(f"{path} can't be read: {describe(error)}") from None
+
+
+def _read_config(path: str) -> tuple[Any, Any]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=True)
@@ -131,8 +201,6 @@ def _config(path: str) -> tuple[Any, Any]:
 
 
 def _progress() -> Any:
-    import sys
-
     def progress(proof: Proof, done: int, total: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done} of {total}: {proof.model_type} {proof.verdict}".ljust(70), end="", file=sys.stderr)
@@ -146,6 +214,7 @@ def as_json(found: Proofs) -> dict[str, Any]:
 
     return {
         "ok": found.ok,
+        "interrupted": found.interrupted,
         "transformers": found.transformers,
         "summary": summary(found.proofs),
         "proofs": [proof.to_json() for proof in sorted(found.proofs, key=lambda proof: proof.model_type)],
@@ -172,5 +241,7 @@ def show(console: Console, found: Proofs) -> None:
     if found.least_covered > found.covered:
         text = f"{found.covered:.1%} of the model types have a tiny model; at least {found.least_covered:.0%} must."
         console.print(Text(text, style="bold red"), soft_wrap=True)
+    if found.interrupted:
+        console.print(Text("Interrupted: this is what was proven until then.", style="yellow"), soft_wrap=True)
     counts = ", ".join(f"{number} {verdict}" for verdict, number in summary(found.proofs).items())
     console.print(Text(f"transformers {found.transformers}: {counts}", style="bold"), soft_wrap=True)

@@ -136,7 +136,10 @@ def _as_name(name: object) -> str:
 
 
 def ladder(
-    name: str = LADDER[0], environment: Environment | None = None, requires: Collection[str] = ()
+    name: str = LADDER[0],
+    environment: Environment | None = None,
+    requires: Collection[str] = (),
+    model_type: str | None = None,
 ) -> tuple[Step, ...]:
     """Every step from `name` down, each with the reason why it is or isn't usable in `environment`.
 
@@ -144,15 +147,18 @@ def ladder(
         name: where to begin.
         environment: default: this one. Reads what it describes; imports no framework and no kernel.
         requires: features that are needed: the names of the yes-or-no fields of `kernel_compat.Features`.
+        model_type: of the model, as in its config. Registered names are not usable for a type that is proven wrong.
 
     Raises:
         ValueError: `requires` names no feature.
         TypeError: `name` is not a string, or `requires` is one.
     """
-    return tuple(_steps(name, environment, requires))
+    return tuple(_steps(name, environment, requires, model_type))
 
 
-def best_available(environment: Environment | None = None, requires: Collection[str] = ()) -> Choice:
+def best_available(
+    environment: Environment | None = None, requires: Collection[str] = (), model_type: str | None = None
+) -> Choice:
     """The first of the `LADDER` that is usable in `environment` and has the features; arguments as those of `ladder`.
 
     Raises:
@@ -161,7 +167,7 @@ def best_available(environment: Environment | None = None, requires: Collection[
     """
     environment = environment or Environment.detect()
     steps = []
-    for step in _steps(LADDER[0], environment, requires):
+    for step in _steps(LADDER[0], environment, requires, model_type):
         steps.append(step)
         if step.usable:
             return Choice(step.name, tuple(steps))
@@ -172,7 +178,9 @@ def best_available(environment: Environment | None = None, requires: Collection[
     raise KernelUnavailableError(wanted, [f"{step.name}: {step.reason}" for step in steps], advice)
 
 
-def _steps(name: str, environment: Environment | None, requires: Collection[str]) -> Iterator[Step]:
+def _steps(
+    name: str, environment: Environment | None, requires: Collection[str], model_type: str | None = None
+) -> Iterator[Step]:
     known = [f.name for f in fields(Features) if f.type in (bool, "bool")]
     if isinstance(requires, str):
         raise TypeError(f"requires takes a collection of features, not the string {requires!r}")
@@ -181,11 +189,11 @@ def _steps(name: str, environment: Environment | None, requires: Collection[str]
     environment = environment or Environment.detect()
     candidate: str | None = _as_name(name)
     while candidate is not None:
-        yield _step(candidate, environment, requires)
+        yield _step(candidate, environment, requires, model_type)
         candidate = next_fallback(candidate)
 
 
-def _step(name: str, environment: Environment, requires: Collection[str]) -> Step:
+def _step(name: str, environment: Environment, requires: Collection[str], model_type: str | None = None) -> Step:
     found = _find(name.removeprefix("paged|"), environment)
     if found is None:
         return Step(name, False if name in LADDER else None, _unknown(name))
@@ -198,9 +206,24 @@ def _step(name: str, environment: Environment, requires: Collection[str]) -> Ste
     if name.startswith("paged|") and release is not None and release.major < 5:
         return Step(name, False, f"transformers {release} has no names with paged|")
     ours = name not in _TRANSFORMERS and not _names.upstream_owner(name, environment)
+    if (
+        model_type is not None
+        and release is not None
+        and (wrong := _proven_wrong(name, ours, model_type, str(release)))
+    ):
+        return Step(name, False, f"{model_type} is proven wrong under it: {', '.join(wrong)}")
     if ours and _names.resolve(name) is None:
         on += ", once kernel_compat.install() is called"
     return Step(name, True, on)
+
+
+def _proven_wrong(name: str, ours: bool, model_type: str, release: str) -> tuple[str, ...] | None:
+    """The cases for which loading a model refuses a name."""
+    from .proving.table import wrong_cases  # here: the prover takes longer to import than the ladder
+
+    entry = _names.registered_attention().get(name.removeprefix("paged|"))
+    checked = ours if entry is None else entry.forward is None
+    return wrong_cases(model_type, release) if checked else None
 
 
 def _unknown(name: str) -> str:
@@ -416,6 +439,7 @@ def resolve_preload(
     packed_sequence: bool = False,
     use_liger_kernel: bool = False,
     environment: Environment | None = None,
+    model_type: str | None = None,
 ) -> Preload:
     """Settle the attention and Liger before a model is loaded, from how it is going to be trained.
 
@@ -433,6 +457,7 @@ def resolve_preload(
         packed_sequence: whether several sequences share a row, told apart by ``position_ids`` or ``cu_seq_lens_*``.
         use_liger_kernel: whether Liger was asked for.
         environment: default: this one.
+        model_type: of the model, as in its config: see `ladder`.
 
     Raises:
         ValueError: an empty name, a size below 1, or packed sequences together with context parallelism.
@@ -475,11 +500,11 @@ def resolve_preload(
         if attn_implementation is not None and _takes_packed(attn_implementation):
             reasons.append(f"{attn_implementation} is kept: it was asked for, and takes packed sequences.")
         else:
-            attn_implementation = _best_packed(attn_implementation, asked, environment, reasons)
+            attn_implementation = _best_packed(attn_implementation, asked, environment, reasons, model_type)
     else:
         reasons.append(f"{asked} is kept: nothing asks for another.")
     if attn_implementation is not None:
-        step = _step(attn_implementation, environment, ())
+        step = _step(attn_implementation, environment, (), model_type)
         if step.usable is False:
             reasons.append(f"{attn_implementation} is not usable here: {step.reason}.")
         elif step.usable is None:
@@ -487,10 +512,12 @@ def resolve_preload(
     return Preload(attn_implementation, bool(use_liger_kernel), tuple(reasons))
 
 
-def _best_packed(asked_for: str | None, asked: str, environment: Environment, reasons: list[str]) -> str:
+def _best_packed(
+    asked_for: str | None, asked: str, environment: Environment, reasons: list[str], model_type: str | None
+) -> str:
     """The attention for packed sequences in the place of one that doesn't take them; adds to the reasons."""
     try:
-        choice = best_available(environment, {"varlen", "backward"})
+        choice = best_available(environment, {"varlen", "backward"}, model_type)
     except KernelUnavailableError:
         if asked_for != "sdpa":
             raise

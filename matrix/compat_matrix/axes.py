@@ -148,6 +148,7 @@ class Tests(_Table):
         memory: in GiB, for schedulers.
         labels: those that a worker of the service must have.
         environment: variables beside those of the runner.
+        watch: the axis of whose new releases `watch` runs this as well, beside the default suite: the last cell of each.
     """
 
     __test__ = False
@@ -160,6 +161,7 @@ class Tests(_Table):
     memory: Annotated[float, Field(gt=0, strict=False)] = 4
     labels: Annotated[list[Label], AfterValidator(_distinct)] = []
     environment: dict[str, str] = {}
+    watch: Literal["transformers", "torch"] | None = None
 
 
 class Axes(_Table):

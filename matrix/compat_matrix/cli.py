@@ -24,6 +24,7 @@ COMMANDS = {
     "diff": ("views.diff", "what broke and what was mended between two runs"),
     "report": ("views.report", "a static site"),
     "compatibility": ("views.compatibility", "a document of what works, from the store"),
+    "architectures": ("commands.architectures", "a document of the proven model types, from the library's table"),
     "merge": ("views.merge", "take over runs of other stores"),
     "export": ("views.export", "write runs into a store of their own"),
     "atlas": ("atlas.command", "when the seams appeared, changed and vanished upstream"),

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,3 +169,134 @@ def test_a_folder(tmp_path: Path) -> None:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert cli.main(["prove", str(tmp_path), "--case", "plain"]) == 0
+
+
+CONFIG = """
+from transformers import PretrainedConfig
+
+class MineConfig(PretrainedConfig):
+    model_type = "mine"
+"""
+AUTO = {"AutoConfig": "configuration_mine.MineConfig", "AutoModel": "modeling_mine.MineModel"}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "has no config.json"),
+        ({"config.json": '{"model_type": '}, "can't be read: .*not a valid JSON"),
+        ({"config.json": "[1, 2]"}, "can't be read: "),
+        ({"config.json": '{"hidden_size": 3}'}, "can't be read: "),
+        ({"config.json": '{"model_type": "no_such_type"}'}, "can't be read: .*no_such_type"),
+        ({"configuration_mine.py": "raise RuntimeError('first\\nsecond')"}, "can't be read: RuntimeError: first$"),
+        ({"configuration_mine.py": "raise SystemExit(0)"}, "can't be read: SystemExit: 0"),
+        ({"configuration_mine.py": CONFIG, "modeling_mine.py": "1 / 0"}, "can't be read: ZeroDivisionError"),
+    ],
+)
+def test_a_folder_that_can_not_be_read(
+    files: dict[str, str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "configuration_mine.py" in files:
+        files = {"modeling_mine.py": "", "config.json": json.dumps({"model_type": "mine", "auto_map": AUTO}), **files}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    _fails(["prove", str(folder)], f"model {says}", capsys)
+
+
+def _fails(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.search(says, said.err.strip().splitlines()[-1])
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no_such_type"], "'no_such_type' is neither a model type"),
+        (["llama", "--attn", "nope"], "'nope' is no attention name here"),
+        (["llama", "--json", "FOLDER"], "can't be written: Is a directory"),
+        (["llama", "--json", "FOLDER/no/file.json"], "can't be written: No such file"),
+    ],
+)
+def test_arguments_are_refused_before_the_work(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("kernel_compat.proving.sweep", lambda *_, **__: pytest.fail("the work began"))
+    _fails(["prove", *(argument.replace("FOLDER", str(tmp_path)) for argument in arguments)], says, capsys)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5], ids=["in the middle of the fork", "later"])
+def test_ctrl_c_leaves_what_was_proven(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = proof.prove_type
+
+    def prove(name: str, *args: Any, **options: Any) -> proof.Proof:
+        if name == "opt":  # the last
+            time.sleep(delay)
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(1)
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(proof, "prove_type", prove)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    file = tmp_path / "proofs.json"
+    arguments = ["prove", "llama", "mistral", "opt", "--case", "plain", "--json", str(file), "--workers", "1"]
+    try:
+        assert cli.main(arguments) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    document = json.loads(file.read_text())
+    assert [one["model_type"] for one in document["proofs"]] == ["llama", "mistral"]
+    assert (document["interrupted"], document["ok"]) == (True, False)
+    for process in multiprocessing.active_children():  # which end with the command
+        process.kill()
+        process.join()
+
+
+CANNED = """
+from kernel_compat import proving
+from kernel_compat.proving import Outcome, Proof
+
+def sweep(types, **options):
+    (name,) = types
+    one = {
+        "gpt2": Outcome("GPT2", "plain", "wrong", 1.5),
+        "opt": Outcome("OPT", "cached", "crashed", reason="IndexError: no"),
+        "bert": Outcome("Bert", "load", "refused", reason="it has no flash attention"),
+    }.get(name, Outcome("Llama", "plain", "equal"))
+    return [Proof(name, "5.0.0", no_recipe="no inputs") if name == "clvp" else Proof(name, "5.0.0", (one,))]
+
+proving.sweep = sweep
+"""
+
+
+def test_the_suite_of_the_matrix(tmp_path: Path) -> None:
+    (tmp_path / "canned.py").write_text(CANNED)
+    chosen = ["llama", "gpt2", "opt", "bert", "clvp"]
+    nodes = [f"tests/proving/test_types.py::test_type[{name}]" for name in chosen]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "canned", "-p", "no:cacheprovider", "-rA", *nodes],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    said = done.stdout
+    for word, name in zip(("PASSED", "FAILED", "ERROR", "XFAIL"), chosen, strict=False):
+        assert re.search(rf"{word} +tests/proving/test_types.py::test_type\[{name}\]", said), said
+    assert "GPT2 plain: off by 1.5" in said
+    assert "OPT cached: IndexError: no" in said
+    assert "no recipe: no inputs" in said
+    assert "proven: 5 tried, 1 equal, 1 refused, 1 wrong, 1 crashed, 0 not applicable, 1 no recipe" in said
+    assert done.returncode == 1

@@ -117,6 +117,7 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
         "run-running": f"/runs/{runs['going']}",
         "diff": f"/runs/{runs['old']}...{runs['new']}",
         "seams": "/seams",
+        "types": "/types",
         "status": "/status",
     }
 

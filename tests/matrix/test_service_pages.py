@@ -160,7 +160,7 @@ def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) 
             # Each facet with each filter would be a thousand pages.
             if ("state=" not in link and "=all" not in link) or address == "/":
                 todo.append(link)
-    assert {"/runs", "/diff", "/seams", "/status"} <= seen
+    assert {"/runs", "/diff", "/seams", "/types", "/status"} <= seen
     assert len([address for address in seen if address.endswith("attempt=1")]) > 5
 
 
@@ -178,6 +178,7 @@ def test_the_pages_of_both_databases_are_the_same(url: str, tmp_path: Path) -> N
                 ("/runs", "\N{CHECK MARK} 140"),
                 (f"/runs/{made.runs['old']}...{made.runs['new']}", "Broke: 10"),
                 ("/seams", "lazy_import_flash_attention"),
+                ("/types", "no tiny model could be made"),
                 ("/status", "failed: crash"),
             ):
                 assert said in " ".join(_page(requests.get(address + path, timeout=30)).text.split()), path
@@ -193,6 +194,7 @@ def test_nothing_runs_within_a_page_or_comes_from_elsewhere(demo: tuple[Get, ser
         f"/runs/{made.runs['going']}",
         "/diff",
         "/seams",
+        "/types",
         "/status",
         "/cells/py312-tf5.23-torch2.15",
     ):

@@ -247,6 +247,76 @@ def test_what_broke_is_told_by_exit_code_feed_and_webhook(watched: Watched, list
     assert f"{name('5.3.0')} fails, as before" in done.stdout
 
 
+WATCHING = """
+[[tests]]
+suite = "types"
+command = ["pytest", "test_types.py"]
+watch = "transformers"
+[[tests]]
+suite = "never"
+command = ["pytest", "test_types.py"]
+"""
+
+
+def test_a_suite_runs_in_the_last_cell_of_each_release_that_it_watches_for(
+    watched: Watched, listener: Listener
+) -> None:
+    watched.small.axes(("5.0", "5.1"), ("2.10", "2.11"), more=WATCHING)
+    watched.publish("torch", "2.10.0")
+    watched.small.write(
+        "test_types.py",
+        """
+        import transformers
+
+        def test_llama():
+            assert transformers.__file__ and transformers.RIGHT, "off by 1.5"
+        """,
+    )
+    watched.watch()
+    watched.publish("transformers", "5.2.0")
+    watched.publish("transformers", "5.3.0", right=False)
+    suite_cells = [name("5.2.0"), name("5.3.0")]
+    cells = [name(release, torch) for release in ("5.2.0", "5.3.0") for torch in ("2.10", "2.11")]
+    dry = watched.watch("--dry-run", "--pairwise").stdout.splitlines()
+    assert dry[-2:] == [f"{cell} --suite types" for cell in suite_cells]
+    done = watched.watch("--webhook", listener.url)
+    assert done.returncode == 1, done.stdout + done.stderr
+    with watched.small.store as store:
+        types, tests = store.runs()
+        assert [cell.name for cell in store.summary(tests.id)] == cells
+        assert (types.command, types.partial, tests.partial) == ("watch --suite types", True, False)
+        assert {cell.name: one.state for cell, one in store.summary(types.id).items()} == {
+            suite_cells[0]: "passed",
+            suite_cells[1]: "failed",
+        }
+    told = [body["title"] for _, body, _ in listener.told]
+    assert told == [
+        "transformers 5.2.0, transformers 5.3.0: 2 of 4 cells broke",
+        "transformers 5.2.0, transformers 5.3.0 (types): 1 of 2 cells broke",
+    ]
+    assert watched.report["failed"][0]["kind"] == "wrong"
+    # What was wrong with the release before is known of the suite's own runs.
+    watched.publish("transformers", "5.4.0", right=False)
+    assert watched.watch().returncode == 0
+    assert (watched.report["failed"][0]["before"], watched.report["failed"][0]["broke"]) == (name("5.3.0"), False)
+    # A torch that came out is none of its business.
+    watched.publish("torch", "2.12.0")
+    watched.watch("--only", "transformers==5.0")
+    assert watched.report["title"] == "torch 2.12.0: no cell broke, 1 of 1 passed"
+
+
+def test_suites_are_submitted_as_runs_of_their_own(watched: Watched, listener: Listener) -> None:
+    watched.small.axes(("5.0", "5.1"), ("2.11",), more=WATCHING)
+    watched.watch()
+    watched.publish("transformers", "5.2.0")
+    listener.answers = [(201, b'{"run": "20261121-000000-abcd", "cells": 1, "excluded": 0}')]
+    assert watched.watch("--submit", listener.url, KERNEL_COMPAT_MATRIX_TOKEN="secret").returncode == 0
+    assert [(body["suite"], body["cells"]) for _, body, _ in listener.told] == [
+        ("default", [name("5.2.0")]),
+        ("types", [name("5.2.0")]),
+    ]
+
+
 def test_a_webhook_that_fails_is_told_and_not_fatal(watched: Watched, listener: Listener) -> None:
     watched.watch()
     watched.publish("transformers", "5.2.0")

@@ -16,10 +16,12 @@ import pytest
 from stored import SHIMS, cells, failed, not_run, passed, stored
 
 from compat_matrix.cells import Cell
+from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import Test
 from compat_matrix.store import Store
-from compat_matrix.views import common, compatibility, diff, explain, export, merge, report, runs, show
+from compat_matrix.views import architectures, common, compatibility, diff, explain, export, merge, report, runs, show
+from kernel_compat.proving import table
 
 ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
 OLD, NEW = cells(), cells(torch=("2.10", "2.11", "2.12"))
@@ -378,6 +380,7 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
         "index.html",
         "runs.html",
         "diff.html",
+        "types.html",
         *(f"cells/{one}.html" for one in [*OLD, NEW[2]]),
     }
     for path, page in pages.items():
@@ -429,7 +432,7 @@ def test_a_report_shows_text_and_runs_nothing(store: Store, call: Command, tmp_p
     assert call(report, str(site)) == 0
     assert [*(tmp_path / "in").iterdir()] == [site]
     pages = _pages(site)
-    assert len(pages) == 4
+    assert len(pages) == 5
     for path, page in pages.items():
         text = path.read_text(encoding="utf-8")
         assert not set(text) & {"\x1b", "\x07", "\x00", "\r", "\u202e", "\udc80"}
@@ -568,6 +571,57 @@ def test_compatibility_escapes(store: Store) -> None:
     text = compatibility.document(store, store.current())
     assert "`a\\|b`" in text
     assert "| &lt;b>\\|x |" in text
+
+
+# architectures
+
+TABLE: dict[str, Any] = {
+    "4.57": {
+        "right": ["bert", "gpt2", "llama"],
+        "wrong": {"kosmos": ["plain", "cached"]},
+        "refused": {"bert": ["load"]},
+    },
+    "5.0": {"right": ["bert", "gpt2", "llama"], "wrong": {}, "refused": {"bert": ["load"]}, "no recipe": ["new"]},
+    "5.1": {"right": ["bert", "gpt2", "llama", "new"], "wrong": {}, "crashed": {"gpt2": ["load"]}},
+    "5.10": {
+        "right": ["bert", "llama", "new"],
+        "wrong": {"gpt2": ["plain"]},
+        "refused": {"gpt2": ["load"]},
+        "no recipe": [],
+    },
+}
+
+
+def test_architectures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Store, call: Command) -> None:
+    monkeypatch.setattr(table, "_table", lambda: TABLE)
+    target = tmp_path / "architectures.md"
+    assert main(["architectures", str(target)]) == 0
+    rows = [line for line in target.read_text().splitlines() if line.startswith("| ")]
+    assert rows[6:] == [
+        "| transformers | types | equal | refused | wrong | crashed | no recipe |",
+        "| 4.57 | 4 | 2 | 1 | 1 | 0 | 0 |",
+        "| 5.0 | 4 | 2 | 1 | 0 | 0 | 1 |",
+        "| 5.1 | 4 | 3 | 0 | 0 | 1 | 0 |",
+        "| 5.10 | 4 | 3 | 0 | 1 | 0 | 0 |",
+        "| type | since | |",
+        "| `bert` | 4.57 | 4.57, 5.0: refused in `load` / 5.1, 5.10: equal |",
+        "| `gpt2` | 4.57 | 4.57, 5.0: equal / 5.1: **crashed** in `load` / 5.10: **wrong** in `plain`; refused in `load` |",
+        "| `kosmos` | 4.57 | 4.57: **wrong** in `plain`, `cached` |",
+        "| `llama` | 4.57 | equal |",
+        "| `new` | 5.0 | 5.0: no recipe / 5.1, 5.10: equal |",
+    ]
+    stored(store, [passed(OLD[0])])
+    assert call(report, str(tmp_path / "site")) == 0
+    page = (tmp_path / "site" / "types.html").read_text()
+    assert "5.10: <strong>wrong</strong> in plain; refused in load" in " ".join(page.split())
+    assert main(["architectures", str(tmp_path)]) == 2
+
+
+def test_the_committed_document_is_that_of_the_table() -> None:
+    document = Path(__file__).parents[2] / "docs" / "architectures.md"
+    assert document.read_text(encoding="utf-8") == architectures.document(), (
+        "kernel-compat-matrix architectures docs/architectures.md writes it anew"
+    )
 
 
 # merge and export

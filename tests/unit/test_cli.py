@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import kernel_compat
 from kernel_compat import cli
 from kernel_compat.policy import LADDER
+from kernel_compat.proving import table
 
 COMPAT = Path(kernel_compat.__file__).parents[1]
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -249,7 +251,8 @@ def test_a_failed_shim_ends_in_1(tmp_path: Path, command: str) -> None:
     ("arguments", "message"),
     [
         ([], "the following arguments are required"),
-        (["explain"], "the following arguments are required: NAME"),
+        (["explain"], "explain takes an attention NAME, or --model"),
+        (["explain", "--model", os.path.dirname(__file__)], "no model type in its config.json"),
         (["explain", "nope"], "'nope' is no attention name here; there are: eager"),
         (["plan", "--attn", "flash_atention_2"], "'flash_atention_2' is no attention name here; there are: eager"),
         (["plan", "--attn="], "an attention name must not be empty"),
@@ -301,6 +304,39 @@ def test_explain_shows_the_ladder_with_a_reason_a_step() -> None:
     for step in steps:
         (line,) = [line for line in text.splitlines() if line.startswith(step["name"]) and step["reason"] in line]
         assert ("not usable" in line) is not step["usable"]
+
+
+@needs_transformers
+def test_explain_what_is_proven_of_a_model_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = table.minor(version("transformers"))
+    types = {
+        "right": ["llama", "bert"],
+        "wrong": {"gpt2": ["packed_mask", "plain"]},
+        "refused": {"bert": ["load"], "gpt2": ["padded_holes"]},
+        "no recipe": ["clvp"],
+    }
+    monkeypatch.setattr(table, "_table", lambda: {release: types})
+
+    def explained(*arguments: str) -> str:
+        assert cli.main(["explain", *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert "proven equal to eager attention" in explained("--model", "llama")
+    assert "refused: load." in explained("--model", "bert")
+    assert "no tiny model of it could be made; proven at load." in explained("--model", "clvp")
+    assert "not in the table; proven at load." in explained("--model", "nonesuch")
+    said = explained("--model", "gpt2", "flash_attention_reference")
+    assert "wrong: packed_mask, plain." in said
+    assert "refused: padded_holes." in said
+    assert "gpt2 is proven wrong under it: packed_mask, plain" in said
+    config: dict[str, Any] = {"model_type": "gpt2"}
+    for code, verdict in (({}, "wrong"), ({"auto_map": {}}, None)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **code}))
+        found = json.loads(explained("--model", str(tmp_path), "--json"))
+        assert found["model"]["verdict"] == verdict
+        assert [step["name"] for step in found["ladder"]] == [*LADDER]
 
 
 def test_explain_a_kernel_of_the_hub() -> None:

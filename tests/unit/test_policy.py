@@ -614,3 +614,47 @@ class TestLoadWithFallback:
         with pytest.raises(KernelUnavailableError, match="liger_kernel"):
             load_with_fallback(load, "sdpa")
         assert asked == ["sdpa"]
+
+
+class TestProvenWrong:
+    """A registered name isn't offered to a type that loading would refuse."""
+
+    HERE = environment(*ALL, devices=(H100,), transformers="5.3.0")  # which has no flash_attention_4 of its own
+
+    @pytest.fixture(autouse=True)
+    def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        types = {"5.3": {"right": ["llama"], "wrong": {"gpt2": ["plain"]}}}
+        monkeypatch.setattr("kernel_compat.proving.table._table", lambda: types)
+
+    def test_names_of_transformers_own_stay(self) -> None:
+        steps = {step.name: step for step in ladder(environment=self.HERE, model_type="gpt2")}
+        assert steps["flash_attention_4"].reason == "gpt2 is proven wrong under it: plain"
+        assert [name for name, step in steps.items() if step.usable] == [
+            "flash_attention_3",
+            "flash_attention_2",
+            "sdpa",
+            "eager",
+        ]
+        assert best_available(self.HERE, model_type="gpt2").name == "flash_attention_3"
+
+    @pytest.mark.parametrize("model_type", [None, "llama", "nonesuch"])
+    def test_other_types(self, model_type: str | None) -> None:
+        assert best_available(self.HERE, model_type=model_type).name == "flash_attention_4"
+
+    def test_another_release(self) -> None:
+        here = environment(*ALL, devices=(H100,), transformers="5.2.0")
+        assert best_available(here, model_type="gpt2").name == "flash_attention_4"
+
+    def test_registered_names(self) -> None:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        kernel_compat.register_attention("my_flash", "flash_attention_2")
+        kernel_compat.register_attention("their_flash", "flash_attention_2", forward=forward)
+        assert ladder("my_flash", self.HERE, model_type="gpt2")[0].usable is False
+        assert ladder("their_flash", self.HERE, model_type="gpt2")[0].usable is True  # its author's to prove
+
+    def test_packed_sequences(self) -> None:
+        plan = resolve_preload("sdpa", packed_sequence=True, environment=self.HERE, model_type="gpt2")
+        assert plan.attn_implementation == "flash_attention_3"
+        assert any("gpt2 is proven wrong" in reason for reason in plan.reasons)

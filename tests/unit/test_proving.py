@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from kernel_compat import cli
 from kernel_compat.errors import UnsupportedFeatureError
-from kernel_compat.proving import CASES, QUICK, Outcome, Proof, summary
+from kernel_compat.proving import CASES, QUICK, Outcome, Proof, summary, table
 from kernel_compat.proving.proof import UnknownCaseError, is_refusal, require_cases
 from kernel_compat.proving.tiny import LEVELS, VOCABULARY, WINDOW, Level, shrink
 from kernel_compat.proving.weights import perturbed, randomize
@@ -200,3 +201,22 @@ def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str])
         cli.main(arguments)
     assert exit_.value.code == 2
     assert capsys.readouterr().err
+
+
+def test_the_table_keeps_what_is_not_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "table.json"
+    refuses = Proof("a", "5.0.1", PROOF.outcomes[2:])
+    table.record([PROOF, refuses, Proof("b", "5.0.0", PROOF.outcomes[:1]), Proof("c", "5.0.0", no_recipe="none")], file)
+    table.record([Proof("a", "5.1.0", PROOF.outcomes[:1])], file)
+    monkeypatch.setattr(table, "_table", lambda: json.loads(file.read_text()))
+    assert table.releases() == ["5.0", "5.1"]
+    assert table.known("5.0.2") == {
+        "a": {"refused": ("padded_holes",)},
+        "b": {},
+        "c": {"no recipe": ()},
+        "llama": {"wrong": ("packed_mask",), "refused": ("padded_holes",)},
+    }
+    assert table.known("5.1.0") == {"a": {}}
+    assert table.known("6.0.0") == {}
+    found = [table.wrong_cases(name, "5.0.0") for name in ("a", "b", "c", "llama", "d")]
+    assert found == [(), (), None, ("packed_mask",), None]

@@ -1,4 +1,4 @@
-"""What is proven of transformers' own model types, as it ships: a table made by ``kernel-compat prove --all --table``."""
+"""What is proven of transformers' own model types, as it ships: a table that `record` makes of proofs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from packaging.version import Version
 if TYPE_CHECKING:
     from .outcomes import Proof
 
-__all__ = ["PATH", "minor", "record", "releases", "wrong_cases"]
+__all__ = ["PATH", "WORSE", "known", "minor", "record", "releases", "wrong_cases"]
 
 PATH = Path(str(resources.files(__package__))) / "table.json"
+
+#: The verdicts whose cases are kept, the worst first.
+WORSE = ("wrong", "crashed", "refused")
 
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    """By minor release: ``right``, the types without a wrong case, and ``wrong``, the wrong cases of the others."""
+    """By minor release: ``right``, the types without a wrong case; by verdict, the cases of each type that has some; and
+    ``no recipe``, the types that nothing is known of."""
     table: dict[str, dict[str, Any]] = json.loads(PATH.read_text())
     return table
 
@@ -51,18 +55,36 @@ def wrong_cases(model_type: str, version: str) -> tuple[str, ...] | None:
     return () if model_type in types["right"] else None
 
 
+def known(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Of each model type of a release the cases that aren't equal, by verdict; none where all are.
+
+    Where no tiny model could be made, ``no recipe`` is there without cases.
+    """
+    types = _table().get(minor(version), {})
+    found: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in types.get("right", ())}
+    found |= {name: {"no recipe": ()} for name in types.get("no recipe", ())}
+    for verdict in WORSE:
+        for name, cases in types.get(verdict, {}).items():
+            found.setdefault(name, {})[verdict] = tuple(cases)
+    return dict(sorted(found.items()))
+
+
 def record(proofs: Iterable[Proof], path: Path = PATH) -> None:
     """Enter proofs in a table, in the place of those of the same release."""
     table = json.loads(path.read_text()) if path.exists() else {}
     made: dict[str, dict[str, Any]] = {}
     for proof in proofs:
-        types = made.setdefault(minor(proof.transformers), {"right": [], "wrong": {}})
-        wrong = sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == "wrong"})
-        if wrong:
-            types["wrong"][proof.model_type] = wrong
-        elif not proof.no_recipe:
+        empty: dict[str, Any] = {"right": [], "no recipe": [], **{verdict: {} for verdict in WORSE}}
+        types = made.setdefault(minor(proof.transformers), empty)
+        for verdict in WORSE:
+            if cases := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == verdict}):
+                types[verdict][proof.model_type] = cases
+        if proof.no_recipe:
+            types["no recipe"].append(proof.model_type)
+        elif proof.model_type not in types["wrong"]:
             types["right"].append(proof.model_type)
     for types in made.values():
         types["right"].sort()
+        types["no recipe"].sort()
     table |= made
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

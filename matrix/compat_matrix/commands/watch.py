@@ -81,59 +81,71 @@ def _look(options: argparse.Namespace, axes: Axes, token: str) -> int:
         for distribution, versions in new.items():
             note(f"{distribution}: {', '.join(map(str, versions))} came out")
         extended, touches = watch.touched(axes, new, note)
-        cells = _chosen(extended, options, touches)
+        touched = _touched(extended, options, touches)
+        plan = [(options.suite, cover(touched) if options.pairwise else touched)]
+        plan += [one for one in watch.suites(extended, touched, new).items() if one[0] != options.suite]
         if options.dry_run:
-            for cell in cells:
-                print(cell)
+            for suite, cells in plan:
+                for cell in cells:
+                    print(cell if suite == options.suite else f"{cell} --suite {suite}")
             return 0
         disagreements, no_atlas = watch.read_atlas(store, index, new, None)
-        if options.submit is not None:
+        reports = []
+        for suite, cells in plan:
             label = f"watch {', '.join(f'{name} {versions[-1]}' for name, versions in new.items())}"
-            run = watch.submit(options.submit, token, cells, options.suite, label) if cells else None
-            report = watch.reported(new, run, options.submit, len(cells), 0, (), disagreements, no_atlas)
-        elif cells:
-            before, known = watch.before(store, cells)
-            run = _run(options, extended, cells, store, new, touches, console)
-            report = watch.judge(new, run, watch.results(store, run), before, known, disagreements, no_atlas)
-        else:
-            report = watch.reported(new, None, None, 0, 0, (), disagreements, no_atlas)
-        watch.publish(store, report)
+            if options.submit is not None:
+                run = watch.submit(options.submit, token, cells, suite, label) if cells else None
+                report = watch.reported(new, run, options.submit, len(cells), 0, (), disagreements, no_atlas, suite)
+            elif cells:
+                before, known = watch.before(store, cells, suite)
+                run = _run(options, extended, cells, suite, store, new, touches, console)
+                report = watch.judge(new, run, watch.results(store, run), before, known, disagreements, no_atlas, suite)
+            else:
+                report = watch.reported(new, None, None, 0, 0, (), disagreements, no_atlas)
+            reports.append(report)
+            disagreements, no_atlas = [], None  # said once
+        for report in reports:
+            watch.publish(store, report)
         watch.remember(store, index, new)
-    note(report.text)
-    if options.webhook is not None and (failure := watch.call(options.webhook, report)):
-        print(f"kernel-compat-matrix: {failure}", file=sys.stderr)
-    return 0 if report.ok else 1
+    for report in reports:
+        note(report.text)
+        if options.webhook is not None and (failure := watch.call(options.webhook, report)):
+            print(f"kernel-compat-matrix: {failure}", file=sys.stderr)
+    return 0 if all(report.ok for report in reports) else 1
 
 
-def _chosen(axes: Axes, options: argparse.Namespace, touches: watch.Touches) -> list[Cell]:
+def _touched(axes: Axes, options: argparse.Namespace, touches: watch.Touches) -> list[Cell]:
     only = Expression(options.only) if options.only is not None else None
-    cells = [cell for cell in axes.cells if touches(cell) and (only is None or only(cell))]
-    return cover(cells) if options.pairwise else cells
+    return [cell for cell in axes.cells if touches(cell) and (only is None or only(cell))]
 
 
 def _run(
     options: argparse.Namespace,
     axes: Axes,
     cells: list[Cell],
+    suite: str,
     store: Store,
     new: watch.New,
     touches: watch.Touches,
     console: Console,
 ) -> str:
-    options.latest = True
+    arguments = options.pytest if suite == options.suite else ""
+    options = argparse.Namespace(**{**vars(options), "latest": True, "suite": suite, "pytest": arguments})
     jobs = jobs_of(options, axes, cells, {})
     executor = runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible())
     releases = ", ".join(f"{name} {version}" for name, versions in new.items() for version in versions)
+    words = ["--only", options.only] if options.only else []
+    words += ["--suite", suite] if suite != "default" else []
     run = store.new_run(
         cells,
         excluded={cell: why for cell, why in axes.excluded(options.only).items() if touches(cell)},
         axes=f"# With {releases}.\n{axes.path.read_text(encoding='utf-8')}",
         # Not as it was typed: addresses may hold secrets, and this is shown to everybody.
-        command=shlex.join(["watch", *(["--only", options.only] if options.only else [])]),
+        command=shlex.join(["watch", *words]),
         label=f"watch {releases}",
         host=platform.node(),
         revision=revision(axes.folder),
-        partial=options.suite != "default" or bool(options.pytest),
+        partial=suite != "default" or bool(options.pytest),
     )
     console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
     with Progress(len(cells), executor.jobs, console) as progress:

@@ -17,7 +17,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.routing import APIRoute
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -135,7 +135,8 @@ def render(request: Request, template: str, **values: Any) -> bytes:
 @cache
 def environment() -> Environment:
     made = Environment(
-        loader=PackageLoader("compat_matrix", "service/templates"),
+        # Pages that the report has as well are the report's, in the frame of these.
+        loader=ChoiceLoader([PackageLoader("compat_matrix", f"{place}/templates") for place in ("service", "views")]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -23,7 +23,7 @@ from ..errors import MatrixError
 from ..results import CellResult, Test
 from ..store import Past, Run, State, Store, queries
 from ..store.models import CELL, RESULT, RUN
-from ..views import common, diff, explain
+from ..views import architectures, common, diff, explain
 from . import atlas_view, details, going, html
 from .board import Board, Picture
 from .grid import Entry, Wanted, age, cell_address, entry, grid, groups, of_all, of_run, run_address
@@ -437,6 +437,11 @@ def the_seams(request: Request) -> Response:
     chosen = chosen or (names[0] if names else "")
     timeline = next((one for one in stored.timelines if one.distribution == chosen), None) if stored else None
     return page(request, "seams.html", stored=stored, names=names, timeline=timeline)
+
+
+@router.get("/types")
+def the_types(request: Request) -> Response:
+    return page(request, "types.html", **architectures.values())
 
 
 @router.get("/status")

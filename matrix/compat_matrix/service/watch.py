@@ -32,6 +32,7 @@ from ..expressions import release
 from ..pins import project_requirements
 from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
+from ..views import common
 from ..views.common import one_line
 from . import reading
 from .atlas_view import Disagreement
@@ -180,6 +181,18 @@ def _names(entry: Packages, distribution: str) -> bool:
     return any(canonicalize_name(Requirement(text).name) == distribution for text in entry.requires)
 
 
+def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]:
+    """The suites that run on new releases beside the default one, each in the last cell of each release that it watches for."""
+    found: dict[str, dict[str, Cell]] = {}
+    fresh = {axis: {*map(str, versions)} for axis, versions in new.items()}
+    for tests in axes.tests:
+        for cell in cells if tests.watch in fresh else ():
+            release = getattr(cell, str(tests.watch))
+            if release in fresh[str(tests.watch)] and axes.tests_of(cell, tests.suite) is tests:
+                found.setdefault(tests.suite, {})[release] = cell
+    return {suite: [*last.values()] for suite, last in found.items()}
+
+
 def read_atlas(store: Store, index: Index, new: New, cache: Path | None) -> tuple[list[Disagreement], str | None]:
     """Read the new releases with those that shims claim, and keep the atlas; where the new ones disagree with the shims, or why
     there is no atlas."""
@@ -216,6 +229,7 @@ def judge(
     known: Mapping[Cell, Past],
     disagreements: Sequence[Disagreement],
     atlas: str | None,
+    suite: str = "default",
 ) -> Report:
     """What a run of the touched cells says.
 
@@ -240,7 +254,7 @@ def judge(
                 )
             )
     passed = sum(past.summary.state == "passed" for past in after.values())
-    return reported(new, run, None, len(after), passed, failed, disagreements, atlas)
+    return reported(new, run, None, len(after), passed, failed, disagreements, atlas, suite)
 
 
 def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
@@ -273,8 +287,10 @@ def reported(
     failed: Sequence[Outcome],
     disagreements: Sequence[Disagreement],
     atlas: str | None,
+    suite: str = "default",
 ) -> Report:
     names = ", ".join(f"{name} {version}" for name, versions in new.items() for version in versions)
+    names += f" ({suite})" if suite != "default" else ""
     broke = [one for one in failed if one.broke]
     wrong = [one for one in disagreements if one.certain]
     if submitted is not None:
@@ -397,8 +413,11 @@ def results(store: Store, run: str) -> dict[Cell, Past]:
     return {cell: Past(found, one) for cell, one in store.summary(run).items() if one.state != "excluded"}
 
 
-def before(store: Store, cells: Sequence[Cell]) -> tuple[dict[Cell, Past], dict[Cell, Past]]:
-    """What these cells gave before, where they did, and all other cells with their newest results."""
+def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple[dict[Cell, Past], dict[Cell, Past]]:
+    """What these cells gave before in a suite, where they did, and all other cells with their newest results in it."""
     every = reading.newest(store, reading.cells(store))
+    if suite != "default":  # whose runs are partial, and so never a cell's newest
+        own_runs = {cell: (past for past in store.history(cell) if common.suite(past.run) == suite) for cell in every}
+        every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
     own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.state in ("passed", "failed")}
     return own, {cell: past for cell, past in every.items() if cell not in own}

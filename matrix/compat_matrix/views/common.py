@@ -211,6 +211,12 @@ def reproduce(cell: Cell, run: Run) -> str:
     return " ".join([command, *(f"--{name}={shlex.quote(value)}" for name, value in options.items() if value)])
 
 
+def suite(run: Run) -> str:
+    """The suite whose tests a run's cells ran."""
+    found = re.search(r"--suite[= ](\S+)", run.command)
+    return found[1] if found else "default"
+
+
 def as_json(run: Run) -> dict[str, Any]:
     found = run._asdict()
     return found | {key: found[key] and found[key].isoformat() for key in ("started", "finished")}

@@ -53,7 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
     with common.open_store(arguments.store) as store:
         runs = arguments.runs and [store.resolve(name) for name in arguments.runs]
         text = document(store, store.current(runs))
-    path: Path = arguments.path
+    write(arguments.path, text)
+    return 0
+
+
+def write(path: Path, text: str) -> None:
+    """Write a document, whole or not at all.
+
+    Raises:
+        MatrixError: it can't be written.
+    """
     if not path.name or path.is_dir():
         raise MatrixError(f"{path} is a folder: name the file to write")
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
@@ -64,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise MatrixError(f"{path} can't be written: {error.strerror or error}") from error
-    return 0
 
 
 def document(store: Store, current: Mapping[Cell, Past]) -> str:
@@ -74,7 +82,7 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
     runs = sorted(ran, key=lambda one: (one.started, one.id))
     numbers = {found.id: number for number, found in enumerate(runs, 1)}
     # One for all tables: a release that was left out of one of them is not in its ranges.
-    releases = tuple(_Releases(getattr(cell, axis) for cell in current) for axis in ("transformers", "torch", "python"))
+    releases = tuple(Releases(getattr(cell, axis) for cell in current) for axis in ("transformers", "torch", "python"))
     lines = [
         "# Compatibility",
         "",
@@ -116,35 +124,35 @@ def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:
     )
     there = {(cell.transformers, cell.python, cell.torch): cell for cell in answers}
     given = {key: answers[cell] for key, cell in there.items()}
-    for some in _alike(releases, [[given.get((tf, py, t)) for py in pythons for t in torches] for tf in releases]):
+    for some in alike(releases, [[given.get((tf, py, t)) for py in pythons for t in torches] for tf in releases]):
         tf = some[0]
-        for some_pythons in _alike(pythons, [[given.get((tf, py, t)) for t in torches] for py in pythons]):
+        for some_pythons in alike(pythons, [[given.get((tf, py, t)) for t in torches] for py in pythons]):
             py = some_pythons[0]
-            for some_torches in _alike(torches, [given.get((tf, py, t)) for t in torches]):
+            for some_torches in alike(torches, [given.get((tf, py, t)) for t in torches]):
                 if answer := given.get((tf, py, some_torches[0])):
                     cells = [there[one] for one in product(some, some_pythons, some_torches)]
                     yield _Row(some, some_torches, some_pythons, answer, cells)
 
 
-def _alike(values: Sequence[str], answers: Sequence[object]) -> list[list[str]]:
+def alike(values: Sequence[str], answers: Sequence[object]) -> list[list[str]]:
     """The values in order, neighbours with the same answers together."""
     return [[value for value, _ in group] for _, group in groupby(zip(values, answers, strict=True), key=itemgetter(1))]
 
 
-def _line(row: _Row, current: Mapping[Cell, Past], numbers: Mapping[str, int], releases: Sequence[_Releases]) -> str:
+def _line(row: _Row, current: Mapping[Cell, Past], numbers: Mapping[str, int], releases: Sequence[Releases]) -> str:
     versions = [write(some) for write, some in zip(releases, (row.transformers, row.torch, row.python), strict=True)]
     shims = ", ".join(f"`{name}`" for name in row.answer.shims) or "none"
     counts = sorted({current[cell].summary.passed for cell in row.cells})
     passed = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
     runs = ", ".join(map(str, sorted({numbers[current[cell].run.id] for cell in row.cells})))
-    return _table_line(*versions, row.answer.works, shims, passed, runs)
+    return table_line(*versions, row.answer.works, shims, passed, runs)
 
 
 def _run_line(number: int, found: Run) -> str:
-    return _table_line(str(number), found.id, f"{found.started:%Y-%m-%d}", found.host, found.revision)
+    return table_line(str(number), found.id, f"{found.started:%Y-%m-%d}", found.host, found.revision)
 
 
-def _table_line(*fields: str) -> str:
+def table_line(*fields: str) -> str:
     return f"| {' | '.join(_escaped(field) for field in fields)} |"
 
 
@@ -152,7 +160,7 @@ def _escaped(text: str) -> str:
     return common.one_line(text, 10_000).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
-class _Releases:
+class Releases:
     """Writes lists of releases: those that lie next to each other as ``5.0 to 5.4``."""
 
     def __init__(self, versions: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from ..cells import Cell
 from ..errors import MatrixError
 from ..results import Test
 from ..store import Past, Run, Store, Summary
-from . import common, diff, explain
+from . import architectures, common, diff, explain
 from .compatibility import add_run_argument
 
 #: The file that says that a folder is a report, and lists its files.
@@ -128,6 +128,7 @@ def _pages(store: Store, runs: Sequence[str] | None) -> Iterator[tuple[str, str]
     old, new = _last_two(store, known)
     changes = diff.compare(store, old.id, new.id) if old and new else None
     yield "diff.html", render("diff.html", old=old, new=new, diff=changes, titles=diff.TITLES, current=summary)
+    yield "types.html", render("types.html", **architectures.values())
     for cell, past in current.items():
         if past.summary.verdict:
             yield f"cells/{page(cell)}", render("cell.html", "../", **_cell(store, cell, past, known))

@@ -1,0 +1,18 @@
+"""``architectures PATH``: what is proven of every model type, as Markdown."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..views.architectures import document
+from ..views.compatibility import write
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", type=Path, help="the file to write, such as docs/architectures.md")
+
+
+def run(options: argparse.Namespace) -> int:
+    write(options.path, document())
+    return 0

@@ -1,0 +1,116 @@
+"""What is proven of every model type on every release of transformers, from the table that ships with the library."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kernel_compat.proving import table
+
+from .compatibility import Releases, alike, table_line
+
+LEGEND = {
+    "equal": "what eager attention computes, in every case that applies",
+    "refused": "an error says why; `load`: one of its classes can't be loaded under a flash attention name",
+    "wrong": "something else than eager attention; no model of the type is loaded under a registered name",
+    "crashed": "any other error, where eager attention works",
+    "no recipe": "no tiny model could be made: it is tried once more when one is loaded",
+}
+
+#: A verdict with the cases that have it.
+Verdict = tuple[str, Sequence[str]]
+
+
+class Span(NamedTuple):
+    """Neighbouring releases on which a type has the same verdicts, the worst first.
+
+    Attributes:
+        releases: empty where they are all since the type's first.
+    """
+
+    releases: str
+    verdicts: tuple[Verdict, ...]
+
+
+class Row(NamedTuple):
+    """A model type.
+
+    Attributes:
+        since: the first release of the table that has it.
+    """
+
+    model_type: str
+    since: str
+    spans: list[Span]
+
+
+def rows() -> Iterator[Row]:
+    """The model types, sorted."""
+    releases = table.releases()
+    known = {release: table.known(release) for release in releases}
+    write = Releases(releases)
+    for name in sorted({name for types in known.values() for name in types}):
+        verdicts = [_verdicts(known[release].get(name)) for release in releases]
+        since = next(release for release, found in zip(releases, verdicts, strict=True) if found)
+        groups = [(some, verdicts[releases.index(some[0])]) for some in alike(releases, verdicts)]
+        all_since = releases[releases.index(since) :]
+        yield Row(
+            name, since, [Span("" if some == all_since else write(some), found) for some, found in groups if found]
+        )
+
+
+def counts() -> dict[str, Counter[str]]:
+    """By release how many types there are, and of how many each verdict is the worst."""
+    return {
+        release: Counter(word for found in table.known(release).values() for word in ("types", _verdicts(found)[0][0]))
+        for release in table.releases()
+    }
+
+
+def _verdicts(cases: Mapping[str, Sequence[str]] | None) -> tuple[Verdict, ...]:
+    if cases is None:
+        return ()
+    return tuple((word, cases[word]) for word in (*table.WORSE, "no recipe") if word in cases) or (("equal", ()),)
+
+
+def values() -> dict[str, Any]:
+    """What the page of the types shows."""
+    return {"rows": [*rows()], "counts": counts(), "legend": LEGEND}
+
+
+def document() -> str:
+    """The rows as Markdown; the same for the same table."""
+    words = [*LEGEND]
+    lines = [
+        "# Architectures",
+        "",
+        "What tiny models of each model type compute under a registered attention name, compared with eager attention: [proving](proving.md)",
+        "says how. A type is one row, with the cases that aren't equal, and since which of the proven releases it is there; `5.0 to 5.4` is every",
+        "proven release between. Written by `kernel-compat-matrix architectures` from the table that ships with the library: edits are lost.",
+        "",
+        "| verdict | |",
+        "|---|---|",
+        *(f"| {word} | {meaning} |" for word, meaning in LEGEND.items()),
+        "",
+        "## Releases",
+        "",
+        table_line("transformers", "types", *words),
+        "|---" * (len(words) + 2) + "|",
+    ]
+    lines += [
+        table_line(release, *(str(found[word]) for word in ("types", *words))) for release, found in counts().items()
+    ]
+    lines += ["", "## Model types", "", "| type | since | |", "|---|---|---|"]
+    lines += [table_line(f"`{row.model_type}`", row.since, " / ".join(map(_span, row.spans))) for row in rows()]
+    return "\n".join(lines) + "\n"
+
+
+def _span(span: Span) -> str:
+    return (f"{span.releases}: " if span.releases else "") + "; ".join(map(_verdict, span.verdicts))
+
+
+def _verdict(verdict: Verdict) -> str:
+    word, cases = verdict
+    word = f"**{word}**" if word in ("wrong", "crashed") else word
+    return f"{word} in {', '.join(f'`{case}`' for case in cases)}" if cases else word
