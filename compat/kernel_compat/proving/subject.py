@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .calls import Counted
 from .images import image_inputs
-from .inputs import LENGTH, candidates, parameters, sound_padding, vocabulary_of
+from .inputs import LENGTH, Fresh, candidates, parameters, sound_padding, vocabulary_of
 from .recipes import GENTLE
 from .weights import perturbed, randomize
 
@@ -277,8 +277,9 @@ def _float32(make: Any) -> dict[str, Any]:
 def forward(model: Any, inputs: dict[str, Any], gradients: bool = False) -> Any:
     """The model's output; what it draws at random is the same each time."""
     torch.default_generator.manual_seed(0)
+    given = {name: value.make() if isinstance(value, Fresh) else value for name, value in inputs.items()}
     with torch.set_grad_enabled(gradients):
-        return model(**inputs)
+        return model(**given)
 
 
 def main_output(output: Any) -> Tensor:

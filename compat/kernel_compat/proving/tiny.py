@@ -303,6 +303,8 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
         new = _smaller(name, value, values, picks, experts, tokens, level)
         if new is not value and (type(new) is not type(value) or new != value):
             changed[name] = new
+    if isinstance(values.get("architecture"), str):  # another library's, by name
+        changed.update(_timm(values))
     if values.get("use_sliding_window") is False and "sliding_window" in values:
         changed.update(use_sliding_window=True, sliding_window=WINDOW)
         if "max_window_layers" in values:
@@ -317,6 +319,14 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
     if "_out_indices" in vars(config):
         _set_outputs(config, new)
     return new
+
+
+def _timm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The smallest of timm's architectures of the same family."""
+    arguments = values.get("model_args") or {}
+    if values["architecture"].startswith("vit"):
+        return {"architecture": "test_vit", "model_args": {**arguments, "img_size": 64}}
+    return {"architecture": "test_resnet"}
 
 
 def _set_outputs(config: Any, new: Any) -> None:
@@ -491,6 +501,8 @@ def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[i
         return min(value, 1)
     if name in ("image_size", "img_size", "max_image_size", "crop_size"):
         return min(value, 64 if _is_hierarchical(values) else IMAGE)
+    if name == "encoder_hidden_size" and "downsampling_ratios" in values:
+        return min(value, 8)  # it doubles with every ratio
     if name == "upsample_groups":
         return min(value, HIDDEN)
     if name == "patch_size":
@@ -540,6 +552,8 @@ def _smaller_list(
                 return [picks.index(v) for v in value if v in picks]
         elif _EACH_INDEX.search(name) and number and not _is_hierarchical(values):
             return [min(v, 2) if v > 0 else v for v in value]
+        if name.endswith(("rope_feat_sizes", "rope_q_sizes")):
+            return [4, 4]  # the last of the `backbone_feature_sizes`
         if name == "tubelet_size":
             return [value[0], *(min(v, PATCH) for v in value[1:])]
         if name in ("depths", "stage_num_blocks", "blocks_per_stage", "layers", "block_repeats"):
@@ -549,7 +563,7 @@ def _smaller_list(
         if name in ("conv_dim", "tdnn_dim"):
             return [min(v, 16) for v in value]
         if name == "image_size":
-            return [min(v, 64 if _is_hierarchical(values) else IMAGE) for v in value]
+            return [v * min(64 if _is_hierarchical(values) else IMAGE, *value) // min(value) for v in value]
         if name in (
             "hidden_sizes",
             "embed_dims",
@@ -567,6 +581,8 @@ def _smaller_list(
                 return [8 * h for h in heads]
             return [v // 8 for v in value] if all(v % 8 == 0 for v in value) and min(value) >= 64 else value
         return value
+    if name == "backbone_feature_sizes":  # of an image of 64 pixels whose patches have 4, or one of 16 that is scaled
+        return [[16, 16], [8, 8], [4, 4]]
     if name == "image_grid_pinpoints":
         return [[2 * IMAGE, IMAGE], [IMAGE, 2 * IMAGE], [2 * IMAGE, 2 * IMAGE]]
     number = next(
