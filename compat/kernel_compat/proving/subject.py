@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -84,6 +84,19 @@ class Subject:
         except Exception as error:
             raise RefusedToLoadError(error) from error
         self.inputs, self.attention_share = self._working(counted)
+        self._known: dict[Any, Tensor] = {}
+
+    def once(self, key: Any, run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """The same function, whose result for the eager model is kept: many cases expect it."""
+
+        def known(model: Any) -> Tensor:
+            if model is not self.eager:
+                return run(model)
+            if key not in self._known:
+                self._known[key] = run(model)
+            return self._known[key]
+
+        return known
 
     def _working(self, counted: Counted | None) -> tuple[dict[str, Any], float | None]:
         """Sharp weights that attention makes a difference with, and inputs; the weights are loaded into both models."""

@@ -146,6 +146,8 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"^(conv_channels|subsampling_conv_channels|stem_channels)$", 16),
         (r"^num_filters$", 4),
         (r"^base_channels$", 32),
+        (r"^num_groups$", 4),
+        (r"^x4_feat_dim$", 16),
         (r"^(d_latents|d_embed)$", HIDDEN),
         (r"^num_latents$", 8),
         (r"^depthwise_separable_out_channel$|^nemo_conv_channels$|^ext_pw_out_channel$", HIDDEN),
@@ -556,12 +558,23 @@ def _smaller_list(
             return [4, 4]  # the last of the `backbone_feature_sizes`
         if name == "tubelet_size":
             return [value[0], *(min(v, PATCH) for v in value[1:])]
-        if name in ("depths", "stage_num_blocks", "blocks_per_stage", "layers", "block_repeats"):
+        if name in (
+            "depths",
+            "stage_num_blocks",
+            "stage_numb_of_layers",
+            "blocks_per_stage",
+            "layers",
+            "block_repeats",
+        ):
             return [min(v, 2) for v in value]
         if not level.widths:
             return value
         if name in ("conv_dim", "tdnn_dim"):
             return [min(v, 16) for v in value]
+        if name == "decoder_in_channels":
+            return [min(v, HIDDEN) for v in value]
+        if name == "stem_channels" or re.match(r"stage_\w+_channels$", name):
+            return [v // 8 or v for v in value]  # as the widths of stages below; the first may be an image's channels
         if name == "image_size":
             return [v * min(64 if _is_hierarchical(values) else IMAGE, *value) // min(value) for v in value]
         if name in (
