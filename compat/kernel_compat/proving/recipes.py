@@ -218,7 +218,11 @@ _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 32}},
     "dots3_note": {"text_config": {"qk_rope_head_dim": 4}},
     "dots3_note_text": {"qk_rope_head_dim": 4},
-    "edgetam_video": {"perceiver_resampler_attention_head_dim": 64},
+    "edgetam_video": {
+        "perceiver_resampler_attention_head_dim": 64,
+        "perceiver_resampler_num_latents_2d": 4,
+        "memory_attention_rope_k_sizes": [2, 2],
+    },
     "efficientnet": _EFFICIENTNET,
     "evolla": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_ssm": 128},
