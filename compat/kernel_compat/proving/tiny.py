@@ -576,7 +576,7 @@ def _smaller_list(
         if name == "stem_channels" or re.match(r"stage_\w+_channels$", name):
             return [v // 8 or v for v in value]  # as the widths of stages below; the first may be an image's channels
         if name == "image_size":
-            return [v * min(64 if _is_hierarchical(values) else IMAGE, *value) // min(value) for v in value]
+            return [v // min(value) * min(64 if _is_hierarchical(values) else IMAGE, *value) for v in value]
         if name in (
             "hidden_sizes",
             "embed_dims",
