@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -208,7 +209,7 @@ _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
         "speech_config": {"num_attention_heads": 2},
         "text_config": {"num_attention_heads": 2},
     },
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "depth_pro": {
         "patch_size": 16,
@@ -258,6 +259,7 @@ _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "type_vocab_size": 2},
     "xcodec": {"codebook_dim": 192},
     "xlstm": {"qk_dim_factor": 1.0},
+    "zamba2": {"use_mem_rope": True},
     "zamba": {
         "num_hidden_layers": 8,
         "layers_block_type": None,
@@ -272,6 +274,11 @@ def constructor(model_type: str, config_class: type[Any]) -> dict[str, Any]:
     recipe = _CONSTRUCTOR.get(model_type, {})
     values = dict(recipe() if callable(recipe) else recipe)
     names = inspect.signature(config_class.__init__).parameters
+    if dataclasses.is_dataclass(config_class):
+        # transformers 5.4 says that some flags are numbers, and newer releases of its hub library check that.
+        for field in dataclasses.fields(config_class):
+            if isinstance(field.default, bool) and "int" in str(field.type) and "bool" not in str(field.type):
+                values.setdefault(field.name, int(field.default))
     return {name: value for name, value in values.items() if name in names or name != "use_timm_backbone"}
 
 

@@ -315,6 +315,8 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
             changed["layer_types"] = ["full_attention", "sliding_attention"]
     changed.update({name: value for name, value in overrides.items() if not _is_config(values.get(name))})
     new = _rebuilt(config, values, changed)
+    if not hasattr(new, "pad_token_id"):
+        _set(new, "pad_token_id", None)  # some classes of transformers 5.0 leave it to the checkpoint
     for name, value in overrides.items():
         if _is_config(value):
             vars(new)[name] = changed[name]  # of another class than the constructor would make it
