@@ -29,10 +29,18 @@ def _names(mapping: str) -> dict[str, str]:
 
 
 def model_types() -> list[str]:
-    """Every model type of the mappings, sorted."""
+    """Every model type of the mappings that transformers has a class for, sorted."""
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return sorted({name for mapping in MAPPINGS for name in _names(mapping)} & set(CONFIG_MAPPING_NAMES))
+    exported = set(dir(transformers))  # nothing is imported for it
+    found = {
+        model_type
+        for mapping in MAPPINGS
+        for model_type, names in _names(mapping).items()
+        if not exported.isdisjoint([names] if isinstance(names, str) else names)
+    }
+    return sorted(found & set(CONFIG_MAPPING_NAMES))
 
 
 def classes_of(model_type: str) -> list[type[Any]]:

@@ -115,7 +115,11 @@ def _each_row(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Tensor]:
 
 @_case
 def plain(subject: Subject) -> Iterator[Comparison]:
-    yield _same(_run({**subject.inputs, **_no_cache(subject)}))
+    yield _same(_full(subject))
+
+
+def _full(subject: Subject) -> Callable[[Any], Tensor]:
+    return subject.once("full", _run({**subject.inputs, **_no_cache(subject)}))
 
 
 def _heard(subject: Subject) -> Callable[[Any], Tensor]:
@@ -236,7 +240,7 @@ def _apart(subject: Subject, ids: Tensor, lengths: tuple[int, ...], extra: dict[
             start += length
         return torch.cat(parts, 1)
 
-    return run
+    return subject.once(("apart", tuple(ids.flatten().tolist()), lengths, tuple(extra)), run)
 
 
 def _from_zero(subject: Subject, length: int) -> dict[str, Tensor]:
@@ -410,7 +414,7 @@ def _continued(
 def cached(subject: Subject) -> Iterator[Comparison]:
     """A prompt, several tokens, then one at a time."""
     _need_cache(subject)
-    full = _run({**subject.inputs, **_no_cache(subject)})
+    full = _full(subject)
     run = _continued(subject, (6, 5, 1, 1, 1), None)
     yield Comparison(run, run, also=full, note="eager attention with a cache differs from the full forward")
 
@@ -451,7 +455,7 @@ def cached_static(subject: Subject) -> Iterator[Comparison]:
 def chunked_prefill(subject: Subject) -> Iterator[Comparison]:
     """A prompt in two parts, without a mask: more keys than queries."""
     _need_cache(subject)
-    full = _run({**subject.inputs, **_no_cache(subject)})
+    full = _full(subject)
     note = "eager attention with a cache differs from the full forward"
     run = _continued(subject, (9, 5), None)
     yield Comparison(run, run, also=full, note=note)
@@ -539,7 +543,7 @@ def _padded_runs(subject: Subject) -> list[tuple[dict[str, Any], Tensor | None]]
 
 @_case
 def gradients(subject: Subject) -> Iterator[Comparison]:
-    yield _same(_trained(_padded_runs(subject)), GRADIENTS)
+    yield _same(subject.once("gradients", _trained(_padded_runs(subject))), GRADIENTS)
 
 
 def _packed_runs(
@@ -564,7 +568,7 @@ def _packed_runs(
 def gradients_packed(subject: Subject) -> Iterator[Comparison]:
     _need_packing(subject)
     together, alone = _packed_runs(subject)
-    yield Comparison(_trained(alone), _trained(together), GRADIENTS)
+    yield Comparison(subject.once("gradients apart", _trained(alone)), _trained(together), GRADIENTS)
 
 
 def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
@@ -583,11 +587,13 @@ def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
     padded = _padded_runs(subject)
     checkpointed = _trained(padded, prepare, undo)
     note = "eager attention's gradients differ from those without checkpointing"
-    yield Comparison(checkpointed, checkpointed, GRADIENTS, also=_trained(padded), note=note)
+    also = subject.once("gradients", _trained(padded))
+    yield Comparison(checkpointed, checkpointed, GRADIENTS, also=also, note=note)
     if subject.is_causal and subject.takes("position_ids") and not subject.has_positions_of_its_own:
         together, alone = _packed_runs(subject)
+        also = subject.once("gradients apart", _trained(alone))
         expected, found = (_trained(runs, prepare, undo) for runs in (alone, together))
-        yield Comparison(expected, found, GRADIENTS, also=_trained(alone), note=note)
+        yield Comparison(expected, found, GRADIENTS, also=also, note=note)
 
 
 @_case

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ __all__ = [
     "BATCH",
     "LENGTH",
     "LENGTHS",
+    "Fresh",
     "Maker",
     "candidates",
     "filled",
@@ -34,6 +38,7 @@ _OPTIONAL = (
     (),
     ("pixel_values",),
     ("input_features",),
+    ("input_values", "pixel_values_videos"),
     ("input_values",),
     ("audio_values",),
     ("pixel_values_videos",),
@@ -43,6 +48,7 @@ _OPTIONAL = (
     ("flattened_patches",),
     ("pixel_values", "target_sizes"),
     ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("pixel_values", "pixel_attention_mask"),
     ("pixel_values", "image_embeds_position_mask"),
     ("pixel_values", "image_attention_mask"),
     ("visual_feats", "visual_pos"),
@@ -57,7 +63,16 @@ _OPTIONAL = (
     ("inputs_embeds",),
     ("audio_codes",),
     ("codes",),
+    ("past_key_values",),
+    ("frame_idx",),
 )
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A value that a forward changes: each forward gets one of its own."""
+
+    make: Callable[[], Any]
 
 
 def parameters(model: Any) -> tuple[frozenset[str], bool]:
@@ -201,7 +216,7 @@ class Maker:
         frames = number(self.config, "num_frames", default=2)
         if self._takes_grids():
             yield from self._patches(chosen)
-        for side in dict.fromkeys([size, 64, 224]):
+        for side in dict.fromkeys([size, 64, 224, 16]):
             yield self.randn(rows, channels, side, side)
         for side in dict.fromkeys([size, 64]):
             for count in dict.fromkeys([frames, 1, 2, 3, 5]):
@@ -212,6 +227,33 @@ class Maker:
     _pixel_values_videos = _pixel_values
     _prompt_pixel_values = _pixel_values
     _image = _pixel_values
+
+    def _inference_session(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        """A video of two frames, with a prompt in the second one, or with a memory of the first one."""
+        module = sys.modules[type(self.config).__module__.replace("configuration_", "modeling_")]
+        session_class = getattr(module, type(self.config).__name__.replace("Config", "InferenceSession"))
+        width = number(self.config, "memory_encoder_output_channels", default=64)
+        memory = {name: self.randn(16, 1, width) for name in ("maskmem_features", "maskmem_pos_enc")}
+        memory["object_pointer"] = self.randn(1, number(self.config, "memory_attention_hidden_size", default=64))
+
+        def make(video: Tensor, remembered: bool) -> Any:
+            size = video.shape[-1]
+            session = session_class(video, size, size, dtype=torch.float32)
+            index = session.obj_id_to_idx(1)
+            if remembered:
+                session.store_output(index, 0, output_value=dict(memory), is_conditioning_frame=True)
+            else:
+                points = {"point_coords": torch.full((1, 1, 1, 2), size / 3), "point_labels": torch.ones(1, 1, 1).int()}
+                session.add_point_inputs(index, 1, points)
+                session.obj_with_new_inputs = [1]
+            return session
+
+        for size in dict.fromkeys([number(self.config, "image_size", default=64), 64]):
+            for remembered in (True, False):
+                yield Fresh(partial(make, self.randn(2, 3, size, size), remembered))
+
+    def _frame_idx(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield 1
 
     def _prompt_masks(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield self.randn(*chosen["pixel_values"].shape)
@@ -228,6 +270,8 @@ class Maker:
         for depth in dict.fromkeys([frames, 1, 2]):
             yield self.randn(count, channels * depth * patch * patch)
         yield self.randn(count, channels, patch, patch)
+        merged = patch * number(self.config, "spatial_merge_size", default=1)
+        yield self.randn(count, merged, merged, channels)
         yield self.randn(1, count, channels * patch * patch)
         yield self.randn(1, count, channels, patch, patch)
         yield self.randn(count, number(self.config, "hidden_size", default=64))
@@ -266,6 +310,8 @@ class Maker:
 
     def _pixel_attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield torch.ones(_ROWS, 16, dtype=torch.long)
+        if chosen["pixel_values"].ndim == 5:  # of an image and not of its patches
+            yield torch.ones(chosen["pixel_values"].shape[:2], dtype=torch.bool)
 
     def _image_embeds_position_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
         mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
@@ -292,6 +338,19 @@ class Maker:
         yield patches
         yield torch.cat([patches[..., :2], self.randn(_ROWS, 12, 768)], -1)
 
+    def _classes_input_ids(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield tokens(vocabulary_of(self.config), _ROWS)
+
+    _tasks_input_ids = _classes_input_ids
+
+    def _classes_attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.ones(_ROWS, LENGTH, dtype=torch.long)
+
+    _tasks_attention_mask = _classes_attention_mask
+
+    def _classes_structure(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield torch.ones(_ROWS, dtype=torch.long)
+
     def _task_inputs(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield tokens(vocabulary_of(self.config), _ROWS, number(self.config, "task_seq_len", default=77))
 
@@ -304,7 +363,7 @@ class Maker:
         projected = number(self.config, "feature_projection_input_dim", default=64)
         window = number(self.config, "n_window", default=64)
         widths = list(dict.fromkeys([mels, 2 * mels, 80, 128, 160, projected, 7 * mels]))
-        frames = list(dict.fromkeys([2 * positions, 128, 96, length, 2 * window]))
+        frames = list(dict.fromkeys([2 * positions, 128, 96, length, 2 * window, 8 * LENGTH]))
         for frame in frames:
             for width in widths:
                 yield self.randn(_ROWS, width, frame)
@@ -337,7 +396,9 @@ class Maker:
                 yield torch.ones(len(features), frames, dtype=torch.long)
                 yield torch.ones(len(features), frames, dtype=torch.bool)
 
-    _audio_mel_mask = _input_features_mask
+    def _audio_mel_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        for mask in self._input_features_mask(chosen):
+            yield mask == 0  # it says what is padding
 
     def _attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield from self._input_features_mask(chosen)
@@ -351,6 +412,9 @@ class Maker:
             yield torch.randint(0, 8, (_ROWS, count, LENGTH), generator=self.generator)
 
     _codes = _audio_codes
+
+    def _latents(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        yield self.randn(_ROWS, number(self.config, "hidden_size", default=64), LENGTH)
 
     # Series of numbers, and decisions.
 
@@ -407,6 +471,19 @@ class Maker:
     def _inputs_embeds(self, chosen: dict[str, Any]) -> Iterator[Any]:
         width = number(self.config, "hidden_size", "d_model", default=64)
         yield self.randn(BATCH, LENGTH, width)
+
+    def _past_key_values(self, chosen: dict[str, Any]) -> Iterator[Any]:
+        from transformers import cache_utils
+
+        make = getattr(cache_utils, "DFlashCache", None)
+        if make is not None and "context_hidden_states" in chosen:
+
+            def accepted() -> Any:
+                cache = make(config=self.config)
+                cache.set_previous_accepted_tokens(chosen["context_hidden_states"].shape[1])
+                return cache
+
+            yield Fresh(accepted)
 
     _query_embeds = _inputs_embeds
     _noise_embeds = _inputs_embeds

@@ -351,18 +351,14 @@ def _under_proof(name: str | None) -> Iterator[_Name]:
 
     from ..kernels import known_kernels
 
-    was_installed = kernel_compat.status().installed
     counted = None
     if name is None:
         counted = Counted(known_kernels()["flash_attention_reference"])
         kernel_compat.register_attention(NAME, kernel=counted.kernel)
-    kernel_compat.install()
     try:
-        with nothing_to_prove():
+        with kernel_compat.installed(), nothing_to_prove():
             yield _Name(name or NAME, counted)
     finally:
-        if not was_installed:
-            kernel_compat.uninstall()
         if name is None:
             kernel_compat.unregister_attention(NAME)
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .calls import Counted
 from .images import image_inputs
-from .inputs import LENGTH, candidates, parameters, sound_padding, vocabulary_of
+from .inputs import LENGTH, Fresh, candidates, parameters, sound_padding, vocabulary_of
 from .recipes import GENTLE
 from .weights import perturbed, randomize
 
@@ -84,6 +84,19 @@ class Subject:
         except Exception as error:
             raise RefusedToLoadError(error) from error
         self.inputs, self.attention_share = self._working(counted)
+        self._known: dict[Any, Tensor] = {}
+
+    def once(self, key: Any, run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """The same function, whose result for the eager model is kept: many cases expect it."""
+
+        def known(model: Any) -> Tensor:
+            if model is not self.eager:
+                return run(model)
+            if key not in self._known:
+                self._known[key] = run(model)
+            return self._known[key]
+
+        return known
 
     def _working(self, counted: Counted | None) -> tuple[dict[str, Any], float | None]:
         """Sharp weights that attention makes a difference with, and inputs; the weights are loaded into both models."""
@@ -275,8 +288,9 @@ def _float32(make: Any) -> dict[str, Any]:
 def forward(model: Any, inputs: dict[str, Any], gradients: bool = False) -> Any:
     """The model's output; what it draws at random is the same each time."""
     torch.default_generator.manual_seed(0)
+    given = {name: value.make() if isinstance(value, Fresh) else value for name, value in inputs.items()}
     with torch.set_grad_enabled(gradients):
-        return model(**inputs)
+        return model(**given)
 
 
 def main_output(output: Any) -> Tensor:

@@ -36,7 +36,21 @@ def sweep(
     Returns:
         The proofs, in the order of their model types' names.
     """
+    import kernel_compat
+
     _import()
+    with kernel_compat.installed():  # once, and not in every process
+        return _run(model_types, cases, workers, seconds, attn_implementation, progress)
+
+
+def _run(
+    model_types: Sequence[str],
+    cases: Sequence[str] | None,
+    workers: int,
+    seconds: float,
+    attn_implementation: str | None,
+    progress: Callable[[Proof, int, int], None] | None,
+) -> list[Proof]:
     context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
     waiting = sorted(model_types, reverse=True)
     running: dict[Any, tuple[str, Any, float]] = {}

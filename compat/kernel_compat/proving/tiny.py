@@ -146,6 +146,8 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"^(conv_channels|subsampling_conv_channels|stem_channels)$", 16),
         (r"^num_filters$", 4),
         (r"^base_channels$", 32),
+        (r"^num_groups$", 4),
+        (r"^x4_feat_dim$", 16),
         (r"^(d_latents|d_embed)$", HIDDEN),
         (r"^num_latents$", 8),
         (r"^depthwise_separable_out_channel$|^nemo_conv_channels$|^ext_pw_out_channel$", HIDDEN),
@@ -303,6 +305,8 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
         new = _smaller(name, value, values, picks, experts, tokens, level)
         if new is not value and (type(new) is not type(value) or new != value):
             changed[name] = new
+    if isinstance(values.get("architecture"), str):  # another library's, by name
+        changed.update(_timm(values))
     if values.get("use_sliding_window") is False and "sliding_window" in values:
         changed.update(use_sliding_window=True, sliding_window=WINDOW)
         if "max_window_layers" in values:
@@ -311,12 +315,22 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
             changed["layer_types"] = ["full_attention", "sliding_attention"]
     changed.update({name: value for name, value in overrides.items() if not _is_config(values.get(name))})
     new = _rebuilt(config, values, changed)
+    if not hasattr(new, "pad_token_id"):
+        _set(new, "pad_token_id", None)  # some classes of transformers 5.0 leave it to the checkpoint
     for name, value in overrides.items():
         if _is_config(value):
             vars(new)[name] = changed[name]  # of another class than the constructor would make it
     if "_out_indices" in vars(config):
         _set_outputs(config, new)
     return new
+
+
+def _timm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The smallest of timm's architectures of the same family."""
+    arguments = values.get("model_args") or {}
+    if values["architecture"].startswith("vit"):
+        return {"architecture": "test_vit", "model_args": {**arguments, "img_size": 64}}
+    return {"architecture": "test_resnet"}
 
 
 def _set_outputs(config: Any, new: Any) -> None:
@@ -491,6 +505,8 @@ def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[i
         return min(value, 1)
     if name in ("image_size", "img_size", "max_image_size", "crop_size"):
         return min(value, 64 if _is_hierarchical(values) else IMAGE)
+    if name == "encoder_hidden_size" and "downsampling_ratios" in values:
+        return min(value, 8)  # it doubles with every ratio
     if name == "upsample_groups":
         return min(value, HIDDEN)
     if name == "patch_size":
@@ -540,16 +556,29 @@ def _smaller_list(
                 return [picks.index(v) for v in value if v in picks]
         elif _EACH_INDEX.search(name) and number and not _is_hierarchical(values):
             return [min(v, 2) if v > 0 else v for v in value]
+        if name.endswith(("rope_feat_sizes", "rope_q_sizes")):
+            return [4, 4]  # the last of the `backbone_feature_sizes`
         if name == "tubelet_size":
             return [value[0], *(min(v, PATCH) for v in value[1:])]
-        if name in ("depths", "stage_num_blocks", "blocks_per_stage", "layers", "block_repeats"):
+        if name in (
+            "depths",
+            "stage_num_blocks",
+            "stage_numb_of_layers",
+            "blocks_per_stage",
+            "layers",
+            "block_repeats",
+        ):
             return [min(v, 2) for v in value]
         if not level.widths:
             return value
         if name in ("conv_dim", "tdnn_dim"):
             return [min(v, 16) for v in value]
+        if name == "decoder_in_channels":
+            return [min(v, HIDDEN) for v in value]
+        if name == "stem_channels" or re.match(r"stage_\w+_channels$", name):
+            return [v // 8 or v for v in value]  # as the widths of stages below; the first may be an image's channels
         if name == "image_size":
-            return [min(v, 64 if _is_hierarchical(values) else IMAGE) for v in value]
+            return [v // min(value) * min(64 if _is_hierarchical(values) else IMAGE, *value) for v in value]
         if name in (
             "hidden_sizes",
             "embed_dims",
@@ -567,6 +596,8 @@ def _smaller_list(
                 return [8 * h for h in heads]
             return [v // 8 for v in value] if all(v % 8 == 0 for v in value) and min(value) >= 64 else value
         return value
+    if name == "backbone_feature_sizes":  # of an image of 64 pixels whose patches have 4, or one of 16 that is scaled
+        return [[16, 16], [8, 8], [4, 4]]
     if name == "image_grid_pinpoints":
         return [[2 * IMAGE, IMAGE], [IMAGE, 2 * IMAGE], [2 * IMAGE, 2 * IMAGE]]
     number = next(

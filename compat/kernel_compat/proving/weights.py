@@ -38,6 +38,8 @@ def randomize(model: nn.Module, scale: float = 2.0, seed: int = 0) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
             elif not bool(parameter.isfinite().all()):
                 parameter.fill_(1.0)
+            elif isinstance(owners[name.rpartition(".")[0]], nn.BatchNorm2d) and name.endswith("weight"):
+                parameter.fill_(1.0)  # some begin near zero, and one follows another
             elif _BRANCH_SCALES.search(name) and float(parameter.abs().max()) < 0.05:
                 parameter.fill_(0.5)
 

@@ -65,7 +65,7 @@ class Found:
         type: of a value, where its source tells.
         text: of a value its source, if it is short; otherwise why nothing was found, or nothing can be told.
         home: where it is defined, if that is elsewhere.
-        inherited: it isn't the class' own.
+        inherited: it isn't the class' own; where nothing was found, a base of another distribution may have it.
         others: what another branch of an ``if`` or ``try`` puts there.
     """
 
@@ -88,7 +88,7 @@ class Found:
             text = f"= {self.text}" if self.text else f"a value of type {self.type}" if self.type else "a value"
         else:
             text = f"{'class' if self.kind == 'class' else ''}{'' if self.signature is None else self.signature}"
-        if self.inherited:
+        if self.inherited and self.home:
             text += f", inherited from {self.home.partition(':')[2].rpartition('.')[0]}"
         return " or ".join([text, *map(str, self.others)])
 
@@ -160,7 +160,9 @@ class Sources:
         except (SyntaxError, UnicodeDecodeError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
         if not found:
-            return Found("missing", text="nothing of that name")
+            owner = attribute.rpartition(".")[0]
+            base_elsewhere = bool(owner) and self.find(f"{module}:{owner}").kind == "class"
+            return Found("missing", text="nothing of that name", inherited=base_elsewhere)
         first, *others = (replace(one, home="") if one.home == target else one for one in found)
         return replace(first, others=tuple(others))
 

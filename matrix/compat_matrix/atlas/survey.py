@@ -192,6 +192,8 @@ class _Doubt(NamedTuple):
 
 def _doubt(seam: Seam, found: Found) -> _Doubt | None:
     """Why what was found isn't what a seam expects; None if it is."""
+    if seam.inherited and found.inherited:  # it gets one of its own
+        return None
     if found.kind == "missing" or found.inherited:  # a shim replaces what the class itself has
         return _Doubt(str(found), True)
     if found.kind == "unknown":
