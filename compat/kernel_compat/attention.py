@@ -82,8 +82,8 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
                 return _paged(kernel, query, key, value, paging, scaling, sliding_window, softcap, s_aux), None
         if is_causal is None:
             is_causal = getattr(module, "is_causal", None)
-        if is_causal and attention_mask is None and cu_seq_lens_q is None:
-            _require_causal(module, query.shape[2], key.shape[2])
+        if attention_mask is None and cu_seq_lens_q is None:
+            _require_mask(module, query.shape[2], key.shape[2], is_causal, sliding_window)
         dtype = target_dtype(query, module)
         query, key, value = (
             x.transpose(1, 2) if dtype is None else x.transpose(1, 2).to(dtype) for x in (query, key, value)
@@ -114,26 +114,32 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
     return forward
 
 
-def _require_causal(module: torch.nn.Module, q_len: int, kv_len: int) -> None:
-    """Check a layer that says it is causal and is given no mask: eager attention hides nothing then.
+def _require_mask(
+    module: torch.nn.Module, q_len: int, kv_len: int, causal: bool | None, sliding_window: int | None
+) -> None:
+    """Check a layer that says it is causal or has a window and is given no mask: eager attention hides nothing then.
 
     Raises:
         ValueError: no mask function of its model has left the mask out, and it isn't left out for flash attention.
     """
-    forward = current()
-    if q_len == 1:
+    if (causal and q_len == 1) or not (causal or (sliding_window and sliding_window < kv_len)):
         return
-    if q_len != kv_len and (forward is None or forward.cache is None):  # Kosmos-2's over its image
+    forward = current()
+    if causal and q_len != kv_len and (forward is None or forward.cache is None):  # Kosmos-2's over its image
         raise ValueError(
             f"a causal layer with {q_len} queries, {kv_len} keys, no cache and no mask: which query sees which key can't be "
             "told. Pass a 4D mask, or use attn_implementation='eager'"
         )
     if forward is None or forward.given_masks or not _has_mask_functions(type(module)):
         return
-    if not any((p.q_length, p.kv_length) == (q_len, kv_len) for p in forward.patterns):  # Moshi's and Kyutai's
+    if not any((p.q_length, p.kv_length) == (q_len, kv_len) for p in forward.patterns):
+        if causal:  # Moshi's and Kyutai's
+            words, advice = "it is causal", "Pass an attention_mask of ones for causal attention"
+        else:  # DiffusionGemma's decoder
+            words, advice = f"it has a window of {sliding_window}", "Use attn_implementation='eager' or 'sdpa'"
         raise ValueError(
-            f"{type(module).__name__} says that it is causal, but its model has made no mask for it, and eager attention sees "
-            "every key then. Pass an attention_mask of ones for causal attention"
+            f"{type(module).__name__} says that {words}, but its model has made no mask for it, and eager attention sees "
+            f"every key then. {advice}"
         )
 
 

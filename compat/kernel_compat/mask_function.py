@@ -103,6 +103,8 @@ def _mask(
             attention_mask = torch.ones(batch_size, end - kv_offset, dtype=torch.bool, device=device)
     if attention_mask is None:
         return None
+    if isinstance(kv_offset, int):  # of a mask with more columns than keys, eager attention reads the first
+        attention_mask = attention_mask[:, : kv_offset + kv_length]
     attention_mask = attention_mask[:, -kv_length:]
     # Shorter than the keys: those of a static cache, which the forward cuts to the mask's length.
     if attention_mask.shape[1] < kv_length or fixed_shapes(attention_mask):
