@@ -316,7 +316,7 @@ def flash_attention(
                 _require_positions(own)
             if sequences is not None and attention_mask is not None and own.mask is None:
                 raise ValueError("packed sequences beside a mask with padding that the model has made itself")
-        elif position_ids is not None and position_ids.shape[-1] == q_len and attention_mask is None:
+        elif position_ids is not None and attention_mask is None:
             sequences = _sequences_of_positions(position_ids, batch, q_len, causal)
             if sequences is not None and kv_len != q_len:
                 raise ValueError("packed position_ids together with cached keys: which key is whose can't be told")
@@ -357,7 +357,7 @@ def _require_positions(forward: Forward) -> None:
 def _sequences_of_positions(positions: Tensor, batch: int, length: int, causal: bool) -> Sequences | None:
     """The packed sequences that a layer's own positions tell of. Synchronises once a tensor."""
     restarts = restarts_of(positions, batch, length, causal)
-    if restarts is None:
+    if restarts is None:  # of another shape
         return None
 
     return once(

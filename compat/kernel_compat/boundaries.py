@@ -314,12 +314,15 @@ def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> Res
 
     Args:
         positions: (length,), (batch or 1, length), or (3 or more, batch or 1, length): M-RoPE's time, height and width, with
-            the position in the text before them where there are more than three.
+            the position in the text before them where there are more than three. For a single row that isn't causal also
+            (length, 2): the row and column of each patch of several images, as Pixtral's.
         causal: of bidirectional attention only positions of a single row count, and only where they return to 0: vision
             encoders number their patches as they like.
     """
     if positions.ndim == 1:
         positions = positions[None]
+    if not causal and batch == 1 and length > 2 and positions.shape == (length, 2):
+        return Restarts(positions.sum(-1)[None], (positions == 0).all(-1)[None], False)
     if positions.ndim == 3 and positions.shape[0] > 3:
         positions = positions[0]
     if positions.ndim not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, batch):
