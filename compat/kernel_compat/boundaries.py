@@ -88,6 +88,7 @@ class Forward:
         takes_positions: whether the model has a parameter for position ids; one without counts on along the whole row.
         decided: whether the model is given a 4D mask, which decides by itself which token sees which.
         lengths: the ``cu_seq_lens_*`` and ``max_length_*`` that it is given.
+        made_positions: whether the positions are M-RoPE's, made by the model around this one, which was given none.
         agreed: the offsets that mask and positions were compared with.
         rows: what `mixers` makes of its sequences, False for none.
     """
@@ -126,6 +127,7 @@ class Forward:
             raise ValueError("a cache of packed sequences can't be continued: which of them is meant can't be told")
         self.lengths: dict[str, Any] = {name: given[name] for name in _LENGTHS if given.get(name) is not None}
         self.takes_positions = "position_ids" in parameters_of(type(model))
+        self.made_positions = False
         self._numbers: Tensor | None = None
         self._found: dict[bool, Sequences | None] = {}
         self.agreed: Tensor | None = None
@@ -134,10 +136,11 @@ class Forward:
         self._full: bool | None = None
         if outer is not None and self._is_part_of(outer):
             self.mask = outer.mask if self.mask is None else self.mask
-            if self.positions is None or (
-                self.positions.ndim == 3 and outer.positions is None and outer.takes_positions
-            ):
-                self.positions = outer.positions  # rows of M-RoPE that the model made of one text never tell of packing
+            # Rows of M-RoPE that the model made itself, of its images, never tell of packing.
+            made = self.positions is not None and self.positions.ndim == 3
+            self.made_positions = made and outer.positions is None and outer.takes_positions
+            if self.positions is None or self.made_positions:
+                self.positions = outer.positions
             self.lengths = self.lengths or outer.lengths
             self.cache = outer.cache if self.cache is None else self.cache
             self.alone = self.alone and (outer.alone or ids is None)
@@ -161,9 +164,7 @@ class Forward:
     def close(self, outputs: Any) -> None:
         """Remember a cache that packed sequences were put in."""
         if self.rows or self.lengths or any(self._found.values()):
-            cache = getattr(outputs, "past_key_values", None)
-            if cache is not None and type(cache).__weakref__ is not None:
-                _packed_caches.add(cache)
+            _remember_packed(getattr(outputs, "past_key_values", None))
 
     @property
     def has_others(self) -> bool:
@@ -176,7 +177,8 @@ class Forward:
 
     def number(self, numbers: Tensor) -> None:
         """Remember which sequence a mask function takes each token for: (batch, length)."""
-        if self.positions is None and self.mask is None and numbers.shape == (self.batch, self.length):
+        known = self.positions is not None or self.mask is not None or self.made_positions
+        if not known and numbers.shape == (self.batch, self.length):
             self._numbers = numbers
 
     def padding(self, mask: Tensor, causal: bool) -> Tensor | None:
@@ -207,16 +209,17 @@ class Forward:
         Raises:
             ValueError: several are possible, and the layer's own words fit none.
         """
+        crossing = self.crosses and not causal  # attends to the encoder's states
         if mask is None:
-            if self.crosses and not causal:
-                return None  # attends to the encoder's states
+            if crossing:
+                return None
             possible = [p for p in self.patterns if p.mask is None and (p.q_length, p.kv_length) == (q_len, kv_len)]
         else:
             for pattern in reversed(self.patterns):
                 if same_tensor(mask, pattern.mask):
                     same: Pattern = pattern
                     return same
-            if mask.ndim != 2 or mask is self.mask:
+            if mask.ndim != 2 or mask is self.mask or crossing:
                 return None
             possible = [p for p in self.patterns if p.mask is not None and p.mask.shape == mask.shape]
             possible = [p._replace(padding=mask) for p in possible]
@@ -441,12 +444,28 @@ def require_agreement(
         require((~again | begins).all(), "position_ids that restart within one of the sequences of cu_seq_lens_q")
 
 
-#: Caches that a forward put packed sequences in.
-_packed_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Caches that a forward put packed sequences in, by identity: tensors of old ones can't be told apart by equality.
+_packed_caches: dict[int, weakref.ref[Any]] = {}
+
+
+def _kept(cache: Any) -> Any:
+    """What stands for a cache: itself, or the first tensor of the tuples that models up to 4.55 return."""
+    while isinstance(cache, (tuple, list)) and cache:
+        cache = cache[0]
+    return cache
 
 
 def _is_packed(cache: Any) -> bool:
-    return bool(_packed_caches) and type(cache).__hash__ is not None and cache in _packed_caches
+    kept = _kept(cache)
+    known = _packed_caches.get(id(kept))
+    return known is not None and known() is kept
+
+
+def _remember_packed(cache: Any) -> None:
+    kept = _kept(cache)
+    if getattr(type(kept), "__weakref__", None) is not None:
+        key = id(kept)
+        _packed_caches[key] = weakref.ref(kept, lambda _: _packed_caches.pop(key, None))
 
 
 # the call in progress, of this thread

@@ -61,11 +61,20 @@ def _replace_generate(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(original)
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = original(self, *args, **kwargs)
-        if resolve(self.config._attn_implementation) is not None:
-            for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-                if name not in kwargs:
-                    inputs.pop(name, None)
+        if resolve(self.config._attn_implementation) is None:
+            return original(self, *args, **kwargs)
+        flag = "_supports_attention_backend"
+        own = vars(self).get(flag)
+        vars(self)[flag] = False  # making them up fails where ids aren't (batch, length) or there are no positions
+        try:
+            inputs = original(self, *args, **kwargs)
+        finally:
+            vars(self).pop(flag, None)
+            if own is not None:
+                vars(self)[flag] = own
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+            if name not in kwargs:
+                inputs.pop(name, None)
         return inputs
 
     return {"prepare_inputs_for_generation": prepare_inputs_for_generation}

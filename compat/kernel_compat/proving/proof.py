@@ -164,9 +164,24 @@ def _prove(
     note = ""
     if name.calls == before:
         note = "its forward never calls the kernel"
+        outcomes = [_by_sdpa(subject, label, o) if o.verdict == "wrong" else o for o in outcomes]
     elif subject.attention_share is not None and subject.attention_share < _SHARE_TO_SEE:
         note = f"without attention the output differs by {subject.attention_share:.0e} alone"
     return [replace(o, reason=note) if note and o.verdict == "equal" and not o.reason else o for o in outcomes]
+
+
+def _by_sdpa(subject: Subject, label: str, wrong: Outcome) -> Outcome:
+    """A case of a model that computes its attention itself, where eager's form of a mask may be what it gets wrong.
+
+    Gemma 4's audio tower negates its mask, which is right for booleans alone, from 5.5 to 5.19.
+    """
+    try:
+        outcome = _outcome(subject.against("sdpa"), label, wrong.case)
+    except Exception:  # it has no sdpa
+        return wrong
+    if outcome.verdict != "equal":
+        return wrong
+    return replace(outcome, reason="as sdpa, which eager attention differs from; its forward never calls the kernel")
 
 
 def make_subject(

@@ -86,6 +86,14 @@ class Subject:
         self.inputs, self.attention_share = self._working(counted)
         self._known: dict[Any, Tensor] = {}
 
+    def against(self, attn_implementation: str) -> Subject:
+        """The same subject with another implementation in eager's place."""
+        other = copy.copy(self)
+        other.eager = build(self.model_class, self.config, attn_implementation)
+        other.eager.load_state_dict(self.named.state_dict())
+        other._known = {}
+        return other
+
     def once(self, key: Any, run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         """The same function, whose result for the eager model is kept: many cases expect it."""
 
