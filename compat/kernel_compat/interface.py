@@ -8,6 +8,8 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from .attention import attention_forward
 from .errors import UnsupportedFeatureError
 from .mask_function import attention_mask_function, plain_mask_function
@@ -35,7 +37,7 @@ def add(entry: AttentionName) -> str | None:
         mask = entry.mask or gathering_mask_function(forward.ulysses_group)
     _set(functions, entry.name, forward)
     # A forward of the user's own isn't bypassed by upstream's, nor is the exchange: they have no paged alias.
-    paged = None if entry.forward is not None or spread else _paged_forward(functions, entry.name)
+    paged = None if entry.forward is not None or spread else _paged_forward(functions, entry)
     if paged is not None:
         _set(functions, f"paged|{entry.name}", paged)
     if masks is not None:
@@ -70,10 +72,11 @@ def tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
     return functions._global_mapping, masks._global_mapping
 
 
-def _paged_forward(functions: dict[str, Any], name: str) -> Callable[..., Any] | None:
+def _paged_forward(functions: dict[str, Any], entry: AttentionName) -> Callable[..., Any] | None:
     """Upstream's forward for ``paged|NAME``: there from 5.0 until 5.19 did away with the prefix."""
     if "paged|flash_attention_2" not in functions:
         return None
+    name = entry.name
     upstream = importlib.import_module("transformers.integrations.flash_paged").paged_attention_forward
 
     @wraps(upstream)
@@ -92,9 +95,32 @@ def _paged_forward(functions: dict[str, Any], name: str) -> Callable[..., Any] |
                 scaling=module.scaling,
                 sliding_window=sliding_window,
             )
+        cache = kwargs.get("cache")
+        if entry.kernel.name == "flash_attention_4" and hasattr(cache, "trash_index"):
+            kwargs["cache"] = _without_garbage(cache, kwargs["cu_seq_lens_k"], module)
         return upstream(module, *args, **kwargs)
 
     return paged_attention_forward
+
+
+def _without_garbage(cache: Any, cu_seqlens_k: Any, module: Any) -> Any:
+    """A cache of continuous batching whose values behind the last sequence are zero.
+
+    From 5.8 to 5.13 padding reads what padding has written, and FlashAttention-4 leaves its rows unwritten and multiplies
+    the values behind a sequence by probabilities of 0: one NaN among them makes every token NaN. Upstream reads zeros from
+    5.14 on.
+    """
+    if isinstance(cu_seqlens_k, dict):
+        cu_seqlens_k = cu_seqlens_k[
+            "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
+        ]
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        keys, values = cache.update(*args, **kwargs)
+        behind = torch.arange(len(values), device=values.device) >= cu_seqlens_k[-1]
+        return keys, values.masked_fill(behind[:, None, None], 0)
+
+    return SimpleNamespace(update=update)
 
 
 def _set(table: dict[str, Any], key: str, value: Any) -> None:

@@ -530,3 +530,18 @@ def test_padding_rows(calls: list[dict[str, Any]], lengths: tuple[int, ...]) -> 
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)  # each is rounded to bfloat16 once
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
+
+
+def test_values_behind_the_last_sequence_are_zero() -> None:
+    """W12: FlashAttention-4 multiplies them by 0, and from 5.8 to 5.13 they may be NaN."""
+    from kernel_compat.interface import _without_garbage
+
+    values = torch.full((5, 2, 4), torch.nan)
+    values[:3] = 1
+    cache = SimpleNamespace(update=lambda *, layer_idx: (values * layer_idx, values))
+    offsets = torch.tensor([0, 1, 3, 3])
+    layer = SimpleNamespace(sliding_window=None)
+    for given in (offsets, {"full_attention": offsets}):
+        keys, found = _without_garbage(cache, given, layer).update(layer_idx=2)
+        assert torch.equal(found, torch.tensor([1.0, 1, 1, 0, 0])[:, None, None].expand(5, 2, 4))
+        assert torch.equal(keys[:3], 2 * values[:3])
