@@ -132,6 +132,8 @@ def _require_mask(
         )
     if forward is None or forward.given_masks or not _has_mask_functions(type(module)):
         return
+    if forward.length not in (0, q_len):  # tokens of other ranks are among these
+        return
     if not any((p.q_length, p.kv_length) == (q_len, kv_len) for p in forward.patterns):
         if causal:  # Moshi's and Kyutai's
             words, advice = "it is causal", "Pass an attention_mask of ones for causal attention"
@@ -331,12 +333,16 @@ def flash_attention(
 def _causal_by_default(forward: Forward | None, mask: Tensor | None, q_len: int, kv_len: int) -> bool:
     """For a layer that doesn't say whether it is causal: its mask decides, and where nothing hangs on it the value is True.
 
+    Outside a model's forward it is causal within its own keys, as upstream's flash attention has it.
+
     Raises:
         ValueError: there is no such mask. Eager attention isn't causal then, unless the model leaves its mask out for
             flash attention.
     """
-    patterns = () if forward is None else forward.patterns
-    told = any((p.q_length, p.kv_length) == (q_len, kv_len) for p in patterns)
+    if forward is None:
+        told = q_len == kv_len
+    else:
+        told = any((p.q_length, p.kv_length) == (q_len, kv_len) for p in forward.patterns)
     if q_len > 1 and not told and (mask is None or mask.ndim != 4):
         raise ValueError(
             "neither the layer nor a mask of its model says whether it is causal: set its is_causal, or use "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
@@ -22,12 +23,44 @@ PATH = Path(str(resources.files(__package__))) / "table.json"
 WORSE = ("wrong", "crashed", "refused")
 
 
+#: By release and model type: by verdict, the cases that aren't equal.
+Table = dict[str, dict[str, dict[str, list[str]]]]
+
+
 @cache
-def _table() -> dict[str, dict[str, Any]]:
-    """By minor release: ``right``, the types without a wrong case; by verdict, the cases of each type that has some; and
-    ``no recipe``, the types that nothing is known of."""
-    table: dict[str, dict[str, Any]] = json.loads(PATH.read_text())
+def _table() -> Table:
+    return _read(PATH)
+
+
+def _read(path: Path) -> Table:
+    """The file has for each type the runs of releases that are alike: ``{"llama": {"4.54-5.23": {}}}``."""
+    document = json.loads(path.read_text())
+    order: list[str] = document["releases"]
+    table: Table = {release: {} for release in order}
+    for model_type, runs in document["types"].items():
+        for run, cases in runs.items():
+            first, _, last = run.partition("-")
+            for release in order[order.index(first) : order.index(last or first) + 1]:
+                table[release][model_type] = cases
     return table
+
+
+def _write(table: Table, path: Path) -> None:
+    order = sorted(table, key=Version)
+    lines = []
+    for model_type in sorted({name for types in table.values() for name in types}):
+        runs: dict[str, dict[str, list[str]]] = {}
+        for cases, run in groupby(order, key=partial(_cases, table, model_type)):
+            first, *others = run
+            if cases is not None:
+                runs["-".join((first, *others[-1:]))] = cases
+        lines.append(f"{json.dumps(model_type)}: {json.dumps(runs)}")
+    types = ",\n".join(lines)
+    path.write_text(f'{{"releases": {json.dumps(order)},\n"types": {{\n{types}\n}}}}\n')
+
+
+def _cases(table: Table, model_type: str, release: str) -> dict[str, list[str]] | None:
+    return table[release].get(model_type)
 
 
 def minor(version: str) -> str:
@@ -47,12 +80,8 @@ def wrong_cases(model_type: str, version: str) -> tuple[str, ...] | None:
         model_type: as in a config.
         version: of transformers; a patch release counts as its minor release.
     """
-    types = _table().get(minor(version))
-    if types is None:
-        return None
-    if model_type in types["wrong"]:
-        return tuple(types["wrong"][model_type])
-    return () if model_type in types["right"] else None
+    cases = _table().get(minor(version), {}).get(model_type)
+    return None if cases is None or "no recipe" in cases else tuple(cases.get("wrong", ()))
 
 
 def known(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -61,30 +90,18 @@ def known(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
     Where no tiny model could be made, ``no recipe`` is there without cases.
     """
     types = _table().get(minor(version), {})
-    found: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in types.get("right", ())}
-    found |= {name: {"no recipe": ()} for name in types.get("no recipe", ())}
-    for verdict in WORSE:
-        for name, cases in types.get(verdict, {}).items():
-            found.setdefault(name, {})[verdict] = tuple(cases)
-    return dict(sorted(found.items()))
+    return {name: {verdict: tuple(cases) for verdict, cases in types[name].items()} for name in sorted(types)}
 
 
 def record(proofs: Iterable[Proof], path: Path = PATH) -> None:
     """Enter proofs in a table, in the place of those of the same release."""
-    table = json.loads(path.read_text()) if path.exists() else {}
-    made: dict[str, dict[str, Any]] = {}
+    table = _read(path) if path.exists() else {}
+    made: Table = {}
     for proof in proofs:
-        empty: dict[str, Any] = {"right": [], "no recipe": [], **{verdict: {} for verdict in WORSE}}
-        types = made.setdefault(minor(proof.transformers), empty)
-        for verdict in WORSE:
-            if cases := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == verdict}):
-                types[verdict][proof.model_type] = cases
-        if proof.no_recipe:
-            types["no recipe"].append(proof.model_type)
-        elif proof.model_type not in types["wrong"]:
-            types["right"].append(proof.model_type)
-    for types in made.values():
-        types["right"].sort()
-        types["no recipe"].sort()
-    table |= made
-    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        found = {
+            verdict: sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == verdict})
+            for verdict in WORSE
+        }
+        cases = {"no recipe": []} if proof.no_recipe else {verdict: names for verdict, names in found.items() if names}
+        made.setdefault(minor(proof.transformers), {})[proof.model_type] = cases
+    _write(table | made, path)
