@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from .masks import (
     require_total,
     runs,
 )
+from .names import resolve
 
 __all__ = ["attention_forward", "flash_attention"]
 
@@ -132,8 +132,16 @@ def _require_mask(
         )
     if forward is None or forward.given_masks or not _has_mask_functions(type(module)):
         return
-    if forward.length not in (0, q_len):  # tokens of other ranks are among these
-        return
+    entry = resolve(forward.implementation)
+    ours = (
+        forward.mask is None
+        and entry is not None
+        and entry.forward is None
+        and entry.mask is None
+        and entry.sequence_parallel is False
+    )
+    if not ours or forward.length not in (0, q_len):
+        return  # a mask that was given, a mask function that says nothing to us, or tokens of other ranks
     if not any((p.q_length, p.kv_length) == (q_len, kv_len) for p in forward.patterns):
         if causal:  # Moshi's and Kyutai's
             words, advice = "it is causal", "Pass an attention_mask of ones for causal attention"
@@ -145,18 +153,21 @@ def _require_mask(
         )
 
 
+_mask_functions: dict[type, bool] = {}
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@cache
 def _has_mask_functions(layer: type) -> bool:
     """Whether the models in a layer's module make their masks by transformers' functions, or only of a mask that is given."""
-    module = sys.modules[layer.__module__]
-    if hasattr(module, "create_causal_mask"):
-        return True
-    try:
-        source = inspect.getsource(module)
-    except (OSError, TypeError):
-        return False
-    return bool(re.search(r"if attention_mask is not None:\s+causal_mask = self\._update_causal_mask\(", source))
+    if layer not in _mask_functions:
+        module = sys.modules[layer.__module__]
+        try:
+            source = inspect.getsource(module)
+        except (OSError, TypeError):
+            source = ""
+        of_given = re.search(r"if attention_mask is not None:\s+causal_mask = self\._update_causal_mask\(", source)
+        _mask_functions[layer] = hasattr(module, "create_causal_mask") or of_given is not None
+    return _mask_functions[layer]
 
 
 def _window_of(module: torch.nn.Module) -> int | None:

@@ -34,20 +34,20 @@ def build() -> Any:
 
 def test_a_type_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_compat.install(unproven="refuse")
-    use(monkeypatch, right=["llama"], wrong={})
+    use(monkeypatch, llama={})
     monkeypatch.setattr(loading, "_prove_elsewhere", lambda *_: pytest.fail("it is proven already"))
     build()
 
 
 def test_a_type_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, right=[], wrong={"llama": ["padded_left"]})
+    use(monkeypatch, llama={"wrong": ["padded_left"]})
     with pytest.raises(UnsupportedFeatureError, match="LlamaForCausalLM.*padded_left"):
         build()
 
 
 def test_a_type_that_is_in_no_table_is_proven_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernel_compat.install(unproven="refuse")
-    use(monkeypatch, right=[], wrong={})
+    use(monkeypatch)
     build()
     (kept,) = tmp_path.glob("kernel-compat/proofs/*.json")
     assert json.loads(kept.read_text())["verdict"] == "equal"
@@ -67,7 +67,7 @@ def test_a_class_that_can_not_be_proven(monkeypatch: pytest.MonkeyPatch) -> None
     def load() -> None:
         Unreachable._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
 
-    use(monkeypatch, right=["llama"], wrong={})
+    use(monkeypatch, llama={})
     kernel_compat.install(unproven="refuse")
     with pytest.raises(UnsupportedFeatureError, match="no tiny model of it could be made"):
         load()

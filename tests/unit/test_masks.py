@@ -652,10 +652,19 @@ def test_a_mask_with_padding_is_handed_on() -> None:
 def test_a_cache_that_keeps_the_last_keys_alone() -> None:
     longer = torch.ones(2, 9, dtype=torch.bool)
     longer[0, :4] = False
-    found = told(attention_mask=longer)
+    found = told(attention_mask=longer, kv_offset=3)
     assert found is not None
     assert found.shape == (2, 6)
     assert found[0].tolist() == [False, *[True] * 5]
+
+
+def test_a_mask_with_more_columns_than_keys() -> None:
+    """As eager attention, which reads the first: Voxtral's encoder halves its frames and not their mask."""
+    longer = torch.ones(2, 9, dtype=torch.bool)
+    longer[0, 4:] = False
+    found = told(attention_mask=longer)
+    assert found is not None
+    assert found[0].tolist() == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize("by", ["cache_position", "q_offset"])
