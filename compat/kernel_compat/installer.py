@@ -184,7 +184,7 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
 
 def unproven() -> str:
     """What happens to models that can't be proven: as `install` was told, or by the environment."""
-    said = _state.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN", "warn")
+    said = _state.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN") or "warn"
     if said not in UNPROVEN:
         raise ValueError(f"KERNEL_COMPAT_UNPROVEN must be one of {', '.join(UNPROVEN)}, not {said!r}")
     return said
