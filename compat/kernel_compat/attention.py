@@ -27,7 +27,6 @@ from .masks import (
     require_total,
     runs,
 )
-from .names import resolve
 
 __all__ = ["attention_forward", "flash_attention"]
 
@@ -35,12 +34,13 @@ __all__ = ["attention_forward", "flash_attention"]
 _NO_KERNEL_HAS = ("head_mask", "position_bias", "attention_bias", "sinks", "indices", "block_indices")
 
 
-def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, None]]:
+def attention_forward(kernel: Kernel, name: str, notes: bool = False) -> Callable[..., tuple[Tensor, None]]:
     """The attention function transformers calls for a registered name.
 
     Args:
         kernel: what computes it; loaded at the first call.
         name: for error messages.
+        notes: whether the name's masks are made by our mask function, which notes each, the omitted ones too.
     """
 
     def forward(
@@ -83,7 +83,7 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
         if is_causal is None:
             is_causal = getattr(module, "is_causal", None)
         if attention_mask is None and cu_seq_lens_q is None:
-            _require_mask(module, query.shape[2], key.shape[2], is_causal, sliding_window)
+            _require_mask(module, query.shape[2], key.shape[2], is_causal, sliding_window, notes)
         dtype = target_dtype(query, module)
         query, key, value = (
             x.transpose(1, 2) if dtype is None else x.transpose(1, 2).to(dtype) for x in (query, key, value)
@@ -115,7 +115,7 @@ def attention_forward(kernel: Kernel, name: str) -> Callable[..., tuple[Tensor, 
 
 
 def _require_mask(
-    module: torch.nn.Module, q_len: int, kv_len: int, causal: bool | None, sliding_window: int | None
+    module: torch.nn.Module, q_len: int, kv_len: int, causal: bool | None, sliding_window: int | None, notes: bool
 ) -> None:
     """Check a layer that says it is causal or has a window and is given no mask: eager attention hides nothing then.
 
@@ -130,27 +130,20 @@ def _require_mask(
             f"a causal layer with {q_len} queries, {kv_len} keys, no cache and no mask: which query sees which key can't be "
             "told. Pass a 4D mask, or use attn_implementation='eager'"
         )
-    if forward is None or forward.given_masks or not _has_mask_functions(type(module)):
+    if not notes or forward is None or forward.has_pattern(q_len, kv_len):
         return
-    entry = resolve(forward.implementation)
-    ours = (
-        forward.mask is None
-        and entry is not None
-        and entry.forward is None
-        and entry.mask is None
-        and entry.sequence_parallel is False
+    if forward.given_masks or forward.mask is not None or forward.length not in (0, q_len):
+        return  # masks that were given, or tokens of others
+    if not _has_mask_functions(type(module)):
+        return
+    if causal:  # Moshi's and Kyutai's
+        words, advice = "it is causal", "Pass an attention_mask of ones for causal attention"
+    else:  # DiffusionGemma's decoder
+        words, advice = f"it has a window of {sliding_window}", "Use attn_implementation='eager' or 'sdpa'"
+    raise ValueError(
+        f"{type(module).__name__} says that {words}, but its model has made no mask for it, and eager attention sees "
+        f"every key then. {advice}"
     )
-    if not ours or forward.length not in (0, q_len):
-        return  # a mask that was given, a mask function that says nothing to us, or tokens of other ranks
-    if not any((p.q_length, p.kv_length) == (q_len, kv_len) for p in forward.patterns):
-        if causal:  # Moshi's and Kyutai's
-            words, advice = "it is causal", "Pass an attention_mask of ones for causal attention"
-        else:  # DiffusionGemma's decoder
-            words, advice = f"it has a window of {sliding_window}", "Use attn_implementation='eager' or 'sdpa'"
-        raise ValueError(
-            f"{type(module).__name__} says that {words}, but its model has made no mask for it, and eager attention sees "
-            f"every key then. {advice}"
-        )
 
 
 _mask_functions: dict[type, bool] = {}
@@ -350,10 +343,7 @@ def _causal_by_default(forward: Forward | None, mask: Tensor | None, q_len: int,
         ValueError: there is no such mask. Eager attention isn't causal then, unless the model leaves its mask out for
             flash attention.
     """
-    if forward is None:
-        told = q_len == kv_len
-    else:
-        told = any((p.q_length, p.kv_length) == (q_len, kv_len) for p in forward.patterns)
+    told = q_len == kv_len if forward is None else forward.has_pattern(q_len, kv_len)
     if q_len > 1 and not told and (mask is None or mask.ndim != 4):
         raise ValueError(
             "neither the layer nor a mask of its model says whether it is causal: set its is_causal, or use "

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import fixed_shapes, require
+from .masks import fixed_shapes, places_before, require
 
 __all__ = [
     "Forward",
@@ -174,6 +174,10 @@ class Forward:
     def note(self, pattern: Pattern) -> None:
         """Remember what a mask function said."""
         self.patterns.append(pattern)
+
+    def has_pattern(self, q_len: int, kv_len: int) -> bool:
+        """Whether a mask function spoke of these sizes."""
+        return any((p.q_length, p.kv_length) == (q_len, kv_len) for p in self.patterns)
 
     def number(self, numbers: Tensor) -> None:
         """Remember which sequence a mask function takes each token for: (batch, length)."""
@@ -357,7 +361,7 @@ def packed_sequences(mask: Tensor, restarts: Restarts | None, same: Tensor | Non
     batch, length = mask.shape
     real = mask != 0
     place = torch.arange(length, device=mask.device).expand(batch, -1)
-    before = torch.nn.functional.pad(torch.where(real, place, -1).cummax(1).values, (1, -1), value=-1)
+    before = places_before(real)
     follows = real & (before >= 0)  # another token of the row
     earlier = before.clamp(min=0)
     begins = follows & (mask != mask.gather(1, earlier))

@@ -99,7 +99,7 @@ class TypeExplanation:
     Attributes:
         transformers: the release; None where none is installed.
         verdict: the worst of its cases, ``equal`` where all are; None where the type isn't in the table.
-        cases: those that aren't equal, by verdict.
+        cases: for each verdict besides equal, the names of the cases that have it.
         ladder: what its model can be loaded with.
     """
 

@@ -26,9 +26,10 @@ def add(entry: AttentionName) -> str | None:
     if entry.name in functions and not entry.override:
         theirs = functions[entry.name]
         return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
-    forward = entry.forward or attention_forward(entry.kernel, entry.name)
-    mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
     spread = entry.sequence_parallel is not False
+    notes = entry.mask is None and not spread
+    forward = entry.forward or attention_forward(entry.kernel, entry.name, notes)
+    mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
     if spread:
         forward = ulysses(forward, entry.sequence_parallel)
     if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone

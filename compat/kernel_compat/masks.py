@@ -159,6 +159,16 @@ def _true_indices(mask: Tensor, count: int) -> Tensor:
     return torch.argsort(~mask.flatten(), stable=True)[:count]
 
 
+def places_before(real: Tensor) -> Tensor:
+    """(batch, length) int64: the place of the token before each place; -1 where there is none.
+
+    Args:
+        real: (batch, length) bool, False for padding.
+    """
+    place = torch.arange(real.shape[1], device=real.device)
+    return torch.nn.functional.pad(torch.where(real, place, -1).cummax(1).values, (1, -1), value=-1)
+
+
 def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
@@ -265,8 +275,7 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> Reduced:
 
 def _blocks(visible: Tensor, keys: Tensor) -> Tensor:
     """The numbers of sequences, of which each begins with a token that doesn't see the one before; padding goes with it."""
-    place = torch.arange(keys.shape[1], device=keys.device)
-    before = torch.nn.functional.pad(torch.where(keys, place, -1).cummax(1).values, (1, -1), value=-1)
+    before = places_before(keys)
     sees_it = visible.gather(2, before.clamp(min=0)[..., None])[..., 0] & (before >= 0)
     return (keys & ~sees_it).cumsum(1)
 

@@ -67,15 +67,11 @@ def _replace_generate(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         own = vars(self).get(flag)
         vars(self)[flag] = False  # making them up fails where ids aren't (batch, length) or there are no positions
         try:
-            inputs = original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
             vars(self).pop(flag, None)
             if own is not None:
                 vars(self)[flag] = own
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-            if name not in kwargs:
-                inputs.pop(name, None)
-        return inputs
 
     return {"prepare_inputs_for_generation": prepare_inputs_for_generation}
 

@@ -299,7 +299,7 @@ def test_a_suite_runs_in_the_last_cell_of_each_release_that_it_watches_for(
     watched.publish("transformers", "5.4.0", right=False)
     assert watched.watch().returncode == 0
     assert (watched.report["failed"][0]["before"], watched.report["failed"][0]["broke"]) == (name("5.3.0"), False)
-    # A torch that came out is none of its business.
+    # The suite watches transformers, so a new torch does not start it.
     watched.publish("torch", "2.12.0")
     watched.watch("--only", "transformers==5.0")
     assert watched.report["title"] == "torch 2.12.0: no cell broke, 1 of 1 passed"

@@ -27,7 +27,7 @@ _SCALES = (2.0, 1.0, 0.5, None)
 #: Logits beyond this are masked.
 _MASKED = 1e30
 _NOT_FINITE = "its output is zero or isn't finite"
-#: How much of the output attention must make, for its mistakes to be seen.
+#: The share of the output that must come from attention. Below it, an error in attention barely changes the output.
 _LEAST_SHARE = 1e-2
 #: How long inputs are looked for.
 _SEARCH_SECONDS = 15
@@ -254,7 +254,7 @@ class Subject:
 
     @cached_property
     def sound_frames(self) -> int | None:
-        """The length of a padding mask over sound; None where there is none."""
+        """How many columns the model expects in a padding mask for sound; None where it takes no such mask."""
         names = ("input_features", "input_values", "audio_values")
         sound = next((self.inputs[name] for name in names if name in self.inputs), None)
         if self.has_tokens or "attention_mask" not in self.names or sound is None:

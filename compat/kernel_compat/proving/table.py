@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,6 @@ PATH = Path(str(resources.files(__package__))) / "table.json"
 
 #: The verdicts whose cases are kept, the worst first.
 WORSE = ("wrong", "crashed", "refused")
-
 
 #: By release and model type: by verdict, the cases that aren't equal.
 Table = dict[str, dict[str, dict[str, list[str]]]]
@@ -50,17 +49,14 @@ def _write(table: Table, path: Path) -> None:
     lines = []
     for model_type in sorted({name for types in table.values() for name in types}):
         runs: dict[str, dict[str, list[str]]] = {}
-        for cases, run in groupby(order, key=partial(_cases, table, model_type)):
+        by_release = {release: table[release].get(model_type) for release in order}
+        for cases, run in groupby(order, key=by_release.__getitem__):
             first, *others = run
             if cases is not None:
                 runs["-".join((first, *others[-1:]))] = cases
         lines.append(f"{json.dumps(model_type)}: {json.dumps(runs)}")
     types = ",\n".join(lines)
     path.write_text(f'{{"releases": {json.dumps(order)},\n"types": {{\n{types}\n}}}}\n')
-
-
-def _cases(table: Table, model_type: str, release: str) -> dict[str, list[str]] | None:
-    return table[release].get(model_type)
 
 
 def minor(version: str) -> str:
