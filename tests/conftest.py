@@ -26,6 +26,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture(autouse=True)
+def no_graphs_of_other_tests() -> None:
+    """torch.compile keeps graphs and dynamic sizes by code, which models share."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tiny models are saved."""

@@ -265,7 +265,6 @@ def test_fullgraph(models: Path, usable: Callable[[str], None], batch: str) -> N
     """FlashAttention-2's functions are operators torch.compile knows: nothing of ours may break the graph."""
     usable("flash_attention_2")
     kernel_compat.register_attention("compiled_flash", kernel="flash_attention_2")
-    torch._dynamo.reset()
     try:
         with kernel_compat.installed():
             three = Three(saved(models, "llama_gqa"), "compiled_flash")

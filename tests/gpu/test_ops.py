@@ -369,7 +369,6 @@ def test_what_others_have_stays(op: str, value: str, compiled: bool) -> None:
         "swiglu_mlp": lambda gate, up: functional.silu(gate) * up,
         "rotary_pos_emb": rotary.reference,
     }
-    torch._dynamo.reset()
     call = partial(beside, op, kernel(op, value))
     torch.manual_seed(0)
     x = torch.randn(2, 8, 256, device="cuda", requires_grad=True)
@@ -422,7 +421,6 @@ def test_compiled(value: str, inputs: dict[str, Any]) -> None:
     truth = build("llama")
     model = copy.deepcopy(truth).bfloat16()
     ops.apply_ops(model, config)
-    torch._dynamo.reset()
 
     exact, plain, compiled = run(truth, **inputs), run(model, **inputs), run(torch.compile(model), **inputs)
 

@@ -187,7 +187,6 @@ def _load_balancing(first: Tensor, second: Tensor) -> Tensor:
 )
 def test_compiled(function: Callable[..., Tensor], shapes: Sequence[Sequence[int]]) -> None:
     """By inductor, into one graph. It may round less around the kernel, which is why these are integers and float32."""
-    torch._dynamo.reset()
     inputs = [torch.randint(-9, 10, shape, device="cuda").float().requires_grad_() for shape in shapes]
     plain, compiled = function(*inputs), torch.compile(function, fullgraph=True)(*inputs)
     assert torch.equal(plain, compiled)

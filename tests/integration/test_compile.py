@@ -12,11 +12,6 @@ from tiny import NAME, VOCAB, load, saved
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 
-@pytest.fixture(autouse=True)
-def reset() -> None:
-    torch._dynamo.reset()
-
-
 def compiled(model: Any) -> Any:
     # The graph is what is tested; inductor would spend a minute on compiling C++ for it.
     return torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)

@@ -448,7 +448,6 @@ def test_in_padded_batches(
     padding = [] if compiled else padding_rows(monkeypatch, name)
     if not compiled:
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    torch._dynamo.reset()
     how = transformers.CompileConfig(backend="eager", mode=None, dynamic=False)  # type: ignore[arg-type]
     options = {"max_blocks_per_request": 4, "decode_compile_config": how}
     if RELEASE >= (5, 13):

@@ -372,7 +372,6 @@ class TestWithoutAKernel:
             pipeline("<5> <6>", max_new_tokens=2)
 
     def test_compiled(self, models: Path) -> None:
-        torch._dynamo.reset()
         model = load(saved(models, "llama_gqa"), NAME, **{DTYPE: torch.bfloat16})
         with pytest.raises(KernelUnavailableError, match=self.MESSAGE):
             torch.compile(model, backend="eager")(input_ids=tokens(), use_cache=False)
@@ -784,7 +783,6 @@ class TestCompiled:
     @pytest.mark.parametrize("name", ["head_dim_20", pytest.param("mistral_window", marks=has_windows)])
     @pytest.mark.parametrize("batch", ["even", "padded right", "cu_seq_lens"])
     def test_fullgraph(self, models: Path, calls: list[Any], name: str, batch: str) -> None:
-        torch._dynamo.reset()
         three = Three(decoder(models, name), NAME)
         # The graph is what is tested; inductor would spend a minute on compiling C++ for it.
         compiled = torch.compile(three.ours, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -795,7 +793,6 @@ class TestCompiled:
     @pytest.mark.parametrize("padded", [False, True])
     def test_lengths_that_vary(self, models: Path, padded: bool) -> None:
         """One graph for all of them."""
-        torch._dynamo.reset()
         three = Three(decoder(models, "one_layer"), NAME)
         compiled = torch.compile(three.ours, fullgraph=True, backend="aot_eager", dynamic=True)
         for length in (9, 14, 23):

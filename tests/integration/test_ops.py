@@ -487,13 +487,12 @@ def test_a_backward_hook_on_the_head_is_not_passed_over(kind: str, compiled: boo
     model.config._attn_implementation = "sdpa"
     ops.apply_ops(model, CHUNKED)
     hook = getattr(model.lm_head, kind)(lambda *given: None)
-    torch._dynamo.reset()  # it doesn't look for hooks that come later
     run = torch.compile(model, backend="eager") if compiled else model
 
     with pytest.raises(UnsupportedFeatureError, match="a backward hook on the head, which no gradient of logits"):
         run(input_ids=IDS, labels=LABELS)
     hook.remove()
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # it doesn't look for hooks that go
     run(input_ids=IDS, labels=LABELS).loss.backward()
 
 

@@ -532,7 +532,6 @@ def test_compiled() -> None:
         given = inputs(layer, torch.float32)
         expected = gradients(eager(layer), layer, given)
         ops.apply_ops(layer, config("dense"))
-        torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         assert_same(gradients(compiled, layer, given), expected, 1e-5)
     finally:

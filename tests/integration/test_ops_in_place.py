@@ -440,7 +440,6 @@ def test_compiled_autograd() -> None:
     expected = results(
         lambda gate, up: functional.silu(gate) * up, lambda x, weight, eps: functional.rms_norm(x, (4,), weight, eps)
     )
-    torch._dynamo.reset()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         require_same(results(gated.apply, normed.apply), expected)
 

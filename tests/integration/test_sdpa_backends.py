@@ -42,7 +42,6 @@ TORCH = in_force()
 
 @pytest.fixture(autouse=True)
 def left_as_it_was() -> Iterator[None]:
-    torch._dynamo.reset()
     assert in_force() == TORCH
     yield
     left, threads = in_force(), list(sdpa._process._running)

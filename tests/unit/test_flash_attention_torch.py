@@ -765,7 +765,6 @@ def test_tokens_behind_the_last_sequence(functions: Functions) -> None:
 @pytest.mark.parametrize("scale", [None, 0.1])
 def test_torch_compile(scale: float | None) -> None:
     """In one graph, forward and backward."""
-    torch._dynamo.reset()
     functions = fresh().load(environment())
     cu = offsets(2, 0, 4)
     options: dict[str, Any] = {"causal": True, "softmax_scale": scale}

@@ -306,7 +306,6 @@ def test_torch_compile(backend: str, through: str) -> None:
         dense, varlen = functions.flash_attn_func, functions.flash_attn_varlen_func
     else:
         dense, varlen = flash_attn_func, flash_attn_varlen_func
-    torch._dynamo.reset()
     options = {"causal": True, "window_size": (3, 0), "softcap": 4.0}
     cu = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
 

@@ -177,7 +177,6 @@ def test_positions_of_the_full_sequence() -> None:
 
 
 def test_positions_are_checked_in_a_graph() -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(
         ulysses(lambda module, query, *args, **kwargs: (query.transpose(1, 2), None)), backend="eager", fullgraph=True
     )
