@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -266,12 +267,18 @@ def _require_padding_behind(forward: Forward, module: nn.Module) -> None:
 
 
 class MixerPatches:
-    """The forwards of mixer classes, replaced as models with such layers appear, and put back."""
+    """The forwards of mixers, replaced as models with such layers appear, and put back.
+
+    A class gets another forward, and a single layer that was given one of its own: by accelerate's hooks, say, or a kernel
+    of the hub.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._originals: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._kinds: dict[type, bool] = {}  # whether it is attention beside mixers
+        self._layers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()  # classes and layers
+        self._ours: weakref.WeakSet[Any] = weakref.WeakSet()
         self._active = False
 
     def activate(self) -> Callable[[], None]:
@@ -280,25 +287,66 @@ class MixerPatches:
         return self._undo
 
     def look_at(self, model: nn.Module) -> None:
-        """Replace the forwards of the mixer classes among a model's layers, at its first call."""
-        if not self._active or model in self._seen:
+        """Replace the forwards of a model's mixers, those of single layers anew where others have set them since."""
+        if not self._active:
             return
-        with self._lock:
-            self._seen.add(model)
-            layers = {type(module): module for module in model.modules()}
-            mixers = {kind for kind, module in layers.items() if is_mixer(module)}
-            beside = {kind for kind, module in layers.items() if mixers and is_attention(module)} - mixers
-            for kind in (mixers | beside) - self._originals.keys():
-                if original := vars(kind).get("forward"):
-                    replacement = _by_sequence(original, kind in beside)
-                    self._originals[kind] = (original, replacement)
-                    kind.forward = replacement
+        layers = self._layers.get(model)
+        if layers is None:
+            with self._lock:
+                layers = self._layers[model] = self._look_at_classes(model)
+        for layer in layers:
+            own = vars(layer).get("forward")
+            if own is not None and not self._keeps_apart(own):
+                with self._lock:
+                    self._replace(layer, own, self._kinds[type(layer)])
+
+    def _look_at_classes(self, model: nn.Module) -> weakref.WeakSet[nn.Module]:
+        modules = list(model.modules())
+        mixers = {type(module) for module in modules if is_mixer(module)}
+        beside = {type(module) for module in modules if mixers and is_attention(module)} - mixers
+        for kind in (mixers | beside) - self._kinds.keys():
+            self._kinds[kind] = kind in beside
+            if not self._keeps_apart(kind.forward):  # inherited, as FSDP2's classes do
+                self._replace(kind, kind.forward, kind in beside)
+        return weakref.WeakSet(module for module in modules if type(module) in self._kinds)
+
+    def _keeps_apart(self, forward: Any) -> bool:
+        while forward is not None:
+            function = getattr(forward, "__func__", forward)
+            if function in self._ours:
+                return True
+            forward = getattr(function, "__wrapped__", None)
+        return False
+
+    def _replace(self, owner: Any, forward: Callable[..., Any], attention: bool) -> None:
+        is_layer = isinstance(owner, nn.Module)
+        if is_layer:  # a method, so that a copy of the layer calls its own
+            forward = forward.__func__ if getattr(forward, "__self__", None) is owner else _without_self(forward)  # type: ignore[attr-defined]
+        replacement = _by_sequence(forward, attention)
+        replacement.before = vars(owner).get("forward")  # type: ignore[attr-defined]
+        self._ours.add(replacement)
+        self._owners.add(owner)
+        owner.forward = MethodType(replacement, owner) if is_layer else replacement
 
     def _undo(self) -> None:
         with self._lock:
             self._active = False
-            for kind, (original, replacement) in self._originals.items():
-                if vars(kind).get("forward") is replacement:
-                    kind.forward = original  # type: ignore[attr-defined]
-            self._originals.clear()
-            self._seen.clear()
+            for owner in self._owners:
+                own = vars(owner).get("forward")
+                own = getattr(own, "__func__", own)
+                if own not in self._ours:
+                    continue
+                if own.before is None:
+                    del owner.forward
+                else:
+                    owner.forward = own.before
+            for kept in (self._kinds, self._layers, self._owners, self._ours):
+                kept.clear()
+
+
+def _without_self(bound: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(bound)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    return forward

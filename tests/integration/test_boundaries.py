@@ -286,18 +286,6 @@ def test_two_threads_and_an_error(pair: tuple[Any, Any]) -> None:
         assert max(distance(result, expected[kind]) for result in results) < TOLERANCE
 
 
-def test_peft_calls_the_model_past_its_hooks(models: Path) -> None:
-    """LoRA's model calls `forward` itself, and gpt2 hands no lengths on to what is inside it."""
-    peft = pytest.importorskip("peft")
-    path = save(models, "gpt2", transformers.AutoModelForCausalLM, _gpt2())
-    ids = tokens()
-    expected = apart(load(path, "eager"), ids)
-    model = peft.get_peft_model(load(path, NAME), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-    for given in ({}, lengths()):
-        logits = model(input_ids=ids, position_ids=positions(), use_cache=False, **given).logits
-        assert distance(logits, expected) < TOLERANCE
-
-
 class TestWindowsToBothSides:
     """W6: of a bidirectional window of W upstream's masks show W keys to each side."""
 

@@ -1,0 +1,115 @@
+"""Tiny models over packed sequences, alone and as other libraries wrap them, on one rank and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny import NAME, VOCAB, load, save, there
+from torch import Tensor, distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import kernel_compat
+
+LENGTHS = (5, 4, 9)
+TOLERANCE, OF_GRADIENTS = 1e-5, 1e-4
+
+_SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_HEADS = {**_SHAPE, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def _gpt2() -> Any:
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=64, **dropout)
+
+
+def _mamba() -> Any:
+    return transformers.MambaConfig(**_SHAPE, state_size=8)
+
+
+def _falcon_h1() -> Any:
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "mamba_d_ssm": 64}
+    return transformers.FalconH1Config(**_HEADS, **mamba, mamba_n_groups=1)
+
+
+#: One whose head keeps lengths from its attention, an SSM alone, and attention beside an SSM.
+MODELS = there(
+    (("gpt2", _gpt2, "GPT2Config"), ("mamba", _mamba, "MambaConfig"), ("falcon_h1", _falcon_h1, "FalconH1Config"))
+)
+
+
+def path_of(name: str, folder: Path) -> Path:
+    return save(folder, f"wrapped_{name}", transformers.AutoModelForCausalLM, MODELS[name]())
+
+
+def name_for(model: str) -> str:
+    return "eager" if model == "mamba" else NAME
+
+
+def row(seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
+    """Three sequences in a row, and what tells them apart."""
+    ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(seed))
+    return ids, {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float(((found - expected).norm() / expected.norm()).detach())
+
+
+def step(model: Any, around: Callable[..., Any], rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The logits of these rows, one after the other, and the gradients of a loss of all of them."""
+    model.zero_grad()
+    logits = torch.cat([around(**given, use_cache=False).logits for given in rows], 1)
+    logits.square().sum().backward()
+    gradients = [p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    return logits.detach(), torch.cat([g.flatten() for g in whole])
+
+
+def alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Each sequence by itself."""
+    return step(model, model, [{"input_ids": part} for part in ids.split(LENGTHS, 1)])
+
+
+def require_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str) -> None:
+    assert distance(found[0], expected[0]) < TOLERANCE, what
+    assert distance(found[1], expected[1]) < OF_GRADIENTS, what
+
+
+def on_two_ranks(rank: int, folder: Path) -> None:
+    """One of two ranks, each with sequences of its own."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    store = distributed.FileStore(str(folder / "store"), 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+    try:
+        for wrapper in ("fsdp2, then installed", "fsdp2", "ddp"):
+            for name in MODELS:
+                if "then" in wrapper and name == "gpt2":
+                    continue  # under a name that isn't there yet
+                if "then" not in wrapper:
+                    kernel_compat.install()
+                model = load(path_of(name, folder), "eager" if "then" in wrapper else name_for(name))
+                ids, packed = row(rank)
+                logits, _ = alone(model, ids)
+                _, first = alone(model, row(0)[0])
+                _, second = alone(model, row(1)[0])
+                around = model
+                if wrapper == "ddp":
+                    around = DistributedDataParallel(model)
+                else:
+                    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+                    mixers = [m for layer in layers for n, m in layer.named_children() if n in ("mixer", "mamba")]
+                    for part in (*mixers, *layers, model):
+                        fully_shard(part)
+                kernel_compat.install()
+                found = step(model, around, [{"input_ids": ids, **packed}])
+                require_same(found, (logits, (first + second) / 2), f"{name}, {wrapper}")
+                kernel_compat.uninstall()
+    finally:
+        distributed.destroy_process_group()
