@@ -67,11 +67,14 @@ class Rows(NamedTuple):
 
     Attributes:
         sources: for each group of rows (rows, length) int64, the place that each of its tokens has in the flattened batch.
+            Behind the last token of a sequence there are others, which nobody asks for.
+        lengths: for each group (rows, 1) int64, how many tokens are the sequence's own.
         targets: (tokens,) int64, where each token of a sequence is in the groups' rows, flattened and joined.
         places: as in `Sequences`.
     """
 
     sources: tuple[Tensor, ...]
+    lengths: tuple[Tensor, ...]
     targets: Tensor
     places: Tensor | None
 
@@ -92,7 +95,7 @@ def rows_of(sequences: Sequences, tokens: int) -> Rows:
     groups: dict[int, list[int]] = {}
     for number, (_, length) in enumerate(spans):
         groups.setdefault((length - 1).bit_length(), []).append(number)
-    moved, sources, base = [0] * len(spans), [], 0
+    moved, sources, lengths, base = [0] * len(spans), [], [], 0
     for members in groups.values():
         longest = max(spans[number][1] for number in members)
         for row, number in enumerate(members):
@@ -100,13 +103,14 @@ def rows_of(sequences: Sequences, tokens: int) -> Rows:
         base += len(members) * longest
         starts = torch.tensor([spans[number] for number in members]).to(device)
         within = torch.arange(longest, device=device)
+        lengths.append(starts[:, 1:])
         source = starts[:, :1] + torch.minimum(within, starts[:, 1:] - 1)
         sources.append(source if sequences.places is None else sequences.places[source])
     count = sum(length for _, length in spans)
     shift = torch.tensor([[by, length] for by, (_, length) in zip(moved, spans, strict=True)]).to(device)
     targets = torch.arange(count, device=device)
     targets = targets + torch.repeat_interleave(shift[:, 0], shift[:, 1], output_size=count)
-    return Rows(tuple(sources), targets, sequences.places)
+    return Rows(tuple(sources), tuple(lengths), targets, sequences.places)
 
 
 def _rows_in_a_graph(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:
@@ -116,7 +120,8 @@ def _rows_in_a_graph(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:
     source = (starts[:, None] + within).clamp(max=tokens - 1)
     place = torch.arange(tokens, device=cu_seqlens.device)
     number = torch.searchsorted(stops, place, right=True).clamp(max=stops.shape[0] - 1)
-    return Rows((source,), number * longest + (place - starts[number]).clamp(0, longest - 1), None)
+    lengths = (stops - starts)[:, None]
+    return Rows((source,), (lengths,), number * longest + (place - starts[number]).clamp(0, longest - 1), None)
 
 
 def _rows(forward: Forward) -> Rows | None:
@@ -134,14 +139,18 @@ def _rows(forward: Forward) -> Rows | None:
     return forward.rows or None
 
 
-def _within(mask: Any, source: Tensor, row: tuple[int, int]) -> Tensor | None:
-    """Of a 4D mask what it says of the tokens of each row; padding needs no mask, as it is on the right."""
+def _within(mask: Any, source: Tensor, lengths: Tensor, row: tuple[int, int]) -> Tensor | None:
+    """Of a 4D mask what it says of the tokens of each row, and that none sees what is behind its sequence."""
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != row[1]:
         return None
     source = source.to(mask.device)
     of_batch, token = source[:, :1] // row[1], source % row[1]
     mask = mask.expand(row[0], *mask.shape[1:])
-    return mask.transpose(0, 1)[:, of_batch[:, :, None], token[:, :, None], token[:, None, :]].transpose(0, 1)
+    mask = mask.transpose(0, 1)[:, of_batch[:, :, None], token[:, :, None], token[:, None, :]].transpose(0, 1)
+    place = torch.arange(source.shape[1], device=mask.device)
+    # What is behind sees itself: a softmax over nothing would have no gradient.
+    hidden = ((place >= lengths.to(mask.device))[:, None, :] & (place[None, :] > place[:, None]))[:, None]
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min if mask.is_floating_point() else 0)
 
 
 def _in_rows(
@@ -166,15 +175,15 @@ def _in_rows(
             "It isn't given the tokens of its model's forward. Pass the sequences as rows of a padded batch.",
         )
 
-    def of_rows(name: str, value: Any, source: Tensor) -> Any:
+    def of_rows(name: str, value: Any, source: Tensor, lengths: Tensor) -> Any:
         if name in _CACHES or name in _OF_THE_ROW:
             return None
         if "mask" in name:
-            return _within(value, source, row)
+            return _within(value, source, lengths, row)
         if name == "use_cache":
             return False
         if isinstance(value, (tuple, list)):
-            return type(value)(of_rows("", part, source) for part in value)
+            return type(value)(of_rows("", part, source, lengths) for part in value)
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == row[1] and value.shape[0] in (1, row[0]):
             source = source.to(value.device)
             return value.expand(row[0], *value.shape[1:]).flatten(0, 1)[source]
@@ -182,8 +191,8 @@ def _in_rows(
 
     with suspended():
         outputs = [
-            original(module, **{name: of_rows(name, value, source) for name, value in given.items()})
-            for source in rows.sources
+            original(module, **{name: of_rows(name, value, source, lengths) for name, value in given.items()})
+            for source, lengths in zip(rows.sources, rows.lengths, strict=True)
         ]
 
     state = next((given[name] for name in given if name in _CACHES), None)
