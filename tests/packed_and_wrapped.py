@@ -31,15 +31,12 @@ def _mamba() -> Any:
     return transformers.MambaConfig(**_SHAPE, state_size=8)
 
 
-def _falcon_h1() -> Any:
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "mamba_d_ssm": 64}
-    return transformers.FalconH1Config(**_HEADS, **mamba, mamba_n_groups=1)
+def _lfm2() -> Any:
+    return transformers.Lfm2Config(**_HEADS, layer_types=["conv", "full_attention"])
 
 
-#: One whose head keeps lengths from its attention, an SSM alone, and attention beside an SSM.
-MODELS = there(
-    (("gpt2", _gpt2, "GPT2Config"), ("mamba", _mamba, "MambaConfig"), ("falcon_h1", _falcon_h1, "FalconH1Config"))
-)
+#: One whose head keeps lengths from its attention, an SSM alone, and attention beside a convolution.
+MODELS = there((("gpt2", _gpt2, "GPT2Config"), ("mamba", _mamba, "MambaConfig"), ("lfm2", _lfm2, "Lfm2Config")))
 
 
 def path_of(name: str, folder: Path) -> Path:
@@ -104,7 +101,7 @@ def on_two_ranks(rank: int, folder: Path) -> None:
                     around = DistributedDataParallel(model)
                 else:
                     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-                    mixers = [m for layer in layers for n, m in layer.named_children() if n in ("mixer", "mamba")]
+                    mixers = [m for layer in layers for n, m in layer.named_children() if n in ("mixer", "conv")]
                     for part in (*mixers, *layers, model):
                         fully_shard(part)
                 kernel_compat.install()
