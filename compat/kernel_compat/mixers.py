@@ -80,7 +80,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(sequences: Sequences, tokens: int) -> Rows:
-    """The rows of packed sequences, grouped by their lengths. Synchronises with the device.
+    """The rows of packed sequences, grouped by their lengths. Synchronises once with the device.
 
     Args:
         tokens: how many there are in the flattened batch; those behind the last offset are a sequence of their own.
@@ -101,16 +101,21 @@ def rows_of(sequences: Sequences, tokens: int) -> Rows:
         for row, number in enumerate(members):
             moved[number] = base + row * longest - spans[number][0]
         base += len(members) * longest
-        starts = torch.tensor([spans[number] for number in members]).to(device)
+        starts = _on(device, [spans[number] for number in members])
         within = torch.arange(longest, device=device)
         lengths.append(starts[:, 1:])
         source = starts[:, :1] + torch.minimum(within, starts[:, 1:] - 1)
         sources.append(source if sequences.places is None else sequences.places[source])
     count = sum(length for _, length in spans)
-    shift = torch.tensor([[by, length] for by, (_, length) in zip(moved, spans, strict=True)]).to(device)
+    shift = _on(device, [(by, length) for by, (_, length) in zip(moved, spans, strict=True)])
     targets = torch.arange(count, device=device)
     targets = targets + torch.repeat_interleave(shift[:, 0], shift[:, 1], output_size=count)
     return Rows(tuple(sources), tuple(lengths), targets, sequences.places)
+
+
+def _on(device: torch.device, pairs: list[tuple[int, int]]) -> Tensor:
+    """Numbers of the host on a device, without waiting for it."""
+    return torch.tensor(pairs, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _rows_in_a_graph(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, randomize, saved
+from tiny import CAUSAL_LMS, SHAPE, TRANSFORMERS, VOCAB, load, randomize, saved
 from torch import Tensor
 
 import kernel_compat
@@ -229,27 +229,41 @@ def test_synchronisations_do_not_grow_with_the_layers(name: str, batch: str) -> 
         config.num_hidden_layers = layers
         if hasattr(config, "layer_types"):
             config.layer_types = ["full_attention"] * layers
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
-        model = randomize(model).to("cuda", torch.bfloat16).eval()
-        with torch.no_grad():
-            model(**_inputs(batch))
-            inputs = _inputs(batch)  # fresh tensors: nothing is known of them yet
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                try:
-                    model(**inputs)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("called a synchronizing" in str(w.message) for w in caught))
+        counts.append(_synchronisations(config, name, batch))
     print(f"synchronisations of {name}, {batch}: {counts}")
     assert counts[1] <= counts[0]
     assert counts[1] <= 2
 
 
+@pytest.mark.parametrize(("batch", "most"), [("position_ids", 2), ("cu_seq_lens", 1)])
+def test_synchronisations_of_mixers(name: str, batch: str, most: int) -> None:
+    """Convolutions beside attention; upstream's own, of one sequence, are not ours to count."""
+    config = transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
+    assert _synchronisations(config, name, batch) - _synchronisations(config, name, "one") <= most
+
+
+def _synchronisations(config: Any, name: str, batch: str) -> int:
+    """Those of a forward over tensors of which nothing is known yet."""
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    model = randomize(model).to("cuda", torch.bfloat16).eval()
+    with torch.no_grad():
+        model(**_inputs(batch))
+        inputs = _inputs(batch)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                model(**inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(w.message) for w in caught)
+
+
 def _inputs(batch: str) -> dict[str, Any]:
     ids = tokens(1 if batch != "padded" else BATCH)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if batch == "one":
+        return inputs
     if batch == "padded":
         return inputs | {"attention_mask": torch.ones_like(ids).index_fill_(1, torch.tensor([0, 1], device="cuda"), 0)}
     inputs["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()
