@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from inspect import signature
 from typing import Any
+from weakref import WeakSet
 
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.names import resolve
@@ -18,11 +19,33 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     from kernel_compat.boundaries import calling
 
+    met: WeakSet[Any] = WeakSet()
+
     def before(model: Any, given: Mapping[str, Any]) -> None:
+        if model not in met:
+            met.add(model)
+            _look_at_checkpoints(model)
         _mixers().look_at(model)
         _refuse_weights(model, given.get("output_attentions"))
 
     return {"__call__": calling(originals["__call__"], before)}
+
+
+def _look_at_checkpoints(model: Any) -> None:
+    """Those that were enabled before the installation."""
+    for module in model.modules():
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not _of_forward:
+            module._gradient_checkpointing_func = partial(_of_forward, checkpoint)
+
+
+def _of_forward(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A checkpoint of a function that is computed again within the forward in progress now."""
+    import torch
+
+    from kernel_compat.boundaries import resuming
+
+    return checkpoint(function if torch.compiler.is_compiling() else resuming(function), *args, **kwargs)
 
 
 def _refuse_weights(model: Any, asked: bool | None) -> None:
@@ -104,21 +127,14 @@ def _prove_checkpoint() -> Callable[[], None]:
 
 
 def _replace_enabling(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    import torch
-
-    from kernel_compat.boundaries import resuming
-
     original = originals["_set_gradient_checkpointing"]
-
-    def of_forward(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(function if torch.compiler.is_compiling() else resuming(function), *args, **kwargs)
 
     @wraps(original)
     def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature(original).bind(self, *args, **kwargs)
         checkpoint = given.arguments.get("gradient_checkpointing_func")
         if checkpoint is not None:
-            given.arguments["gradient_checkpointing_func"] = partial(of_forward, checkpoint)
+            given.arguments["gradient_checkpointing_func"] = partial(_of_forward, checkpoint)
         return original(*given.args, **given.kwargs)
 
     return {"_set_gradient_checkpointing": _set_gradient_checkpointing}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packed_and_wrapped import recomputing
 from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, WINDOW, load, save, there
 from torch import Tensor
 from torch.distributed._composable import checkpoint
@@ -134,29 +135,6 @@ def numbered() -> Tensor:
 def apart(model: Any, ids: Tensor) -> Tensor:
     """The logits of the packed sequences, each computed by itself."""
     return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
-
-
-class _Recomputing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layer: Any, hidden: Tensor, *others: Any) -> Any:
-        ctx.layer, ctx.others = layer, others
-        ctx.save_for_backward(hidden)
-        with torch.no_grad():
-            return layer(hidden, *others)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hidden = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            outputs = ctx.layer(hidden, *ctx.others)
-        first = outputs if isinstance(outputs, Tensor) else outputs[0]
-        torch.autograd.backward(first, gradients[0])
-        return None, hidden.grad, *(None for _ in ctx.others)
-
-
-def recomputing(layer: Any, *args: Any) -> Any:
-    """A checkpoint function that owes nothing to torch's, as DeepSpeed's and Unsloth's."""
-    return _Recomputing.apply(layer, *args)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_and_wrapped import MODELS, alone, name_for, on_two_ranks, path_of, require_same, row, step
+from packed_and_wrapped import MODELS, alone, name_for, on_two_ranks, path_of, recomputing, require_same, row, step
 from tiny import NAME, load
 
 import kernel_compat
@@ -27,6 +27,10 @@ def stack() -> Iterator[ExitStack]:
 
 
 def wrap(model: Any, how: str) -> Any:
+    if how == "a checkpoint function":
+        model.train().enable_input_require_grads()
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputing)
+        return model
     if how == "peft":
         peft = pytest.importorskip("peft")
         gpt2 = hasattr(model, "transformer")
@@ -42,7 +46,7 @@ def wrap(model: Any, how: str) -> Any:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("how", ["peft", "accelerate"])
+@pytest.mark.parametrize("how", ["peft", "accelerate", "a checkpoint function"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_wrapped_before_or_after(models: Path, stack: ExitStack, name: str, how: str, when: str) -> None:
     path = path_of(name, models)
