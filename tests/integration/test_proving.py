@@ -96,6 +96,13 @@ def test_a_config_is_proven_as_it_is() -> None:
     assert config.to_dict() == before
 
 
+def test_dropout_that_is_in_no_config() -> None:
+    """As of upstream's classifiers of tokens: each sequence alone would drop others than all together."""
+    cases = ["gradients_packed", "checkpointing"]
+    found = prove_config(CAUSAL_LMS["llama"](), transformers.LlamaForTokenClassification, cases)
+    assert verdicts(found) == dict.fromkeys(cases, "equal")
+
+
 def test_a_kernel_that_is_not_causal_is_wrong(broken: Any) -> None:
     name = broken(lambda call, kwargs: call(causal=False))
     found = prove_type("llama", ["plain"], attn_implementation=name)

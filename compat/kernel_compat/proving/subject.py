@@ -29,6 +29,7 @@ _MASKED = 1e30
 _NOT_FINITE = "its output is zero or isn't finite"
 #: The share of the output that must come from attention. Below it, an error in attention barely changes the output.
 _LEAST_SHARE = 1e-2
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 #: How long inputs are looked for.
 _SEARCH_SECONDS = 15
 #: The most parameters a model may have that is proven in a second.
@@ -283,6 +284,9 @@ def build(model_class: type[Any], config: Any, attn_implementation: str) -> Any:
     if make is None:
         raise NoRecipeError(f"{model_class.__name__} is no model")
     model = make(config, attn_implementation=attn_implementation, **_float32(make))
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):  # of a probability that isn't in the config
+            module.p = 0.0
     return model.float().eval()
 
 
