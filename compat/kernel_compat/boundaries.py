@@ -90,7 +90,8 @@ class Forward:
         lengths: the ``cu_seq_lens_*`` and ``max_length_*`` that it is given.
         made_positions: whether the positions are M-RoPE's, made by the model around this one, which was given none.
         agreed: the offsets that mask and positions were compared with.
-        rows: what `mixers` makes of its sequences, False for none.
+        rows, padded_rows: what `mixers` makes of its sequences, False for none, and of its padding.
+        tokens: how many tokens are no padding, where some of them stand behind padding; 0 where none does, or nothing was read.
     """
 
     def __init__(self, model: Any, given: dict[str, Any], outer: Forward | None) -> None:
@@ -132,6 +133,8 @@ class Forward:
         self._found: dict[bool, Sequences | None] = {}
         self.agreed: Tensor | None = None
         self.rows: Any = None
+        self.padded_rows: Any = None
+        self.tokens = 0
         self._bool_mask: Tensor | None = None
         self._full: bool | None = None
         if outer is not None and self._is_part_of(outer):
@@ -283,7 +286,7 @@ class Forward:
         found = packed_sequences(mask, restarts, self._bool_mask)
         if found is None:
             return None
-        self._full = found.full
+        self._full, self.tokens = found.full, found.behind_padding
         return found.sequences
 
 
@@ -293,10 +296,12 @@ class Found(NamedTuple):
     Attributes:
         sequences: None where every row has one at most.
         full: whether no token is padding; None where the bool mask differs from the mask.
+        behind_padding: how many tokens there are, if one of them stands behind padding in its row; else 0.
     """
 
     sequences: Sequences | None
     full: bool | None
+    behind_padding: int = 0
 
 
 def same_tensor(tensor: Tensor, other: Tensor | None) -> bool:
@@ -390,8 +395,9 @@ def packed_sequences(mask: Tensor, restarts: Restarts | None, same: Tensor | Non
         (follows & ~begins & (before < place - 1)).any(),
         ((mask.long() != mask) | (mask < 0)).any(),
         (real == (real if same is None else same)).all(),
+        (real[:, 1:] > real[:, :-1]).any(),
     ]
-    packed, count, tokens, longest, holes, strange, is_same = torch.stack(facts).tolist()
+    packed, count, tokens, longest, holes, strange, is_same, behind = torch.stack(facts).tolist()
     if strange:
         raise ValueError(
             "a 2D attention mask must hold 1 for tokens and 0 for padding, or number the packed sequences, and this one "
@@ -400,7 +406,7 @@ def packed_sequences(mask: Tensor, restarts: Restarts | None, same: Tensor | Non
     flat = real.flatten()
     full = tokens == flat.numel() if is_same else None
     if not packed:
-        return Found(None, full)
+        return Found(None, full, tokens if behind else 0)
     offsets = torch.nn.functional.pad(rank[_places(first, count)], (0, 1), value=tokens)
     index = None if tokens == flat.numel() else _places(flat, tokens)
     return Found(Sequences(index, offsets.to(torch.int32), longest, bool(holes)), full)

@@ -144,6 +144,18 @@ def _rows(forward: Forward) -> Rows | None:
     return forward.rows or None
 
 
+def _padded_rows(forward: Forward) -> Rows:
+    """Each row's tokens, and behind them its padding; of a batch of one the tokens alone."""
+    order = torch.argsort(forward.mask == 0, dim=1, stable=True)
+    if forward.batch == 1:
+        order = order[:, : forward.tokens]
+        place = torch.arange(forward.tokens, device=order.device)
+        return Rows((order,), (order.new_full((1, 1), forward.tokens),), place, order[0])
+    first = torch.arange(forward.batch, device=order.device)[:, None] * forward.length
+    lengths = (forward.mask != 0).sum(1, keepdim=True)  # type: ignore[union-attr]
+    return Rows((order + first,), (lengths,), (order.argsort(1) + first).flatten(), None)
+
+
 def _within(mask: Any, source: Tensor, lengths: Tensor, row: tuple[int, int]) -> Tensor | None:
     """Of a 4D mask what it says of the tokens of each row, and that none sees what is behind its sequence."""
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != row[1]:
@@ -166,8 +178,13 @@ def _in_rows(
     args: Any,
     kwargs: dict[str, Any],
     attention: bool,
+    keep_state: bool = False,
 ) -> Any:
-    """A mixer's forward for each group of rows, put together again; of attention the output, and no weights."""
+    """A mixer's forward for each group of rows, put together again; of attention the output, and no weights.
+
+    Args:
+        keep_state: whether the layer is given its cache: for the tokens of a single sequence.
+    """
     given = {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
     row = (forward.batch, forward.length)
     first = next(iter(given.values()), None)
@@ -181,6 +198,10 @@ def _in_rows(
         )
 
     def of_rows(name: str, value: Any, source: Tensor, lengths: Tensor) -> Any:
+        if keep_state and (name in _CACHES or name == "use_cache"):
+            return value
+        if keep_state and name == "cache_position" and isinstance(value, Tensor):
+            return value[: source.shape[1]]
         if name in _CACHES or name in _OF_THE_ROW:
             return None
         if "mask" in name:
@@ -256,12 +277,31 @@ def _by_sequence(original: Callable[..., Any], attention: bool) -> Callable[...,
             )
         rows = _rows(call)
         if rows is None:
-            if entry is not None and "rg_lru" in self._modules:
-                _require_padding_behind(call, self)
-            return original(self, *args, **kwargs)
+            return _behind_padding(original, self, call, args, kwargs, attention)
         return _in_rows(original, self, call, rows, args, kwargs, attention)
 
     return forward
+
+
+def _behind_padding(
+    original: Callable[..., Any],
+    module: nn.Module,
+    forward: Forward,
+    args: Any,
+    kwargs: dict[str, Any],
+    attention: bool,
+) -> Any:
+    """A mixer's forward over tokens that may stand behind padding, which up to 5.16 runs into those of a batch of one."""
+    if forward.tokens and not attention:
+        given = {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
+        cached = any(given.get(name) is not None for name in _CACHES)
+        if forward.batch == 1 or not cached:
+            if forward.padded_rows is None:
+                forward.padded_rows = _padded_rows(forward)
+            return _in_rows(original, module, forward, forward.padded_rows, args, kwargs, False, keep_state=cached)
+    if "rg_lru" in module._modules and resolve(forward.implementation) is not None:
+        _require_padding_behind(forward, module)
+    return original(module, *args, **kwargs)
 
 
 def _require_padding_behind(forward: Forward, module: nn.Module) -> None:
