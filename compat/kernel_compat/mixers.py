@@ -187,7 +187,7 @@ def _in_rows(
     """
     given = {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
     row = (forward.batch, forward.length)
-    first = next(iter(given.values()), None)
+    first_name, first = next(iter(given.items()), ("", None))
     if not isinstance(first, Tensor) or first.shape[:2] != row:
         if not forward.alone:  # not about the tokens of the text
             return original(module, *args, **kwargs)
@@ -212,7 +212,14 @@ def _in_rows(
             return type(value)(of_rows("", part, source, lengths) for part in value)
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == row[1] and value.shape[0] in (1, row[0]):
             source = source.to(value.device)
-            return value.expand(row[0], *value.shape[1:]).flatten(0, 1)[source]
+            value = value.expand(row[0], *value.shape[1:]).flatten(0, 1)[source]
+            if (
+                name == first_name and forward.padded_rows is rows
+            ):  # as upstream, some of whose layers see what is behind
+                place = torch.arange(source.shape[1], device=source.device)
+                behind = place >= lengths.to(source.device)
+                value = value.masked_fill(behind.unflatten(1, (-1, *(1 for _ in value.shape[2:]))), 0)
+            return value
         return value
 
     with suspended():
