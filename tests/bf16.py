@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from tiny import TRANSFORMERS, load
+from tiny import TRANSFORMERS, distance, load
 from torch import Tensor
 
 #: What `from_pretrained` calls the dtype.
@@ -109,7 +109,3 @@ def require_as_close(found: Tensor, yardstick: Tensor, truth: Tensor) -> None:
     assert own < _TELLING
     error = distance(found, truth)
     assert error <= 2 * own, f"off by {error:.2e}, and eager in half precision by {own:.2e}"
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import NAME, VOCAB, load, save, there
+from tiny import NAME, VOCAB, distance, load, save, there
 from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -74,10 +74,6 @@ def row(seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
     """Three sequences in a row, and what tells them apart."""
     ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(seed))
     return ids, {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).norm() / expected.norm()).detach())
 
 
 def step(model: Any, around: Callable[..., Any], rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 
 TRANSFORMERS = Version(transformers.__version__)
 VOCAB = 97
@@ -282,3 +283,16 @@ def load(path: Path, attn_implementation: Any, auto: Any = None, **options: Any)
 
 def accepts(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in inspect.signature(function).parameters
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, relative to the expected norm."""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def gradients(model: Any, logits: Tensor) -> Tensor:
+    """All parameters' gradients of a loss that every logit counts in, one after the other."""
+    model.zero_grad()
+    logits.square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

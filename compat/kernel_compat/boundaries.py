@@ -23,6 +23,7 @@ __all__ = [
     "Forward",
     "Pattern",
     "Sequences",
+    "arguments_of",
     "calling",
     "current",
     "note",
@@ -506,7 +507,7 @@ def calling(original: Callable[..., Any], before: Callable[[Any, dict[str, Any]]
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = torch.compiler.is_compiling()
-        given = kwargs if not args else {**dict(zip(parameters_of(type(self)), args, strict=False)), **kwargs}
+        given = arguments_of(self, args, kwargs)
         if not tracing:
             before(self, given)
         outer = current()
@@ -560,3 +561,8 @@ def parameters_of(model: type) -> tuple[str, ...]:
     if names is None:
         names = _parameter_names[model] = tuple(inspect.signature(model.forward).parameters)[1:]  # type: ignore[attr-defined]
     return names
+
+
+def arguments_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module's forward, by name."""
+    return {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs} if args else kwargs

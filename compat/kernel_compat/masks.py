@@ -160,7 +160,7 @@ def _true_indices(mask: Tensor, count: int) -> Tensor:
 
 
 def places_before(real: Tensor) -> Tensor:
-    """(batch, length) int64: the place of the token before each place; -1 where there is none.
+    """For each place of a row, the index of the last token before it, or -1 if there is none: (batch, length) int64.
 
     Args:
         real: (batch, length) bool, False for padding.

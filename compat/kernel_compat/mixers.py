@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .boundaries import Forward, Sequences, current, parameters_of, suspended
+from .boundaries import Forward, Sequences, arguments_of, current, suspended
 from .errors import UnsupportedFeatureError
 from .masks import fixed_shapes, once
 from .names import resolve
@@ -185,7 +185,7 @@ def _in_rows(
     Args:
         keep_state: whether the layer is given its cache: for the tokens of a single sequence.
     """
-    given = {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
+    given = arguments_of(module, args, kwargs)
     row = (forward.batch, forward.length)
     first_name, first = next(iter(given.items()), ("", None))
     if not isinstance(first, Tensor) or first.shape[:2] != row:
@@ -213,9 +213,8 @@ def _in_rows(
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == row[1] and value.shape[0] in (1, row[0]):
             source = source.to(value.device)
             value = value.expand(row[0], *value.shape[1:]).flatten(0, 1)[source]
-            if (
-                name == first_name and forward.padded_rows is rows
-            ):  # as upstream, some of whose layers see what is behind
+            # Padding is zero, as upstream has it: some layers see what is behind a token.
+            if name == first_name and forward.padded_rows is rows:
                 place = torch.arange(source.shape[1], device=source.device)
                 behind = place >= lengths.to(source.device)
                 value = value.masked_fill(behind.unflatten(1, (-1, *(1 for _ in value.shape[2:]))), 0)
@@ -300,7 +299,7 @@ def _behind_padding(
 ) -> Any:
     """A mixer's forward over tokens that may stand behind padding, which up to 5.16 runs into those of a batch of one."""
     if forward.tokens and not attention:
-        given = {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
+        given = arguments_of(module, args, kwargs)
         cached = any(given.get(name) is not None for name in _CACHES)
         if forward.batch == 1 or not cached:
             if forward.padded_rows is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from tiny import CAUSAL_LMS, VOCAB, randomize
+from tiny import CAUSAL_LMS, VOCAB, distance, randomize
 from torch import Tensor
 
 from kernel_compat.models import use_liger_kernel
@@ -67,10 +67,6 @@ def run(model: Any) -> Result:
         logits = model(**inputs, use_cache=False).logits
     counted = labels[:, 1:] != -100  # each position is for the next one's label
     return Result(loss.detach().float(), gradient, logits[:, :-1][counted].float())
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("options", OPTIONS)

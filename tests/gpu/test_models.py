@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import CAUSAL_LMS, SHAPE, TRANSFORMERS, VOCAB, load, randomize, saved
+from tiny import CAUSAL_LMS, SHAPE, TRANSFORMERS, VOCAB, distance, load, randomize, saved
 from torch import Tensor
 
 import kernel_compat
@@ -65,10 +65,6 @@ class Three:
         for truth, yardstick, ours in zip(*results, strict=True):
             error, allowed = distance(ours, truth), 2 * distance(yardstick, truth)
             assert error <= allowed, f"off by {error:.2e}, and eager in bfloat16 by half of {allowed:.2e}"
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.fixture(params=list(CAUSAL_LMS))

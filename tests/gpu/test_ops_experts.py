@@ -13,6 +13,7 @@ import torch
 import transformers
 from packaging.version import Version
 from synchronization import no_synchronization
+from tiny import distance
 from torch import Tensor, nn
 
 from kernel_compat import ops
@@ -68,10 +69,6 @@ def step(layer: Any, dtype: torch.dtype, sentinels: bool = False) -> dict[str, T
     leaves = {"hidden states": hidden, "weights": weights, **dict(layer.named_parameters())}
     found = torch.autograd.grad(result, list(leaves.values()), gradient)
     return {"output": result.detach(), **dict(zip(leaves, found, strict=True))}
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def check(layer: Any, config: ops.OpsConfig, **options: Any) -> None:

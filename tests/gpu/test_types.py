@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bf16 import distance
+from tiny import distance
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

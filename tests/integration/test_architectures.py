@@ -17,6 +17,7 @@ from tiny import (
     VOCAB,
     accepts,
     bart,
+    distance,
     llava,
     load,
     modernbert,
@@ -32,10 +33,6 @@ import kernel_compat
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 TOLERANCE = 1e-5
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).norm() / expected.norm()).detach())
 
 
 class TestBart:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from packed_and_wrapped import recomputing
-from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, WINDOW, load, save, there
+from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, WINDOW, distance, load, save, there
 from torch import Tensor
 from torch.distributed._composable import checkpoint
 
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.usefixtures("installed_for_all")
 TOLERANCE = 1e-5
 LENGTHS = (5, 4, 9)
 TOKENS = sum(LENGTHS)
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).norm() / expected.norm()).detach())
 
 
 def _gpt2(**options: Any) -> Any:

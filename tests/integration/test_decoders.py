@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
+from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, distance, gradients, load, saved
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
@@ -43,17 +43,6 @@ def padding(side: str) -> Tensor:
     mask[0, :6] = 0
     mask[1, :1] = 0
     return mask if side == "left" else mask.flip(1)
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
-def gradients(model: Any, logits: Tensor) -> Tensor:
-    """Of a loss that every logit counts in."""
-    model.zero_grad()
-    logits.square().sum().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def compare(pair: tuple[Any, Any], expected: Tensor, found: Tensor) -> None:

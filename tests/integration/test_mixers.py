@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import NAME, VOCAB, load, save, there
+from tiny import NAME, TRANSFORMERS, VOCAB, distance, gradients, load, save, there
 from torch import Tensor
 
 import kernel_compat
@@ -17,7 +17,7 @@ from kernel_compat.errors import UnsupportedFeatureError
 
 LENGTHS = (5, 7, 4, 1)
 TOKENS = sum(LENGTHS)
-LOGITS, GRADIENTS = 1e-5, 1e-4
+TOLERANCE, IN_FLOAT32 = 1e-6, 1e-5
 
 _SHAPE = {
     "vocab_size": VOCAB,
@@ -93,22 +93,14 @@ def path(request: pytest.FixtureRequest, models: Path) -> Path:
 
 
 def loaded(path: Path, name: str) -> Any:
+    """In float64: rounding in float32 moves the gradients of these weights by up to 3e-4."""
+    options = {"experts_implementation": "eager"} if TRANSFORMERS.major > 4 else {}  # torch's own take no float64
     try:
-        return load(path, name)
+        return load(path, name, **options).double()
     except (UnsupportedFeatureError, ValueError) as error:
         if not re.search("does not support (flash attention|an attention implementation through torch)", str(error)):
             raise
         pytest.skip(str(error))
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).norm() / expected.norm()).detach())
-
-
-def gradients(model: Any, logits: Tensor) -> Tensor:
-    model.zero_grad()
-    logits.square().sum().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def alone(model: Any, ids: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
@@ -126,8 +118,8 @@ def test_each_sequence_by_itself(path: Path, name: str, cache: bool) -> None:
     expected = alone(model, ids)
     expected_gradients = gradients(model, expected)
     found = model(input_ids=ids, position_ids=packed(), use_cache=cache).logits
-    assert distance(found, expected) < LOGITS
-    assert distance(gradients(model, found), expected_gradients) < GRADIENTS
+    assert distance(found, expected) < TOLERANCE
+    assert distance(gradients(model, found), expected_gradients) < TOLERANCE
 
 
 def test_in_a_batch_beside_padding_and_checkpointed(path: Path) -> None:
@@ -141,8 +133,8 @@ def test_in_a_batch_beside_padding_and_checkpointed(path: Path) -> None:
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     found = model(input_ids=ids, position_ids=rows, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    assert distance(found, expected) < LOGITS
-    assert distance(gradients(model, found), expected_gradients) < GRADIENTS
+    assert distance(found, expected) < TOLERANCE
+    assert distance(gradients(model, found), expected_gradients) < TOLERANCE
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -163,7 +155,7 @@ def test_tokens_behind_padding(path: Path, batch: int, cache: bool, padding: str
         found = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache).logits[0, real]
     else:
         found = model(input_ids=ids, attention_mask=mask, use_cache=cache).logits[0, real]
-    assert distance(found, expected) < LOGITS
+    assert distance(found, expected) < IN_FLOAT32  # upstream's masks of float64 are infinite in its softmax of float32
 
 
 def test_generated_behind_padding(path: Path) -> None:
@@ -180,21 +172,21 @@ def test_generated_behind_padding(path: Path) -> None:
 def test_a_graph_with_given_lengths(models: Path) -> None:
     name = "lfm2" if "lfm2" in MODELS else "mamba"
     path = save(models, f"mixer_{name}", transformers.AutoModelForCausalLM, MODELS[name]())
-    model, ids = load(path, NAME if name == "lfm2" else "eager"), torch.randint(3, VOCAB, (1, TOKENS))
+    model, ids = loaded(path, NAME if name == "lfm2" else "eager"), torch.randint(3, VOCAB, (1, TOKENS))
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 7, "max_length_k": 7}
     expected = alone(model, ids)
     expected_gradients = gradients(model, expected)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     found = compiled(input_ids=ids, position_ids=packed(), use_cache=False, **given).logits
-    assert distance(found, expected) < LOGITS
-    assert distance(gradients(model, found), expected_gradients) < GRADIENTS
+    assert distance(found, expected) < TOLERANCE
+    assert distance(gradients(model, found), expected_gradients) < TOLERANCE
 
 
 def test_left_alone_by_name_and_put_back(models: Path) -> None:
     """W4: upstream's state runs on from one sequence into the next."""
     path = save(models, "mixer_mamba", transformers.AutoModelForCausalLM, MODELS["mamba"]())
-    model, ids = load(path, "eager"), torch.randint(3, VOCAB, (1, TOKENS))
+    model, ids = loaded(path, "eager"), torch.randint(3, VOCAB, (1, TOKENS))
     expected = alone(model, ids)
     try:
         kernel_compat.install(skip=["packed_mixers"])
@@ -203,4 +195,4 @@ def test_left_alone_by_name_and_put_back(models: Path) -> None:
     finally:
         kernel_compat.install()
     found = model(input_ids=ids, position_ids=packed(), use_cache=False).logits
-    assert distance(found, expected) < LOGITS
+    assert distance(found, expected) < TOLERANCE

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, modernbert, save
+from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, distance, gradients, modernbert, save
 from torch import Tensor
 
 import kernel_compat
@@ -113,16 +113,6 @@ def padding(side: str) -> Tensor:
     mask[0, :6] = 0
     mask[1, :1] = 0
     return mask if side == "left" else mask.flip(1)
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).norm() / expected.norm()).detach())
-
-
-def gradients(model: Any, logits: Tensor) -> Tensor:
-    model.zero_grad()
-    logits.square().sum().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def compare(pair: tuple[Any, Any], expected: Tensor, found: Tensor) -> None:

@@ -39,7 +39,7 @@ def wrap(model: Any, how: str) -> Any:
             model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, fan_in_fan_out=gpt2)
         )
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora" not in name)  # those that the model has alone
+            parameter.requires_grad_("lora" not in name)  # so that the gradients are those of the model without LoRA
         return adapted
     accelerate = pytest.importorskip("accelerate")
     return accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
