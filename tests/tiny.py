@@ -295,4 +295,4 @@ def gradients(model: Any, logits: Tensor) -> Tensor:
     """All parameters' gradients of a loss that every logit counts in, one after the other."""
     model.zero_grad()
     logits.square().sum().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])

@@ -6,6 +6,7 @@ tensor lives and isn't written to. Tensors made in inference mode are asked each
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ __all__ = [
     "as_int",
     "fixed_shapes",
     "longest",
+    "on_host",
     "once",
     "padding",
     "query_mask",
@@ -173,9 +175,14 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
+def on_host(cu_seqlens: Tensor) -> list[int]:
+    """The offsets of packed sequences. Synchronises once a tensor: attention and mixers read the same numbers."""
+    return once(cu_seqlens, ("on host",), cu_seqlens.tolist)
+
+
 def longest(cu_seqlens: Tensor) -> int:
     """The longest of the sequences between these offsets. Synchronises once a tensor."""
-    return int(once(cu_seqlens, ("longest",), lambda: cu_seqlens.diff().max().item()))
+    return max((stop - start for start, stop in itertools.pairwise(on_host(cu_seqlens))), default=0)
 
 
 def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
@@ -184,7 +191,7 @@ def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
     Raises:
         ValueError: they don't.
     """
-    total = once(cu_seqlens, ("total",), cu_seqlens[-1].item)
+    total = on_host(cu_seqlens)[-1]
     if total != tokens:
         raise ValueError(f"{name} ends at {total}, and there are {tokens} tokens in the batch")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .boundaries import Forward, Sequences, arguments_of, current, suspended
 from .errors import UnsupportedFeatureError
-from .masks import fixed_shapes, once
+from .masks import fixed_shapes, on_host, once
 from .names import resolve
 
 __all__ = ["MixerPatches", "is_mixer"]
@@ -86,11 +86,11 @@ def rows_of(sequences: Sequences, tokens: int) -> Rows:
         tokens: how many there are in the flattened batch; those behind the last offset are a sequence of their own.
     """
     device = sequences.cu_seqlens.device
-    offsets = sequences.cu_seqlens.tolist()
+    offsets = on_host(sequences.cu_seqlens)
     if offsets[-1] > tokens:
         raise ValueError(f"cu_seq_lens_q ends at {offsets[-1]}, and there are {tokens} tokens in the batch")
     if sequences.places is None and offsets[-1] < tokens:
-        offsets.append(tokens)
+        offsets = [*offsets, tokens]
     spans = [(start, stop - start) for start, stop in itertools.pairwise(offsets) if stop > start]
     groups: dict[int, list[int]] = {}
     for number, (_, length) in enumerate(spans):

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import distance
+from tiny import distance, gradients
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import kernel_compat
 from kernel_compat.errors import KernelCompatError, UnsupportedFeatureError
 from kernel_compat.proving import recipes
 from kernel_compat.proving.architectures import classes_of
@@ -78,13 +79,33 @@ def test_padded_and_packed(models: tuple[Any, Any, Any]) -> None:
         pytest.skip(str(error))
 
 
-def compare(truth: Any, yardstick: Any, ours: Any) -> None:
+def tokens(model: Any, batch: int) -> Tensor:
     torch.manual_seed(0)
-    vocabulary = truth.get_input_embeddings().num_embeddings
-    ids = torch.randint(3, min(vocabulary, 60), (2, sum(LENGTHS)), device="cuda")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return torch.randint(3, min(vocabulary, 60), (batch, sum(LENGTHS)), device="cuda")
+
+
+def packed_positions() -> Tensor:
+    return torch.cat([torch.arange(length) for length in LENGTHS])[None].cuda()
+
+
+def test_gradients_of_packed(models: tuple[Any, Any, Any], kernel: str) -> None:
+    if not kernel_compat.known_kernels()[kernel].features.backward:
+        pytest.skip(f"{kernel} has no backward")
+    truth, yardstick, ours = models
+    ids = tokens(truth, 1)
+    try:
+        logits = ours(input_ids=ids, position_ids=packed_positions(), use_cache=False).logits
+    except UnsupportedFeatureError as error:
+        pytest.skip(str(error))
+    found = gradients(ours, logits.float())
+    judge(found, *(gradients(model, alone(model, ids).float()) for model in (yardstick, truth)))
+
+
+def compare(truth: Any, yardstick: Any, ours: Any) -> None:
+    ids, positions = tokens(truth, 2), packed_positions()
     mask = torch.ones_like(ids)
     mask[0, -50:] = 0
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].cuda()
     offsets = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
     lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 64, "max_length_k": 64}
     with torch.no_grad():
