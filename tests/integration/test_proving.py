@@ -78,6 +78,15 @@ def test_an_encoder_decoder_is_equal() -> None:
         ("recurrent_gemma", "padded_left", "equal"),  # a recurrence that runs over padding, upstream's
         ("recurrent_gemma", "generate", "refused"),  # and leaves it in the cache of a batch
         ("recurrent_gemma", "padded_right", "equal"),
+        (
+            "moonshine",
+            "padded_right",
+            "equal",
+        ),  # the masks of these five are causal, and their layers say that they are not
+        ("paligemma", "plain", "equal"),
+        ("pegasus_x", "padded_right", "equal"),
+        ("aimv2", "plain", "equal"),
+        ("videoprism", "plain", "equal"),
     ],
 )
 def test_types_that_were_wrong(model_type: str, case: str, verdict: str) -> None:
@@ -87,6 +96,14 @@ def test_types_that_were_wrong(model_type: str, case: str, verdict: str) -> None
     if found.outcomes[0].case == "load":
         pytest.skip(found.outcomes[0].reason)
     assert [outcome.verdict for outcome in found.outcomes] == [verdict], found
+
+
+@pytest.mark.skipif("deepseek_v4" not in model_types(), reason="newer")
+def test_deepseek_v4_is_refused() -> None:
+    """It says that it has no flash attention, and attended to the future under registered names."""
+    (outcome,) = prove_type("deepseek_v4", ["plain"]).outcomes
+    assert (outcome.case, outcome.verdict) == ("load", "refused")
+    assert "each query chooses its keys" in outcome.reason or "_supports_flash_attn" in outcome.reason
 
 
 def test_a_config_is_proven_as_it_is() -> None:
