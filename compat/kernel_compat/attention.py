@@ -227,8 +227,8 @@ def flash_attention(
             forward count before them.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, shape (sequences + 1,); where missing, those of the
             model's own forward. Masks and positions beside them must agree with them.
-        max_length_q, max_length_k: the longest sequence, or an upper bound. Read off the offsets where it is missing or a
-            tensor, except where shapes are fixed.
+        max_length_q, max_length_k: length of the longest sequence, or an upper bound. If it is missing or a tensor, it is
+            computed from the offsets; under torch.compile and in CUDA graphs it is the number of tokens.
 
     Returns:
         (batch, q_len, heads, value's head_dim). Padding queries are zero.
@@ -484,8 +484,8 @@ def _packed(
             for given, tokens in ((cu_seqlens_q, batch * q_len), (cu_seqlens_k, batch * key.shape[1])):
                 torch._assert_async(given[-1] == tokens, "cu_seq_lens_* don't end where the batch does")
     else:
-        max_q = max_length_q if isinstance(max_length_q, int) else longest(cu_seqlens_q)
-        max_k = max_length_k if isinstance(max_length_k, int) else longest(cu_seqlens_k)
+        max_q = longest(cu_seqlens_q) if max_length_q is None or isinstance(max_length_q, Tensor) else int(max_length_q)
+        max_k = longest(cu_seqlens_k) if max_length_k is None or isinstance(max_length_k, Tensor) else int(max_length_k)
         if batch > 1:  # packed sequences stand in one row; over several, the offsets may not mean what they should
             require_total(cu_seqlens_q, batch * q_len, "cu_seq_lens_q")
             require_total(cu_seqlens_k, batch * key.shape[1], "cu_seq_lens_k")

@@ -162,7 +162,7 @@ def _true_indices(mask: Tensor, count: int) -> Tensor:
 
 
 def places_before(real: Tensor) -> Tensor:
-    """For each place of a row, the index of the last token before it, or -1 if there is none: (batch, length) int64.
+    """Index of the last token before each position of a row, -1 if there is none. Shape (batch, length), int64.
 
     Args:
         real: (batch, length) bool, False for padding.
@@ -176,13 +176,17 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def on_host(cu_seqlens: Tensor) -> list[int]:
-    """The offsets of packed sequences. Synchronises once a tensor: attention and mixers read the same numbers."""
+    """The offsets of packed sequences as ints. Attention and mixers share them. Synchronises once a tensor."""
     return once(cu_seqlens, ("on host",), cu_seqlens.tolist)
 
 
 def longest(cu_seqlens: Tensor) -> int:
     """The longest of the sequences between these offsets. Synchronises once a tensor."""
-    return max((stop - start for start, stop in itertools.pairwise(on_host(cu_seqlens))), default=0)
+
+    def compute() -> int:
+        return max((stop - start for start, stop in itertools.pairwise(on_host(cu_seqlens))), default=0)
+
+    return once(cu_seqlens, ("longest",), compute)
 
 
 def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
@@ -212,7 +216,7 @@ def require(holds: Tensor, message: str) -> None:
 
 
 def as_int(length: Any) -> int:
-    """A maximum length as the int that kernels take. Synchronises once a tensor."""
+    """An int, or the value of a tensor with one element. Synchronises once a tensor."""
     if isinstance(length, Tensor):
         return int(once(length, ("int",), length.item))
     return int(length)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from synchronization import no_synchronization
+from tiny import distance
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -41,10 +42,6 @@ def eager_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool, casting:
     return (1.0 + weight if offset else weight) * normal.to(x.dtype)
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm())
-
-
 @dtypes
 @pytest.mark.parametrize("hidden", [128, 4096, 5120, 4097])
 @pytest.mark.parametrize(("offset", "casting"), [(False, "llama"), (True, "gemma"), (True, "llama")])
@@ -58,10 +55,10 @@ def test_rms_norm(dtype: torch.dtype, hidden: int, offset: bool, casting: str) -
     exact = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
     tolerance = max(torch.finfo(dtype).eps, 1e-6)
     true = eager_rms_norm(*exact, 1e-6, offset, casting)
-    assert error(found, true) < tolerance
+    assert distance(found, true) < tolerance
     grads = torch.autograd.grad(found, (x, weight), grad)
     for ours, theirs in zip(grads, torch.autograd.grad(true, exact, grad.double()), strict=True):
-        assert error(ours, theirs) < tolerance
+        assert distance(ours, theirs) < tolerance
 
 
 @dtypes
@@ -146,9 +143,11 @@ def test_load_balancing(dtype: torch.dtype, experts: int, top_k: int, masked: bo
     # Upstream rounds before the softmax's backward, and until 5.15 each expert's mean probability.
     assert found.dtype == expected.dtype
     rounding = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
-    assert error(found, true) < max(rounding, 2 * error(expected, true))
+    assert distance(found, true) < max(rounding, 2 * distance(expected, true))
     for ours, upstream, right in zip(grads, theirs, exact, strict=True):
-        assert error(ours, right) < max(10 * rounding if dtype == torch.float32 else rounding, error(upstream, right))
+        assert distance(ours, right) < max(
+            10 * rounding if dtype == torch.float32 else rounding, distance(upstream, right)
+        )
     again, grads_again = run(load_balancing_loss)
     assert torch.equal(again, found)
     assert all(torch.equal(a, b) for a, b in zip(grads_again, grads, strict=True))

@@ -78,11 +78,8 @@ def test_an_encoder_decoder_is_equal() -> None:
         ("recurrent_gemma", "padded_left", "equal"),  # a recurrence that runs over padding, upstream's
         ("recurrent_gemma", "generate", "refused"),  # and leaves it in the cache of a batch
         ("recurrent_gemma", "padded_right", "equal"),
-        (
-            "moonshine",
-            "padded_right",
-            "equal",
-        ),  # the masks of these five are causal, and their layers say that they are not
+        # The masks of these are causal, and their layers say that they are not.
+        ("moonshine", "padded_right", "equal"),
         ("paligemma", "plain", "equal"),
         ("pegasus_x", "padded_right", "equal"),
         ("aimv2", "plain", "equal"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from packaging.version import Version
 from stand_in import cpu_flash_attention, fa4_lengths
+from tiny import distance
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -148,10 +149,6 @@ def attend(dim: int = 64, window: tuple[int, int] = (-1, -1)) -> tuple[list[Tens
     return results[0], results[1]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach().float() - expected.detach()).norm() / expected.detach().norm())
-
-
 @needs_activation
 def test_what_upstream_does(fa4: None, on_the_cpu: Callable[[], None]) -> None:
     """Up to 2.13 every call dies once FA4 is active; from 2.14 on a gradient is wrong without a word."""
@@ -162,8 +159,8 @@ def test_what_upstream_does(fa4: None, on_the_cpu: Callable[[], None]) -> None:
             attend()
     else:
         found, expected = attend(dim=48)
-        assert error(found[0], expected[0]) < 0.01
-        assert error(found[1], expected[1]) > 1
+        assert distance(found[0], expected[0]) < 0.01
+        assert distance(found[1], expected[1]) > 1
 
 
 @needs_activation
@@ -183,7 +180,7 @@ def test_the_shim_makes_it_work(
         found, expected = attend(dim, window)
     for what, ours, theirs in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
         # One unit roundoff for the output and one for each of the 16-bit inputs of a product.
-        assert error(ours, theirs) <= 2 * torch.finfo(torch.bfloat16).eps, what
+        assert distance(ours, theirs) <= 2 * torch.finfo(torch.bfloat16).eps, what
     assert fa4_lengths[-1] == (35, 35)  # a planner that isn't told takes all tokens for one sequence
     assert kernel_compat.status().torch_flash_backend == ("FA4" if order == "activate first" else None)
 
