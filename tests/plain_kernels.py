@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn.functional import silu
 
 from kernel_compat import ops
-from kernel_compat.ops import balancing, gated, norms, rotary
+from kernel_compat.ops.recognisers import balancing, gated, norms, rotary
 
 PLAIN = "plain_torch"
 

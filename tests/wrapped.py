@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kernel_compat import ops
-from kernel_compat.ops.lazy import LazyLogits
+from kernel_compat.ops.losses.lazy import LazyLogits
 
 CHUNKED = ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss")
 

@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import models, ops, policy
+    from .attention.registry import AttentionName, register_attention, registered_attention, unregister_attention
+    from .attention.sequence_parallel.ulysses import ulysses
+    from .choosing.torch_backend import use_torch_flash_backend
     from .environment import Device, Environment
     from .errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
-    from .handle import Handle
-    from .installer import Report, ShimReport, install, installed, status, uninstall
     from .kernels import Features, Functions, Kernel, Provider, known_kernels
-    from .names import AttentionName, register_attention, registered_attention, unregister_attention
-    from .seams import Seam, Shim
-    from .sequence_parallel import ulysses
-    from .torch_backend import use_torch_flash_backend
+    from .patching.handle import Handle
+    from .patching.installation import Report, ShimReport, install, installed, status, uninstall
+    from .patching.seam import Seam, Shim
 
 # Loaded on first use, so that the import costs next to nothing.
 _HOMES = {
     "environment": ("Device", "Environment"),
     "errors": ("KernelCompatError", "KernelUnavailableError", "SeamError", "UnsupportedFeatureError"),
-    "handle": ("Handle",),
-    "installer": ("Report", "ShimReport", "install", "installed", "status", "uninstall"),
+    "patching.handle": ("Handle",),
+    "patching.installation": ("Report", "ShimReport", "install", "installed", "status", "uninstall"),
+    "patching.seam": ("Seam", "Shim"),
     "kernels": ("Features", "Functions", "Kernel", "Provider", "known_kernels"),
-    "names": ("AttentionName", "register_attention", "registered_attention", "unregister_attention"),
-    "seams": ("Seam", "Shim"),
-    "sequence_parallel": ("ulysses",),
-    "torch_backend": ("use_torch_flash_backend",),
+    "attention.registry": ("AttentionName", "register_attention", "registered_attention", "unregister_attention"),
+    "attention.sequence_parallel.ulysses": ("ulysses",),
+    "choosing.torch_backend": ("use_torch_flash_backend",),
 }
 _MODULES = ("models", "ops", "policy")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -7,9 +7,9 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from kernel_compat.flags import require_flash_support
-from kernel_compat.installer import unproven
-from kernel_compat.names import AttentionName, resolve
+from kernel_compat.attention.registry import AttentionName, resolve
+from kernel_compat.choosing.flash_flags import require_flash_support
+from kernel_compat.patching.installation import unproven
 
 from ._own_attention import attention_of_running, own_attention, require_whole_sequences
 
@@ -66,7 +66,7 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
             return others(*args, **kwargs) if output is None else output
         if entry.forward is None:  # the library's own computes by itself: this is a model that goes past it
             require_whole_sequences(entry)
-        from kernel_compat.attention import flash_attention
+        from kernel_compat.attention.forward import flash_attention
 
         return flash_attention(
             entry.kernel,

@@ -15,9 +15,9 @@ from inspect import unwrap
 from types import FunctionType, ModuleType
 from typing import Any
 
+from kernel_compat.attention.registry import AttentionName, resolve
+from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import UnsupportedFeatureError
-from kernel_compat.flags import is_base
-from kernel_compat.names import AttentionName, resolve
 
 FORWARD = "_flash_attention_forward"
 #: Functions that upstream's models import only where a FlashAttention is installed, and where they are.

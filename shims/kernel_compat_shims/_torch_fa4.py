@@ -11,7 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from kernel_compat.environment import Environment
-from kernel_compat.seams import Seam
+from kernel_compat.patching.seam import Seam
 
 MODULE = "torch.nn.attention._fa4"
 

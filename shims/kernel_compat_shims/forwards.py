@@ -8,16 +8,16 @@ from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
+from kernel_compat.attention.registry import resolve
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
-from kernel_compat.names import resolve
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.patching.seam import Seam, Shim
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn")
 
 
 def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    from kernel_compat.boundaries import calling
+    from kernel_compat.attention.boundaries import calling
 
     met: WeakSet[Any] = WeakSet()
 
@@ -43,7 +43,7 @@ def _of_forward(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> An
     """A checkpoint of a function that is computed again within the forward in progress now."""
     import torch
 
-    from kernel_compat.boundaries import resuming
+    from kernel_compat.attention.boundaries import resuming
 
     return checkpoint(function if torch.compiler.is_compiling() else resuming(function), *args, **kwargs)
 
@@ -75,13 +75,13 @@ def _replace_post_init(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @cache
 def _mixers() -> Any:
-    from kernel_compat.mixers import MixerPatches
+    from kernel_compat.attention.mixers import MixerPatches
 
     return MixerPatches()
 
 
 def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    from kernel_compat.boundaries import resuming
+    from kernel_compat.attention.boundaries import resuming
 
     init = originals["__init__"]
     reentrant = originals["forward"].__func__
@@ -100,7 +100,7 @@ def _prove_checkpoint() -> Callable[[], None]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from kernel_compat.boundaries import calling, current
+    from kernel_compat.attention.boundaries import calling, current
 
     seen: list[Any] = []
 

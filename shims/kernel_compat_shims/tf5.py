@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-from kernel_compat.names import resolve
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.attention.registry import resolve
+from kernel_compat.patching.seam import Seam, Shim
 
 from ._dispatch import FORWARD_PARAMETERS, check_of, forward_of, namespace
 from ._own_attention import own_attention

@@ -9,8 +9,8 @@ from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
-from kernel_compat.flags import FLAG, LEGACY, declared_flash_support, is_base, sets
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.choosing.flash_flags import FLAG, LEGACY, declared_flash_support, is_base, sets
+from kernel_compat.patching.seam import Seam, Shim
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 

@@ -8,9 +8,9 @@ from functools import wraps
 from types import FunctionType
 from typing import Any
 
+from kernel_compat.attention.registry import resolve
 from kernel_compat.errors import KernelCompatError
-from kernel_compat.names import resolve
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.patching.seam import Seam, Shim
 
 _BATCHING = "transformers.generation.continuous_batching"
 #: What upstream's decision asks of the name: whether it is that of FlashAttention-2 or -3.

@@ -9,7 +9,7 @@ from typing import Any
 
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.ops import OpsConfig, registry
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.patching.seam import Seam, Shim
 
 #: What the names begin with; what follows is a value of ``moe_implementation``.
 PREFIX = "kernel_compat_"
@@ -75,8 +75,8 @@ def _function(name: str) -> Callable[..., Any]:
 def _prove(module: Any, name: str, value: str) -> None:
     import torch
 
-    from kernel_compat.ops import experts
-    from kernel_compat.ops.probing import Unproven
+    from kernel_compat.ops.recognisers import experts
+    from kernel_compat.ops.recognisers.probing import Unproven
 
     feature, instead = f"experts_implementation={name!r}", "Use 'eager' or 'grouped_mm'."
     if torch.compiler.is_compiling():

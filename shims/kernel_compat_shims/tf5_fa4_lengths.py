@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.patching.seam import Seam, Shim
 
 _UTILS = "transformers.modeling_flash_attention_utils"
 _NAME = "flash_attention_4"

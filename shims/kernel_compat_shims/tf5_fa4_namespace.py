@@ -7,7 +7,7 @@ from functools import cache, wraps
 from typing import Any
 
 from kernel_compat.environment import Environment
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.patching.seam import Seam, Shim
 
 
 def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:

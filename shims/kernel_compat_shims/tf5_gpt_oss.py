@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-from kernel_compat.names import resolve
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.attention.registry import resolve
+from kernel_compat.patching.seam import Seam, Shim
 
 
 def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from kernel_compat.seams import Seam, Shim
+from kernel_compat.patching.seam import Seam, Shim
 
 from ._torch_fa4 import IMPORT, MODULE, deactivate_when_undone, not_installed, replace_import, told
 

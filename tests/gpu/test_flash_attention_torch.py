@@ -320,7 +320,7 @@ def test_fa4_after_install_and_after_uninstall(fa4: None, order: str) -> None:
 
 
 def test_check_on_fa4(fa4: None) -> None:
-    from kernel_compat import check
+    from kernel_compat.diagnostics import numerics as check
 
     report = check.run(["flash_attention_torch"], torch_flash_backend="FA4")
     assert report.torch_flash_backend == "FA4"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernel_compat import check
+from kernel_compat.diagnostics import numerics as check
 
 pytestmark = pytest.mark.gpu
 

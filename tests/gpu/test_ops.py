@@ -24,7 +24,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kernel_compat import KernelUnavailableError, ops
-from kernel_compat.ops import norms, registry, rotary
+from kernel_compat.ops import registry
+from kernel_compat.ops.recognisers import norms, rotary
 
 pytestmark = pytest.mark.gpu
 

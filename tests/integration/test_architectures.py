@@ -76,7 +76,7 @@ class TestBart:
 
     def test_masks_reach_the_forward_as_upstream_makes_them(self, models: Path, pair: tuple[Any, Any]) -> None:
         """What makes this a test of S8: 4D masks before 5.0, none since."""
-        from kernel_compat import attention
+        from kernel_compat.attention import forward as attention
 
         seen: list[int] = []
         inner = attention.attention_forward(kernel_compat.known_kernels()["flash_attention_reference"], "seen_flash")
@@ -99,7 +99,7 @@ class TestBart:
         assert torch.equal(found, expected)
 
     def test_one_mask_is_proved_once(self, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        from kernel_compat import masks
+        from kernel_compat.attention import padding as masks
 
         proved: list[int] = []
         reduce = masks._reduce
@@ -221,7 +221,7 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
     """An `or` of another pattern: built in full, proved or refused."""
     from transformers import masking_utils
 
-    from kernel_compat.mask_function import attention_mask_function
+    from kernel_compat.attention.mask_function import attention_mask_function
 
     arguments: dict[str, Any] = {"batch_size": 1, "kv_length": 6}
     if accepts(masking_utils.sdpa_mask, "q_length"):
@@ -346,7 +346,7 @@ class TestConvolutionalBackbone:
         assert distance(found, expected) < TOLERANCE
 
     def test_backbones_with_attention_are_refused(self) -> None:
-        from kernel_compat.models.support import has_no_attention
+        from kernel_compat.choosing.support import has_no_attention
 
         assert has_no_attention(transformers.ResNetBackbone)
         assert has_no_attention(transformers.ConvNextBackbone)

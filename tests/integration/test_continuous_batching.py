@@ -533,7 +533,7 @@ def test_padding_rows(calls: list[dict[str, Any]], lengths: tuple[int, ...]) -> 
 
 def test_values_behind_the_last_sequence_are_zero() -> None:
     """W12: FlashAttention-4 multiplies them by 0, and from 5.8 to 5.13 they may be NaN."""
-    from kernel_compat.interface import _without_garbage
+    from kernel_compat.attention.tables import _without_garbage
 
     values = torch.full((5, 2, 4), torch.nan)
     values[:3] = 1

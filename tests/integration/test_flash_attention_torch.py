@@ -34,8 +34,9 @@ from torch import Tensor
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 import kernel_compat
-from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, check, policy
-from kernel_compat.kernels import base
+from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, policy
+from kernel_compat.diagnostics import numerics as check
+from kernel_compat.kernels import kernel as base
 
 TORCH = Version(torch.__version__).release
 NAME = "flash_attention_torch"

@@ -18,7 +18,7 @@ from tiny import CAUSAL_LMS, NAME, SHAPE, TRANSFORMERS, VOCAB, load, saved
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernel_compat
-from kernel_compat import installer
+from kernel_compat.patching import installation as installer
 
 
 @pytest.mark.usefixtures("installed")

@@ -19,8 +19,8 @@ from wrapped import CHUNKED, assert_same, build, spread, with_a_loss_of_the_logi
 
 import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, ops
-from kernel_compat.ops.lazy import Deferred, LazyLogits
-from kernel_compat.ops.losses import causal_loss
+from kernel_compat.ops.losses.causal import causal_loss
+from kernel_compat.ops.losses.lazy import Deferred, LazyLogits
 
 #: Every op whose kernels run here.
 VALUES = {

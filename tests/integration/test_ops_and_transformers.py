@@ -25,8 +25,8 @@ from tiny import CAUSAL_LMS, OPS_MODELS, TRANSFORMERS
 from torch.nn.functional import silu
 
 from kernel_compat import UnsupportedFeatureError, ops
-from kernel_compat.ops import experts, norms, rotary
-from kernel_compat.ops.lazy import LazyLogits
+from kernel_compat.ops.losses.lazy import LazyLogits
+from kernel_compat.ops.recognisers import experts, norms, rotary
 
 IDS = torch.arange(1, 9).unsqueeze(0)
 

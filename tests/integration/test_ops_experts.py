@@ -20,8 +20,8 @@ from torch.nn.functional import gelu, silu
 
 import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, ops
-from kernel_compat.ops import experts
-from kernel_compat.ops.probing import Unproven
+from kernel_compat.ops.recognisers import experts
+from kernel_compat.ops.recognisers.probing import Unproven
 
 since_5 = pytest.mark.skipif(TRANSFORMERS.major < 5, reason="experts are modules of their own before transformers 5")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernel_compat import ops
-from kernel_compat.ops import rotary
 from kernel_compat.ops.kernels.ownership import Alone, guard_backward, is_learning, own_gradients, own_saved
+from kernel_compat.ops.recognisers import rotary
 
 NAME = "in_place"
 

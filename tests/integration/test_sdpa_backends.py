@@ -25,7 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from kernel_compat import Handle
-from kernel_compat.models import sdpa, use_sdpa_backends
+from kernel_compat.models import sdpa_backends as sdpa
+from kernel_compat.models import use_sdpa_backends
 
 SDPA = F.scaled_dot_product_attention
 DEFAULT = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]

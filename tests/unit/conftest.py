@@ -132,8 +132,8 @@ def bare(tmp_path: Path) -> Callable[..., Any]:
 def _nothing_left_behind() -> Iterator[None]:
     """Tests install and register in this process: leave it as it was."""
     yield
-    from kernel_compat import names
-    from kernel_compat.installer import _state
+    from kernel_compat.attention import registry as names
+    from kernel_compat.patching.installation import _state
 
     if _state.installed or _state.applied:
         kernel_compat.uninstall()

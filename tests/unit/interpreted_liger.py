@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kernel_compat.models import liger_proof
-from kernel_compat.ops import norms
 from kernel_compat.ops.kernels import liger
+from kernel_compat.ops.recognisers import norms
 
 
 def require_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

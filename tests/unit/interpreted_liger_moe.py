@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kernel_compat import UnsupportedFeatureError
-from kernel_compat.ops.experts import Experts, reference
 from kernel_compat.ops.kernels import liger_moe
+from kernel_compat.ops.recognisers.experts import Experts, reference
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

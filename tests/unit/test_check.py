@@ -8,10 +8,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from kernel_compat.policy import LADDER
 
 import kernel_compat
-from kernel_compat import Features, Kernel, Provider, check
-from kernel_compat.policy import LADDER
+from kernel_compat import Features, Kernel, Provider
+from kernel_compat.diagnostics import numerics as check
 
 torch = pytest.importorskip("torch")
 
@@ -239,7 +240,7 @@ def test_a_forward_of_its_own_is_what_runs() -> None:
         right, _ = default(module, query, key, value, attention_mask, **keywords)
         return (right * 2 if "cu_seq_lens_q" in keywords else right), None
 
-    from kernel_compat.attention import attention_forward
+    from kernel_compat.attention.forward import attention_forward
 
     default = attention_forward(kernel_compat.known_kernels()["flash_attention_reference"], "mine")
     result = check_kernel("flash_attention_reference", forward=forward)

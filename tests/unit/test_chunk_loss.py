@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from kernel_compat.ops.kernels import chunk_loss as module
 from kernel_compat.ops.kernels.chunk_loss import chunk_loss, chunk_size
-from kernel_compat.ops.lazy import Pointwise
+from kernel_compat.ops.losses.lazy import Pointwise
 
 #: Gemma 2's, and Cohere's.
 SOFTCAP = (Pointwise("over", 3.0), Pointwise("tanh"), Pointwise("times", 3.0))

@@ -29,8 +29,9 @@ from kernel_compat import (
     UnsupportedFeatureError,
     known_kernels,
 )
-from kernel_compat.kernels import base, reference
-from kernel_compat.kernels.flash_attention_torch import KERNEL, _scaled, _write
+from kernel_compat.kernels import kernel as base
+from kernel_compat.kernels import reference
+from kernel_compat.kernels.torch_varlen import KERNEL, _scaled, _write
 
 NAME = "flash_attention_torch"
 RELEASE = Version(torch.__version__).release[:2]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import kernel_compat
-from kernel_compat import Environment, Report, Seam, Shim, installer
+from kernel_compat import Environment, Report, Seam, Shim
+from kernel_compat.patching import installation as installer
 
 
 class World:
@@ -757,7 +758,7 @@ def test_with_blocks_in_threads(world: World) -> None:
 def test_an_untested_transformers_warns(
     world: World, version: str, says: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    world.monkeypatch.setattr("kernel_compat.names.publish", lambda: None)
+    world.monkeypatch.setattr("kernel_compat.attention.registry.publish", lambda: None)
     world.packages["transformers"] = version
     kernel_compat.install()
     kernel_compat.install()

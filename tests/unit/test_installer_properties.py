@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kernel_compat
-from kernel_compat import Environment, Report, Seam, Shim, installer
+from kernel_compat import Environment, Report, Seam, Shim
+from kernel_compat.patching import installation as installer
 
 HOME, USER, SHIMS = "kc_machine_upstream", "kc_machine_user", "kc_machine_shims"
 

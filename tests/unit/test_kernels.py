@@ -22,8 +22,9 @@ from kernel_compat import (
     UnsupportedFeatureError,
     known_kernels,
 )
-from kernel_compat.kernels import as_kernel, base
-from kernel_compat.kernels.base import adapt
+from kernel_compat.kernels import as_kernel
+from kernel_compat.kernels import kernel as base
+from kernel_compat.kernels.kernel import adapt
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 KERNELS = (

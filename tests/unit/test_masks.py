@@ -11,11 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernel_compat import attention, known_kernels, masks
-from kernel_compat.attention import _padded, _padded_by_sorting, _sequences_of_positions, flash_attention
-from kernel_compat.boundaries import Sequences
-from kernel_compat.mask_function import attention_mask_function
-from kernel_compat.masks import padding, reduce_mask
+from kernel_compat import known_kernels
+from kernel_compat.attention import forward as attention
+from kernel_compat.attention import padding as masks
+from kernel_compat.attention.boundaries import Sequences
+from kernel_compat.attention.forward import _padded, _padded_by_sorting, _sequences_of_positions, flash_attention
+from kernel_compat.attention.mask_function import attention_mask_function
+from kernel_compat.attention.padding import padding, reduce_mask
 
 REFERENCE = known_kernels()["flash_attention_reference"]
 

@@ -14,7 +14,7 @@ import pytest
 
 import kernel_compat
 from kernel_compat import Kernel, known_kernels, register_attention, registered_attention, unregister_attention
-from kernel_compat.names import resolve
+from kernel_compat.attention.registry import resolve
 
 REFERENCE = "flash_attention_reference"
 
@@ -200,7 +200,7 @@ def test_before_or_after_install(first: str) -> None:
     assert functions()["x_flash"] is forward
     assert callable(functions()["y_flash"])
     assert masks()["y_flash"] is mask
-    from kernel_compat.mask_function import plain_mask_function
+    from kernel_compat.attention.mask_function import plain_mask_function
 
     # Without an entry there upstream drops the padding.
     assert masks()["x_flash"] is plain_mask_function

@@ -11,7 +11,7 @@ from plain_kernels import PLAIN
 from torch import Tensor, nn
 
 from kernel_compat import UnsupportedFeatureError, ops
-from kernel_compat.ops.norms import reference
+from kernel_compat.ops.recognisers.norms import reference
 
 CONFIG = ops.OpsConfig(rms_norm_implementation=PLAIN)
 

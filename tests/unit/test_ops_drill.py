@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 from kernel_compat import UnsupportedFeatureError, ops
-from kernel_compat.ops import balancing, rotary
+from kernel_compat.ops.recognisers import balancing, rotary
 
 EVERYTHING = ops.OpsConfig(
     rms_norm_implementation=PLAIN,

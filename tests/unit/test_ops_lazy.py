@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from kernel_compat.ops import lazy as module
-from kernel_compat.ops import losses
-from kernel_compat.ops.lazy import Deferred, LazyLogits, Pending, Pointwise
+from kernel_compat.ops.losses import causal as losses
+from kernel_compat.ops.losses import lazy as module
+from kernel_compat.ops.losses.lazy import Deferred, LazyLogits, Pending, Pointwise
 
 
 @pytest.fixture

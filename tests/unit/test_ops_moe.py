@@ -19,8 +19,8 @@ from torch.nn.functional import silu
 
 from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, ops
 from kernel_compat.ops import registry
-from kernel_compat.ops.experts import Experts, reference
 from kernel_compat.ops.kernels import quack_moe, routing
+from kernel_compat.ops.recognisers.experts import Experts, reference
 
 
 def plain(*given: Any) -> Tensor:

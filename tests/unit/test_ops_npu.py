@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kernel_compat import Environment, KernelUnavailableError, ops
-from kernel_compat.ops import norms, rotary
 from kernel_compat.ops.kernels import npu
 from kernel_compat.ops.kernels.chunk_loss import chunk_loss
+from kernel_compat.ops.recognisers import norms, rotary
 
 NPU = Environment(packages={"torch": "2.14.0", "torch-npu": "2.14.0"})
 VALUES = {"rms_norm": "npu", "rotary_pos_emb": "npu", "cross_entropy_loss": "npu"}

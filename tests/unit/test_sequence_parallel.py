@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kernel_compat
-from kernel_compat import UnsupportedFeatureError, exchange, ulysses
-from kernel_compat.exchange import gathering_mask_function
+from kernel_compat import UnsupportedFeatureError, ulysses
+from kernel_compat.attention.sequence_parallel import all_to_all as exchange
+from kernel_compat.attention.sequence_parallel.all_to_all import gathering_mask_function
 
 RANK, RANKS, LENGTH = 1, 4, 6
 TOKENS = RANKS * LENGTH

@@ -6,7 +6,7 @@ import inspect
 from functools import cache
 from typing import Any
 
-from .base import Features, Functions, Kernel, Provider, adapt, takes
+from .kernel import Features, Functions, Kernel, Provider, adapt, takes
 
 __all__ = ["Features", "Functions", "Kernel", "Provider", "as_kernel", "known_kernels"]
 
@@ -14,7 +14,8 @@ __all__ = ["Features", "Functions", "Kernel", "Provider", "as_kernel", "known_ke
 @cache
 def known_kernels() -> dict[str, Kernel]:
     """The library's kernels by name, the newest FlashAttention first."""
-    from . import flash_attention_2, flash_attention_3, flash_attention_4, flash_attention_torch, reference
+    from . import flash_attention_2, flash_attention_3, flash_attention_4, reference
+    from . import torch_varlen as flash_attention_torch
 
     modules = (flash_attention_4, flash_attention_3, flash_attention_2, flash_attention_torch, reference)
     return {module.KERNEL.name: module.KERNEL for module in modules}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from packaging.version import Version
 
 from ..environment import Environment
-from .base import Features, Kernel, Provider
+from .kernel import Features, Kernel, Provider
 
 
 def _refused(environment: Environment) -> list[str]:

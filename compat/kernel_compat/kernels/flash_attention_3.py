@@ -6,7 +6,7 @@ import importlib
 from dataclasses import replace
 from typing import Any
 
-from .base import Features, Kernel, Provider
+from .kernel import Features, Kernel, Provider
 
 
 def _as_built(config: str) -> Any:

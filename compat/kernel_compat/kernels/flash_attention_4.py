@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..environment import Environment
-from .base import Features, Kernel, Provider
+from .kernel import Features, Kernel, Provider
 
 
 def _refused(environment: Environment) -> list[str]:

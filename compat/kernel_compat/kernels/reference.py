@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Features, Kernel, Provider
+from .kernel import Features, Kernel, Provider
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..handle import Handle as Handle  # documented where it is
+from ..patching.handle import Handle as Handle  # documented where it is
 from .liger import use_liger_kernel
-from .sdpa import assert_same_signature, use_sdpa_backends
+from .sdpa_backends import assert_same_signature, use_sdpa_backends
 
 __all__ = ["assert_same_signature", "use_liger_kernel", "use_sdpa_backends"]

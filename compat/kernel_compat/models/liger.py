@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from ..environment import importable
 from ..errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
-from ..handle import Handle
-from ..seams import Seam
-from .sdpa import put_beneath
+from ..patching.handle import Handle
+from ..patching.seam import Seam
+from .sdpa_backends import put_beneath
 
 __all__ = ["use_liger_kernel"]
 
@@ -298,7 +298,7 @@ def _refuse_losses(changes: Iterable[_Change]) -> None:
 
 def _require_same(changes: Iterable[_Change]) -> None:
     """Raise where Liger computes something else than what it stands in for, or where that isn't known."""
-    from ..ops.probing import Unproven
+    from ..ops.recognisers.probing import Unproven
     from .liger_proof import key, require_same, require_same_activation
 
     proven = set()
@@ -329,7 +329,7 @@ def _require_same(changes: Iterable[_Change]) -> None:
 
 def _require_loss(model: Any) -> None:
     """Check that Liger's forward with a fused loss is for this very model."""
-    from ..ops.probing import Unproven
+    from ..ops.recognisers.probing import Unproven
 
     own = next(c for c in type(model).__mro__ if "forward" in vars(c))
     packages = {c.__module__.rpartition(".")[0] for c in type(getattr(model, "config", None)).__mro__}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
-from ..ops import experts, mlps
-from ..ops.probing import SAME, Unproven, clone, difference, kind, quiet, run
+from ..ops.recognisers import experts, mlps
+from ..ops.recognisers.probing import SAME, Unproven, clone, difference, kind, quiet, run
 
 __all__ = ["key", "require_same", "require_same_activation"]
 

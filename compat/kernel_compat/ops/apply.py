@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
-from ..seams import Seam
+from ..patching.seam import Seam
 from . import registry
 from .config import OpsConfig
 
@@ -169,7 +169,7 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
                     f"replaced since the kernels were applied: {', '.join(replaced)}; undo the report first"
                 )
             return record  # type: ignore[no-any-return]
-        from .planning import Plan
+        from .plan import Plan
 
         inner = _records_inside(model, config)
         plan = Plan(model, config.values())
@@ -200,7 +200,7 @@ def refusal(model: Any, op: str, value: str) -> str:
         TypeError: not a module, or a compiled one.
     """
     _require_module(model)
-    from .planning import Plan
+    from .plan import Plan
 
     try:
         Plan(model, {f"{op}_implementation": value})

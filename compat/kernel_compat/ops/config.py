@@ -185,7 +185,8 @@ class OpsConfig:
 
 def _best_attention(environment: Environment, model: Any) -> tuple[str | None, str]:
     """The first of the ladder that can be had now, and why not those before it."""
-    from .. import names, policy
+    from ..attention import registry as names
+    from ..choosing import ladder as policy
 
     why: list[str] = []
     for step in policy.ladder(environment=environment):
@@ -241,7 +242,8 @@ def _refused(op: str, value: str, model: Any) -> str:
 
 
 def _check_attention(value: str, environment: Environment) -> None:
-    from .. import check, policy
+    from ..choosing import ladder as policy
+    from ..diagnostics import numerics as check
 
     check.require_known(value)
     step = policy.ladder(value, environment)[0]

@@ -114,7 +114,7 @@ def _build(path: str) -> Any:
 
 
 def _fit(model: Any, choice: Choice) -> Fit:
-    from .planning import Plan
+    from .plan import Plan
 
     try:
         plan = Plan(model, {f"{choice.op}_implementation": choice.value}, dry=True)

@@ -17,8 +17,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from kernel_compat.installer import discover
-from kernel_compat.seams import Shim
+from kernel_compat.patching.installation import discover
+from kernel_compat.patching.seam import Shim
 
 from ..errors import MatrixError
 from .cache import Cache, default_folder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..lazy import Pointwise
+from ..losses.lazy import Pointwise
 
 #: The fewest and the most tokens of a chunk. Fewer keep a GPU's matrix units waiting.
 SMALLEST, LARGEST = 256, 2048

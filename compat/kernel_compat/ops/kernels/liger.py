@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
-from ..lazy import Pointwise
+from ..losses.lazy import Pointwise
 from ..rewriting import with_globals
 from .ownership import (
     Alone,

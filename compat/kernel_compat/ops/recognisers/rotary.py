@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedFeatureError
-from . import rewriting
-from .kernels.ownership import learning
+from ...errors import UnsupportedFeatureError
+from .. import rewriting
+from ..kernels.ownership import learning
 from .probing import ALIKE, SAME, Unproven, clone, difference, quiet, run
 
 #: The global names under which attention layers call them.

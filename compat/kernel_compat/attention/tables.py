@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from .attention import attention_forward
-from .errors import UnsupportedFeatureError
+from ..errors import UnsupportedFeatureError
+from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
-from .names import AttentionName
-from .sequence_parallel import ulysses
+from .registry import AttentionName
+from .sequence_parallel.ulysses import ulysses
 
 #: What each of our entries replaced: (table, key) -> (our value, the previous value or None).
 _entries: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
@@ -33,7 +33,7 @@ def add(entry: AttentionName) -> str | None:
     if spread:
         forward = ulysses(forward, entry.sequence_parallel)
     if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone
-        from .exchange import gathering_mask_function
+        from .sequence_parallel.all_to_all import gathering_mask_function
 
         mask = entry.mask or gathering_mask_function(forward.ulysses_group)
     _set(functions, entry.name, forward)

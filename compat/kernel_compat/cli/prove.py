@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .check import require_known
+from ..diagnostics.numerics import require_known
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .proving import Proof
+    from ..proving import Proof
 
 __all__ = ["PROVE_HELP", "ProveArgumentError", "add_arguments", "as_json", "find", "show"]
 
@@ -87,9 +87,9 @@ def find(arguments: argparse.Namespace) -> Proofs:
     try:
         import transformers
 
-        from .proving import QUICK, prove_config, sweep
-        from .proving.architectures import model_types
-        from .proving.proof import UnknownCaseError, require_cases
+        from ..proving import QUICK, prove_config, sweep
+        from ..proving.architectures import model_types
+        from ..proving.proof import UnknownCaseError, require_cases
     except ImportError as error:
         raise ProveArgumentError(f"this needs torch and transformers: {error}") from None
 
@@ -178,7 +178,7 @@ def _config(path: str) -> tuple[Any, Any]:
     try:
         return _read_config(path)
     except (Exception, SystemExit) as error:  # the folder's own code may raise anything
-        from .proving.subject import describe
+        from ..proving.subject import describe
 
         raise ProveArgumentError(f"{path} can't be read: {describe(error)}") from None
 
@@ -210,7 +210,7 @@ def _progress() -> Any:
 
 def as_json(found: Proofs) -> dict[str, Any]:
     """The document: sorted, and the same on every machine."""
-    from .proving import summary
+    from ..proving import summary
 
     return {
         "ok": found.ok,
@@ -225,7 +225,7 @@ def show(console: Console, found: Proofs) -> None:
     """What isn't equal, a line each, and the summary."""
     from rich.text import Text
 
-    from .proving import summary
+    from ..proving import summary
 
     colours = {"wrong": "bold red", "crashed": "bold red", "refused": "yellow", "no recipe": "yellow"}
     for proof in found.proofs:

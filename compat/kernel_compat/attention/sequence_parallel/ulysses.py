@@ -39,7 +39,7 @@ def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None
     """
     if not callable(forward):
         raise TypeError(f"forward must be callable, not {forward!r}")
-    from .exchange import spread
+    from .all_to_all import spread
 
     return spread(forward, process_group(group))
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import UnsupportedFeatureError
-from .instances import replaced
+from ...errors import UnsupportedFeatureError
+from ..instances import replaced
+from ..recognisers.probing import Unproven, quiet
 from .lazy import Deferred, LazyLogits, Pending, as_it_is
-from .probing import Unproven, quiet
 
 #: On the head, the forward that it works for; on a model, its head.
 PENDING, HEAD, INNER = "_kernel_compat_pending", "_kernel_compat_head", "_kernel_compat_forward"

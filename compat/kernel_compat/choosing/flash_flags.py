@@ -5,8 +5,8 @@ from __future__ import annotations
 from inspect import getattr_static
 from typing import Any
 
-from .errors import UnsupportedFeatureError
-from .models.support import has_no_attention
+from ..errors import UnsupportedFeatureError
+from .support import has_no_attention
 
 __all__ = [
     "FLAG",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .boundaries import Forward, Pattern, current, note, same_tensor
-from .masks import as_int, fixed_shapes
+from .padding import as_int, fixed_shapes
 
 __all__ = ["attention_mask_function", "handed_on", "plain_mask_function"]
 

@@ -18,16 +18,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from . import check, cli_prove, policy
-from .environment import DISTRIBUTIONS, Environment
-from .errors import KernelUnavailableError
-from .installer import Report, ShimReport, status
+from ..choosing import ladder as policy
+from ..diagnostics import numerics as check
+from ..environment import DISTRIBUTIONS, Environment
+from ..errors import KernelUnavailableError
+from ..patching.installation import Report, ShimReport, status
+from . import prove as cli_prove
 
 if TYPE_CHECKING:  # rich takes a good part of `status`: it is imported where tables are printed, and never for JSON
     from rich.console import Console
 
-    from .ops.table import Table
-    from .service import ServiceReport
+    from ..ops.table import Table
+    from ..service import ServiceReport
 
 __all__ = ["main"]
 
@@ -190,7 +192,7 @@ def _find_check(arguments: argparse.Namespace) -> check.CheckReport | ServiceRep
 
 
 def _ask_service(url: str, timeout: float) -> ServiceReport:
-    from . import service
+    from .. import service
 
     try:
         return service.ask(url, timeout=timeout)
@@ -242,7 +244,7 @@ def _show_check(console: Console, report: check.CheckReport | ServiceReport) -> 
 
 
 def _show_service(console: Console, report: ServiceReport) -> None:
-    from . import service
+    from .. import service
 
     _print_environment(console, report.environment, None)
     _print(console, "")
@@ -578,7 +580,7 @@ def _head_dim(features: Any) -> str:
 
 
 def _find_ops(arguments: argparse.Namespace) -> Table:
-    from .ops.table import table
+    from ..ops.table import table
 
     try:
         return table(arguments.model)

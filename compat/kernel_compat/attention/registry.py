@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from .environment import Environment
-from .kernels import Kernel, as_kernel, known_kernels
-from .sequence_parallel import process_group
+from ..environment import Environment
+from ..kernels import Kernel, as_kernel, known_kernels
+from .sequence_parallel.ulysses import process_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -195,7 +195,7 @@ def publish() -> None:
         _refused.clear()
         _unreachable.clear()
         try:
-            from . import interface
+            from . import tables as interface
 
             interface.tables()
         except Exception as error:  # a broken install fails in any way it likes
@@ -260,7 +260,7 @@ def _register_builtins() -> None:
 
 
 def _is_installed() -> bool:
-    from .installer import _state
+    from ..patching.installation import _state
 
     return _state.installed and "transformers" in sys.modules
 
@@ -269,7 +269,7 @@ def _withdraw_one(name: str) -> bool:
     entry = _published.pop(name, None)
     if entry is None:
         return True
-    from . import interface
+    from . import tables as interface
 
     return interface.remove(entry)
 

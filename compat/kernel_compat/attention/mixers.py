@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedFeatureError
 from .boundaries import Forward, Sequences, arguments_of, current, suspended
-from .errors import UnsupportedFeatureError
-from .masks import fixed_shapes, on_host, once
-from .names import resolve
+from .padding import fixed_shapes, on_host, once
+from .registry import resolve
 
 __all__ = ["MixerPatches", "is_mixer"]
 

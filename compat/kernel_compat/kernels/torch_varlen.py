@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..environment import Environment
 from ..errors import SeamError, UnsupportedFeatureError
-from .base import Features, Functions, Kernel, Provider, warn_once
+from .kernel import Features, Functions, Kernel, Provider, warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def _options(varlen_attn: Any) -> frozenset[str]:
     Raises:
         SeamError: it is none that the adapter knows how to call.
     """
-    from ..seams import parameter_problem
+    from ..patching.seam import parameter_problem
 
     problem = parameter_problem(varlen_attn, _LEADING)
     if problem is None:

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
-from . import balancing, experts, gated, hub, losses, mlps, norms, registry, rewriting, rotary
+from . import hub, registry, rewriting
 from .apply import Binding
 from .config import EAGER
 from .instances import Change, ops_of, ours, replaced, require_unreplaced
+from .losses import causal as losses
 from .op_slot import OpSlot
-from .probing import Unproven, kind
+from .recognisers import balancing, experts, gated, mlps, norms, rotary
+from .recognisers.probing import Unproven, kind
 from .registry import KernelSpec
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .masks import fixed_shapes, places_before, require
+from .padding import fixed_shapes, places_before, require
 
 __all__ = [
     "Forward",

@@ -14,11 +14,11 @@ from torch import Tensor
 # torch's documentation has them as the differentiable and traceable collectives; up to 2.15 the module has this name.
 from torch.distributed import _functional_collectives as collectives
 
-from .attention import _NO_KERNEL_HAS
-from .boundaries import current
-from .errors import UnsupportedFeatureError
-from .mask_function import handed_on, plain_mask_function
-from .masks import fixed_shapes, once
+from ...errors import UnsupportedFeatureError
+from ..boundaries import current
+from ..forward import _NO_KERNEL_HAS
+from ..mask_function import handed_on, plain_mask_function
+from ..padding import fixed_shapes, once
 
 __all__ = ["gathering_mask_function", "spread"]
 

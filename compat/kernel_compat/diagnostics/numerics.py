@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from . import names as _names
-from .environment import Environment
-from .errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
-from .installer import Report, ShimReport, installed, status
-from .installer import torch_flash_backend as active_backend
-from .kernels import Features, Kernel, known_kernels
-from .policy import LADDER, Step, ladder
-from .torch_backend import use_torch_flash_backend
+from ..attention import registry as _names
+from ..choosing.ladder import LADDER, Step, ladder
+from ..choosing.torch_backend import use_torch_flash_backend
+from ..environment import Environment
+from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
+from ..kernels import Features, Kernel, known_kernels
+from ..patching.installation import Report, ShimReport, installed, status
+from ..patching.installation import torch_flash_backend as active_backend
 
 __all__ = [
     "CaseResult",
@@ -229,7 +229,7 @@ def require_known(name: str) -> None:
 
 def explain_type(model_type: str, name: str = LADDER[0]) -> TypeExplanation:
     """What is proven of a model type here, and the ladder from `name` down for it. Imports neither torch nor transformers."""
-    from .proving.table import WORSE, known
+    from ..proving.table import WORSE, known
 
     environment = status().environment
     release = environment.version("transformers")
@@ -463,7 +463,7 @@ class _Registered:
     """A kernel behind the forward that transformers calls for a name."""
 
     def __init__(self, name: str, kernel: Kernel, entry: _names.AttentionName | None) -> None:
-        from .attention import attention_forward
+        from ..attention.forward import attention_forward
 
         kernel.load()
         self.name = name

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-from .environment import Environment
-from .errors import KernelUnavailableError
-from .handle import Handle
-from .installer import status, torch_flash_backend
-from .kernels import known_kernels
+from ..environment import Environment
+from ..errors import KernelUnavailableError
+from ..kernels import known_kernels
+from ..patching.handle import Handle
+from ..patching.installation import status, torch_flash_backend
 
 __all__ = ["use_torch_flash_backend"]
 

@@ -13,8 +13,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from .environment import Environment
-from .errors import SeamError
+from ..environment import Environment
+from ..errors import SeamError
 
 __all__ = ["Located", "Seam", "Shim"]
 

@@ -16,10 +16,10 @@ from typing import Literal
 
 from packaging.version import Version
 
-from . import names
-from .environment import Environment
-from .errors import KernelCompatError, SeamError
-from .seams import Located, Shim, swap
+from ..attention import registry as names
+from ..environment import Environment
+from ..errors import KernelCompatError, SeamError
+from .seam import Located, Shim, swap
 
 __all__ = ["Report", "ShimReport", "install", "installed", "status", "uninstall"]
 

@@ -12,20 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedFeatureError
+from ..kernels import Kernel
+from ..kernels.kernel import instead
 from .boundaries import Forward, Restarts, Sequences, current, packed_sequences, require_agreement, restarts_of
-from .errors import UnsupportedFeatureError
-from .kernels import Kernel
-from .kernels.base import instead
-from .masks import (
-    fixed_shapes,
-    longest,
-    once,
-    padding,
-    query_mask,
-    reduce_mask,
-    require_total,
-    runs,
-)
+from .padding import fixed_shapes, longest, once, padding, query_mask, reduce_mask, require_total, runs
 
 __all__ = ["attention_forward", "flash_attention"]
 

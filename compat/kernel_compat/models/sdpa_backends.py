@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..handle import Handle
+from ..patching.handle import Handle
 
 if TYPE_CHECKING:
     from torch import nn

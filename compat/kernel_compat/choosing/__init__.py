@@ -1,0 +1,1 @@
+"""Which attention runs here, and what to settle before a model is loaded."""

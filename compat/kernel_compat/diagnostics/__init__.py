@@ -1,0 +1,1 @@
+"""Diagnoses of an installation: what runs here, and whether it computes the right numbers."""

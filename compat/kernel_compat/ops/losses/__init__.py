@@ -1,0 +1,1 @@
+"""Losses fused with the head that makes the logits."""

@@ -1,0 +1,1 @@
+"""What a module computes, proven by calling it with a few inputs."""

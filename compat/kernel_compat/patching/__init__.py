@@ -1,0 +1,1 @@
+"""Changes other projects' attributes and changes them back. Knows nothing of attention."""
