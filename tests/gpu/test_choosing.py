@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_compat.policy import best_available, load_with_fallback, resolve_preload
 from packaging.version import Version
 from remote_code import saved_remote_code
 from tiny import TRANSFORMERS, VOCAB, load, saved
 
 import kernel_compat
 from kernel_compat.models import use_sdpa_backends
+from kernel_compat.policy import best_available, load_with_fallback, resolve_preload
 
 pytestmark = pytest.mark.gpu
 

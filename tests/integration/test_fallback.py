@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
 from packaging.version import Version
 from remote_code import saved_remote_code
 from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
 
 import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, policy
+from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
 
 #: sdpa drops softcap without a word before.
 SDPA_REFUSES_SOFTCAP = Version("5.21") <= TRANSFORMERS

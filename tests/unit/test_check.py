@@ -8,11 +8,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from kernel_compat.policy import LADDER
 
 import kernel_compat
 from kernel_compat import Features, Kernel, Provider
 from kernel_compat.diagnostics import numerics as check
+from kernel_compat.policy import LADDER
 
 torch = pytest.importorskip("torch")
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import bare_site
 import pytest
-from kernel_compat.policy import LADDER
 
 import kernel_compat
 from kernel_compat import cli
+from kernel_compat.policy import LADDER
 from kernel_compat.proving import table
 
 COMPAT = Path(kernel_compat.__file__).parents[1]

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import kernel_compat
+from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, policy
 from kernel_compat.policy import (
     LADDER,
     best_available,
@@ -16,9 +19,6 @@ from kernel_compat.policy import (
     verify_flash_support,
     verify_sdpa_support,
 )
-
-import kernel_compat
-from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, policy
 
 A100 = Device("NVIDIA A100", (8, 0))
 H100 = Device("NVIDIA H100", (9, 0))
