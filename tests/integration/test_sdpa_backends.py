@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from kernel_compat import Handle
 from kernel_compat.models import sdpa_backends as sdpa
 from kernel_compat.models import use_sdpa_backends
+from kernel_compat.patching import wrapping
 
 SDPA = F.scaled_dot_product_attention
 DEFAULT = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
@@ -122,7 +123,7 @@ def attributes(module: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def patched(module: nn.Module) -> set[str]:
-    return {name for name, part in module.named_modules() if sdpa._STATE in vars(part)}
+    return {name for name, part in module.named_modules() if wrapping.STATE in vars(part)}
 
 
 # What is in force, and where.
@@ -284,7 +285,7 @@ def test_no_module(module: Any) -> None:
 
 @pytest.mark.parametrize("at", range(5))
 def test_all_or_nothing(at: int, monkeypatch: pytest.MonkeyPatch, seen: list[list[str]]) -> None:
-    model, x, real = Model(), inputs(), sdpa._place
+    model, x, real = Model(), inputs(), wrapping._place
     use_sdpa_backends(model.blocks[0], CHOSEN)
     before, count = attributes(model), itertools.count()
 
@@ -293,7 +294,7 @@ def test_all_or_nothing(at: int, monkeypatch: pytest.MonkeyPatch, seen: list[lis
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(sdpa, "_place", place)
+    monkeypatch.setattr(wrapping, "_place", place)
     with pytest.raises(KeyboardInterrupt):
         use_sdpa_backends(model, "MATH")
     assert attributes(model) == before
@@ -637,7 +638,7 @@ def test_unusual_forwards(seen: list[list[str]]) -> None:
 
 def test_a_signature_that_would_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    before, real = attributes(model), sdpa._method
+    before, real = attributes(model), wrapping._method
 
     def method(module: nn.Module, *args: Any) -> Any:
         made = real(module, *args)
@@ -645,7 +646,7 @@ def test_a_signature_that_would_change_is_refused(monkeypatch: pytest.MonkeyPatc
             made.__func__.__signature__ = inspect.signature(lambda self, x: 0)  # type: ignore[attr-defined]
         return made
 
-    monkeypatch.setattr(sdpa, "_method", method)
+    monkeypatch.setattr(wrapping, "_method", method)
     with pytest.raises(TypeError, match=r"the original takes \(x: .*scale.*, its replacement \(x\)"):
         use_sdpa_backends(model)
     assert attributes(model) == before

@@ -21,7 +21,7 @@ from ..environment import importable
 from ..errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
 from ..patching.handle import Handle
 from ..patching.seam import Seam
-from .sdpa_backends import put_beneath
+from ..patching.wrapping import put_beneath
 
 __all__ = ["use_liger_kernel"]
 

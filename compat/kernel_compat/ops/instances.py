@@ -13,7 +13,7 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 from ..errors import UnsupportedFeatureError
-from ..models.sdpa_backends import covered, put_beneath, slip_beneath
+from ..patching.wrapping import covered, put_beneath, slip_beneath
 
 #: On functions of ours: the ops that they are for, with the config's value.
 MARK = "__kernel_compat_op__"
