@@ -14,25 +14,47 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import models, ops, policy
-    from .attention.registry import AttentionName, register_attention, registered_attention, unregister_attention
+    from .attention.defaults import (
+        Report,
+        install,
+        installed,
+        register_attention,
+        registered_attention,
+        status,
+        uninstall,
+        unregister_attention,
+    )
+    from .attention.registry import AttentionName
     from .attention.sequence_parallel.ulysses import ulysses
     from .choosing.torch_backend import use_torch_flash_backend
     from .environment import Device, Environment
     from .errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
     from .kernels import Features, Functions, Kernel, Provider, known_kernels
     from .patching.handle import Handle
-    from .patching.installation import Report, ShimReport, install, installed, status, uninstall
-    from .patching.seam import Seam, Shim
+    from .patching.report import ShimReport
+    from .patching.seam import Seam
+    from .patching.shim import Shim
 
 # Loaded on first use, so that the import costs next to nothing.
 _HOMES = {
     "environment": ("Device", "Environment"),
     "errors": ("KernelCompatError", "KernelUnavailableError", "SeamError", "UnsupportedFeatureError"),
     "patching.handle": ("Handle",),
-    "patching.installation": ("Report", "ShimReport", "install", "installed", "status", "uninstall"),
-    "patching.seam": ("Seam", "Shim"),
+    "patching.report": ("ShimReport",),
+    "patching.seam": ("Seam",),
+    "patching.shim": ("Shim",),
     "kernels": ("Features", "Functions", "Kernel", "Provider", "known_kernels"),
-    "attention.registry": ("AttentionName", "register_attention", "registered_attention", "unregister_attention"),
+    "attention.defaults": (
+        "Report",
+        "install",
+        "installed",
+        "register_attention",
+        "registered_attention",
+        "status",
+        "uninstall",
+        "unregister_attention",
+    ),
+    "attention.registry": ("AttentionName",),
     "attention.sequence_parallel.ulysses": ("ulysses",),
     "choosing.torch_backend": ("use_torch_flash_backend",),
 }

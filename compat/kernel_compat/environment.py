@@ -121,6 +121,16 @@ class Environment:
         return cls(packages=packages, imports=imports, devices=_devices(), problems=tuple(problems))
 
 
+def torch_flash_backend() -> str | None:
+    """The FlashAttention behind torch's own attention in this process: ``"FA3"``, ``"FA4"``; None for the built-in one.
+
+    None also where torch is not imported.
+    """
+    current: Any = getattr(sys.modules.get("torch.nn.attention"), "current_flash_attention_impl", None)
+    backend: str | None = None if current is None else current()
+    return backend
+
+
 def _distribution(name: str) -> importlib.metadata.Distribution | None:
     try:
         return importlib.metadata.distribution(name)

@@ -7,9 +7,9 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from kernel_compat.attention.registry import AttentionName, resolve
+from kernel_compat.attention.defaults import resolve, unproven
+from kernel_compat.attention.registry import AttentionName
 from kernel_compat.choosing.flash_flags import require_flash_support
-from kernel_compat.patching.installation import unproven
 
 from ._own_attention import attention_of_running, own_attention, require_whole_sequences
 

@@ -15,7 +15,8 @@ from inspect import unwrap
 from types import FunctionType, ModuleType
 from typing import Any
 
-from kernel_compat.attention.registry import AttentionName, resolve
+from kernel_compat.attention.defaults import resolve
+from kernel_compat.attention.registry import AttentionName
 from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import UnsupportedFeatureError
 

@@ -8,9 +8,10 @@ from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
-from kernel_compat.attention.registry import resolve
+from kernel_compat.attention.defaults import resolve
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn")

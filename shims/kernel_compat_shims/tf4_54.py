@@ -8,11 +8,12 @@ from functools import wraps
 from types import FunctionType
 from typing import Any
 
-from kernel_compat.attention.registry import resolve
+from kernel_compat.attention.defaults import resolve
 from kernel_compat.environment import Environment
 from kernel_compat.errors import KernelUnavailableError
 from kernel_compat.kernels import known_kernels
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 from ._dispatch import FORWARD_PARAMETERS, forward_of, implementation_key, namespace, with_implementation
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-from kernel_compat.attention.registry import resolve
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.attention.defaults import resolve
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 from ._dispatch import FORWARD_PARAMETERS, check_of, forward_of, namespace
 from ._own_attention import own_attention

@@ -10,7 +10,8 @@ from typing import Any
 from weakref import WeakSet
 
 from kernel_compat.choosing.flash_flags import FLAG, LEGACY, declared_flash_support, is_base, sets
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 

@@ -8,9 +8,10 @@ from functools import wraps
 from types import FunctionType
 from typing import Any
 
-from kernel_compat.attention.registry import resolve
+from kernel_compat.attention.defaults import resolve
 from kernel_compat.errors import KernelCompatError
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 _BATCHING = "transformers.generation.continuous_batching"
 #: What upstream's decision asks of the name: whether it is that of FlashAttention-2 or -3.

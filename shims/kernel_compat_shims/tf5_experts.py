@@ -9,7 +9,8 @@ from typing import Any
 
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.ops import OpsConfig, registry
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 #: What the names begin with; what follows is a value of ``moe_implementation``.
 PREFIX = "kernel_compat_"

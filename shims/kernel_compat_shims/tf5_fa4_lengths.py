@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 _UTILS = "transformers.modeling_flash_attention_utils"
 _NAME = "flash_attention_4"

@@ -7,7 +7,8 @@ from functools import cache, wraps
 from typing import Any
 
 from kernel_compat.environment import Environment
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 
 def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-from kernel_compat.attention.registry import resolve
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.attention.defaults import resolve
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 
 def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:

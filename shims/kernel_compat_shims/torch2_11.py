@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 from ._torch_fa4 import IMPORT, MODULE, deactivate_when_undone, not_installed, replace_import, told
 

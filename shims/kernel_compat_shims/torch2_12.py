@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kernel_compat.patching.seam import Shim
+from kernel_compat.patching.shim import Shim
 
 from ._torch_fa4 import IMPORT, deactivate_when_undone, not_installed, replace_import
 

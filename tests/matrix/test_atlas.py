@@ -35,7 +35,8 @@ from compat_matrix.atlas.survey import Disagreement, check, history, read, uncla
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
 from kernel_compat.errors import SeamError
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 UTILS = "transformers.modeling_flash_attention_utils"
 

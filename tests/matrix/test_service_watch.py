@@ -25,7 +25,8 @@ from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
 from compat_matrix.store import Store
 from compat_matrix.store.documents import NEWS, kept, seen
-from kernel_compat.patching.seam import Seam, Shim
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
 
 LOADING = "def load(implementation): ...\n"
 NO_GPU = "class cuda:\n    is_available = staticmethod(lambda: False)\n"

@@ -132,14 +132,12 @@ def bare(tmp_path: Path) -> Callable[..., Any]:
 def _nothing_left_behind() -> Iterator[None]:
     """Tests install and register in this process: leave it as it was."""
     yield
-    from kernel_compat.attention import registry as names
-    from kernel_compat.patching.installation import _state
+    from kernel_compat.attention.defaults import installation
 
-    if _state.installed or _state.applied:
+    if installation.active:
         kernel_compat.uninstall()
-    names._registered.clear()
-    names._published.clear()
-    names._refused.clear()
+    for name in kernel_compat.registered_attention():
+        kernel_compat.unregister_attention(name)
 
 
 @pytest.fixture

@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 
 import kernel_compat
-from kernel_compat import Environment, Report, Seam, Shim
-from kernel_compat.patching import installation as installer
+from kernel_compat import Environment, Seam, Shim
+from kernel_compat.attention import defaults
+from kernel_compat.attention.publisher import Publisher
+from kernel_compat.attention.registry import AttentionRegistry
+from kernel_compat.patching.installation import Installation
+from kernel_compat.patching.report import Report
+from kernel_compat.patching.shim import discover
 
 
 class World:
@@ -39,15 +44,13 @@ class World:
             "method": vars(self.upstream.Model)["method"],
             "of": vars(self.upstream.Model)["of"],
         }
-        monkeypatch.setattr(installer, "entry_points", self.entry_points)
-        world = self
-
-        class Detected(Environment):
-            @classmethod
-            def detect(cls, distributions: Any = ()) -> Environment:
-                return Environment(packages=world.packages)
-
-        monkeypatch.setattr(installer, "Environment", Detected)
+        self.installation = Installation(
+            discover=lambda: discover(self.entry_points()), detect=lambda _: Environment(packages=self.packages)
+        )
+        self.install = self.installation.install
+        self.uninstall = self.installation.uninstall
+        self.status = self.installation.status
+        self.installed = self.installation.installed
 
     def module(self, name: str, source: str) -> Any:
         made = ModuleType(name)
@@ -55,16 +58,15 @@ class World:
         self.monkeypatch.setitem(sys.modules, name, made)
         return made
 
-    def entry_points(self, *, group: str) -> Any:
-        assert group == "kernel_compat.shims"
+    def entry_points(self) -> list[importlib.metadata.EntryPoint]:
         points = []
         for name, value in self.points.items():
             home = f"kc_shims_{name}"
             holder = self.module(home, "")
             holder.SHIM = value
             target = value if isinstance(value, str) else f"{home}:SHIM"
-            points.append(importlib.metadata.EntryPoint(name, target, group))
-        return importlib.metadata.EntryPoints(points)
+            points.append(importlib.metadata.EntryPoint(name, target, "kernel_compat.shims"))
+        return points
 
     def originals_in_place(self) -> bool:
         model = vars(self.upstream.Model)
@@ -112,8 +114,7 @@ def shim(name: str = "one", *seams: Seam, **changes: Any) -> Shim:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World(monkeypatch)
     yield made
-    kernel_compat.uninstall()
-    installer._state.left = []  # a test that leaves an attribute patched leaves it for good
+    made.uninstall()
 
 
 def states(report: Report) -> dict[str, str]:
@@ -122,13 +123,13 @@ def states(report: Report) -> dict[str, str]:
 
 def test_install_and_uninstall(world: World) -> None:
     world.points = {"a": shim("one"), "b": (shim("two", METHOD, OF), shim("three", F, versions=">=2"))}
-    before = kernel_compat.status()
+    before = world.status()
     assert not before.installed
     assert states(before) == {"one": "pending", "two": "pending", "three": "not needed"}
     assert before["one"].seams == ("kc_upstream:f", "kc_upstream:g")
     assert world.originals_in_place()
 
-    report = kernel_compat.install()
+    report = world.install()
     assert report.installed
     assert report.ok
     assert states(report) == {"one": "applied", "two": "applied", "three": "not needed"}
@@ -141,11 +142,11 @@ def test_install_and_uninstall(world: World) -> None:
     assert world.upstream.f(1, y=2) == ("ours", ("f", 1, 2))
     assert world.upstream.Model().method(3) == ("ours", ("method", 3))
     assert world.upstream.Model.of(4) == ("ours", (world.upstream.Model, 4))
-    assert kernel_compat.status() == report
+    assert world.status() == report
     with pytest.raises(KeyError):
         report["four"]
 
-    after = kernel_compat.uninstall()
+    after = world.uninstall()
     assert not after.installed
     assert after.left_alone == ()
     assert states(after) == states(before)
@@ -154,12 +155,12 @@ def test_install_and_uninstall(world: World) -> None:
 
 def test_names_imported_elsewhere_are_replaced_and_restored(world: World) -> None:
     world.points = {"a": shim()}
-    kernel_compat.install()
+    world.install()
     assert world.user.f is world.upstream.f is not world.originals["f"]
     assert world.user.renamed is world.upstream.g is not world.originals["g"]
     # Somebody who comes later has our replacement, and gets the original back as well.
     late = world.module("kc_late", "from kc_upstream import f as late\n")
-    kernel_compat.uninstall()
+    world.uninstall()
     assert late.late is world.originals["f"]
     assert world.originals_in_place()
 
@@ -169,34 +170,34 @@ def test_it_imports_the_upstream_module(world: World, tmp_path: Path) -> None:
     world.monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     world.monkeypatch.delitem(sys.modules, "kc_not_imported_yet", raising=False)
     world.points = {"a": shim("one", Seam("kc_not_imported_yet:f", ("x",)))}
-    kernel_compat.status()
+    world.status()
     assert "kc_not_imported_yet" not in sys.modules
-    kernel_compat.install()
+    world.install()
     assert sys.modules["kc_not_imported_yet"].f(1) == ("ours", 1)
-    kernel_compat.uninstall()
+    world.uninstall()
     assert sys.modules["kc_not_imported_yet"].f(1) == 1
     del sys.modules["kc_not_imported_yet"]
 
 
 def test_installing_again_changes_nothing(world: World) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD)}
-    first = kernel_compat.install()
+    first = world.install()
     replacement = world.upstream.f
-    assert kernel_compat.install() == first
+    assert world.install() == first
     assert world.upstream.f is replacement
-    kernel_compat.uninstall()
+    world.uninstall()
     assert world.originals_in_place()
-    assert kernel_compat.uninstall().left_alone == ()
+    assert world.uninstall().left_alone == ()
     assert world.originals_in_place()
 
 
 def test_installing_again_applies_what_has_become_possible(world: World) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD)}
     del world.upstream.Model.method
-    assert states(kernel_compat.install()) == {"one": "applied", "two": "failed"}
+    assert states(world.install()) == {"one": "applied", "two": "failed"}
     replacement = world.upstream.f
     world.upstream.Model.method = world.originals["method"]
-    assert states(kernel_compat.install()) == {"one": "applied", "two": "applied"}
+    assert states(world.install()) == {"one": "applied", "two": "applied"}
     assert world.upstream.f is replacement
 
 
@@ -224,7 +225,7 @@ def test_all_or_nothing(world: World, change: Callable[[World], None], found: st
     """The second seam of the first shim doesn't fit: its first seam is left alone, and the other shim applies."""
     world.points = {"a": shim("one", F, G), "b": shim("two", METHOD)}
     change(world)
-    report = kernel_compat.install()
+    report = world.install()
     assert states(report) == {"one": "failed", "two": "applied"}
     assert not report.ok
     assert "kc_upstream:g" in report["one"].reason
@@ -232,22 +233,22 @@ def test_all_or_nothing(world: World, change: Callable[[World], None], found: st
     assert found in report["one"].reason
     assert world.upstream.f is world.user.f is world.originals["f"]
     assert world.upstream.Model().method(1) == ("ours", ("method", 1))
-    assert kernel_compat.status() == report
-    kernel_compat.uninstall()
+    assert world.status() == report
+    world.uninstall()
     assert vars(world.upstream.Model)["method"] is world.originals["method"]
 
 
 def test_a_new_option_is_no_reason_to_fail(world: World) -> None:
     world.upstream.g = lambda x, *, added=1: ("g", x, added)
     world.points = {"a": shim()}
-    assert kernel_compat.install().ok
+    assert world.install().ok
     assert world.upstream.g(1, added=5) == ("ours", ("g", 1, 5))
 
 
 def test_only_the_seams_of_this_version(world: World) -> None:
     later = Seam("kc_upstream:not_there_yet", (), versions=">=1.6")
     world.points = {"a": shim("one", F, later)}
-    report = kernel_compat.install()
+    report = world.install()
     assert report["one"].state == "applied"
     assert report["one"].seams == ("kc_upstream:f",)
 
@@ -268,7 +269,7 @@ def _raises(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 )
 def test_a_replace_that_fails(world: World, replace: Any, reason: str) -> None:
     world.points = {"a": shim("one", replace=replace), "b": shim("two", METHOD)}
-    report = kernel_compat.install()
+    report = world.install()
     assert states(report) == {"one": "failed", "two": "applied"}
     assert reason in report["one"].reason
     assert world.upstream.f is world.originals["f"]
@@ -290,11 +291,11 @@ def _unneeded_raises(environment: Environment) -> str | None:
 def test_a_shim_that_is_wrong_in_itself(world: World, changes: dict[str, Any], reason: str) -> None:
     """Somebody else's mistake: reported, and the others still apply."""
     world.points = {"a": shim("one", **changes), "b": shim("two", METHOD)}
-    assert states(kernel_compat.status()) == {"one": "failed", "two": "pending"}
-    report = kernel_compat.install()
+    assert states(world.status()) == {"one": "failed", "two": "pending"}
+    report = world.install()
     assert states(report) == {"one": "failed", "two": "applied"}
     assert reason in report["one"].reason
-    kernel_compat.uninstall()
+    world.uninstall()
     assert world.originals_in_place()
 
 
@@ -307,10 +308,10 @@ def test_what_replacing_attributes_can_not_do(world: World) -> None:
         return lambda: seen.append(("undone", world.originals_in_place()))
 
     world.points = {"a": shim("one", complete=complete)}
-    kernel_compat.install()
-    kernel_compat.install()
+    world.install()
+    world.install()
     assert seen == [("done", False)]
-    kernel_compat.uninstall()
+    world.uninstall()
     assert seen == [("done", False), ("undone", False)]
     assert world.originals_in_place()
 
@@ -320,10 +321,10 @@ def test_a_completion_that_fails(world: World) -> None:
         raise RuntimeError("no classes today")
 
     world.points = {"a": shim("one", complete=complete), "b": shim("two", METHOD)}
-    report = kernel_compat.install()
+    report = world.install()
     assert states(report) == {"one": "failed", "two": "applied"}
     assert report["one"].reason == "RuntimeError: no classes today"
-    kernel_compat.uninstall()
+    world.uninstall()
     assert world.originals_in_place()
 
 
@@ -338,12 +339,12 @@ def test_an_installation_that_is_interrupted(world: World) -> None:
 
     world.points = {"a": shim("one"), "b": shim("two", METHOD, replace=interrupted)}
     with pytest.raises(KeyboardInterrupt):
-        kernel_compat.install()
-    assert states(kernel_compat.status()) == {"one": "applied", "two": "pending"}
+        world.install()
+    assert states(world.status()) == {"one": "applied", "two": "pending"}
     assert world.user.f is world.upstream.f is not world.originals["f"]
     assert world.user.renamed is world.upstream.g is not world.originals["g"]
-    assert states(kernel_compat.install()) == {"one": "applied", "two": "applied"}
-    kernel_compat.uninstall()
+    assert states(world.install()) == {"one": "applied", "two": "applied"}
+    world.uninstall()
     assert world.originals_in_place()
 
 
@@ -351,7 +352,7 @@ def test_two_seams_of_one_name_in_a_shim(world: World) -> None:
     """`replace` is given the originals by name: one of the two would take the other's place."""
     other = world.module("kc_upstream_2", "def f(x): return ('other', x)\n")
     world.points = {"a": shim("one", F, Seam("kc_upstream_2:f", ("x",)))}
-    report = kernel_compat.install()
+    report = world.install()
     assert report["one"].state == "failed"
     assert "several seams of one name" in report["one"].reason
     assert other.f(1) == ("other", 1)
@@ -367,7 +368,7 @@ def test_a_read_only_owner(world: World) -> None:
     vars(locked)["h"] = lambda x: x
     world.monkeypatch.setitem(sys.modules, "kc_locked", locked)
     world.points = {"a": shim("one", F, Seam("kc_locked:h", ("x",)))}
-    report = kernel_compat.install()
+    report = world.install()
     assert report["one"].state == "failed"
     assert "read only" in report["one"].reason
     assert world.originals_in_place()
@@ -378,23 +379,23 @@ def test_a_read_only_owner(world: World) -> None:
 
 def test_two_shims_on_one_seam(world: World) -> None:
     world.points = {"a": shim("one", F), "b": shim("two", G, F)}
-    report = kernel_compat.install()
+    report = world.install()
     assert states(report) == {"one": "applied", "two": "failed"}
     assert "kc_upstream:f is replaced by the shim one already" in report["two"].reason
     assert world.upstream.g is world.originals["g"]
-    report = kernel_compat.install(skip=["one"])
+    report = world.install(skip=["one"])
     assert states(report) == {"one": "skipped", "two": "applied"}
-    kernel_compat.uninstall()
+    world.uninstall()
     assert world.originals_in_place()
 
 
 def test_two_shims_on_one_function_under_two_names(world: World) -> None:
     """Upstream re-exports: undoing the first alone would leave its replacement inside the second's."""
     world.points = {"a": shim("one", F), "b": shim("two", Seam("kc_user:f", ("x",)))}
-    assert states(kernel_compat.install()) == {"one": "applied", "two": "failed"}
-    assert states(kernel_compat.install(skip=["one"])) == {"one": "skipped", "two": "applied"}
+    assert states(world.install()) == {"one": "applied", "two": "failed"}
+    assert states(world.install(skip=["one"])) == {"one": "skipped", "two": "applied"}
     assert world.upstream.f is world.user.f is not world.originals["f"]
-    kernel_compat.uninstall()
+    world.uninstall()
     assert world.originals_in_place()
 
 
@@ -403,29 +404,29 @@ def test_two_shims_on_one_function_under_two_names(world: World) -> None:
 
 def test_skip(world: World) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD)}
-    report = kernel_compat.install(skip=["one"])
+    report = world.install(skip=["one"])
     assert states(report) == {"one": "skipped", "two": "applied"}
     assert report.ok
     assert world.upstream.f is world.originals["f"]
-    assert states(kernel_compat.status()) == states(report)
-    assert states(kernel_compat.install()) == {"one": "applied", "two": "applied"}
+    assert states(world.status()) == states(report)
+    assert states(world.install()) == {"one": "applied", "two": "applied"}
 
 
 def test_a_later_skip_undoes(world: World) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD)}
-    kernel_compat.install()
+    world.install()
     method = world.upstream.Model.method
-    report = kernel_compat.install(skip=["one"])
+    report = world.install(skip=["one"])
     assert states(report) == {"one": "skipped", "two": "applied"}
     assert world.upstream.f is world.user.f is world.originals["f"]
     assert world.upstream.Model.method is method
-    assert states(kernel_compat.uninstall()) == {"one": "pending", "two": "pending"}
+    assert states(world.uninstall()) == {"one": "pending", "two": "pending"}
 
 
 @pytest.mark.parametrize("skip", [("one",), {"one"}, frozenset({"one"}), {"one": 1}, iter(["one"])])
 def test_skip_takes_any_collection(world: World, skip: Any) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD)}
-    assert states(kernel_compat.install(skip=skip)) == {"one": "skipped", "two": "applied"}
+    assert states(world.install(skip=skip)) == {"one": "skipped", "two": "applied"}
 
 
 @pytest.mark.parametrize(
@@ -442,13 +443,13 @@ def test_skip_takes_any_collection(world: World, skip: Any) -> None:
 def test_a_bad_skip_changes_nothing(world: World, skip: Any, error: type[Exception], says: str) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD)}
     with pytest.raises(error, match=says):
-        kernel_compat.install(skip=skip)
-    assert not kernel_compat.status().installed
+        world.install(skip=skip)
+    assert not world.status().installed
     assert world.originals_in_place()
-    report = kernel_compat.install()
+    report = world.install()
     with pytest.raises(error, match=says):
-        kernel_compat.install(skip=skip)
-    assert kernel_compat.status() == report
+        world.install(skip=skip)
+    assert world.status() == report
 
 
 # what others have patched
@@ -456,7 +457,7 @@ def test_a_bad_skip_changes_nothing(world: World, skip: Any, error: type[Excepti
 
 def test_a_foreign_patch_is_left_and_named(world: World) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD, OF)}
-    kernel_compat.install()
+    world.install()
     replaced = world.upstream.f
 
     def theirs(x: Any, y: Any = 0) -> Any:
@@ -467,12 +468,12 @@ def test_a_foreign_patch_is_left_and_named(world: World) -> None:
 
     world.upstream.f = theirs
     world.upstream.Model.method = their_method
-    report = kernel_compat.status()
+    report = world.status()
     assert report["one"].foreign == ("kc_upstream:f",)
     assert report["two"].foreign == ("kc_upstream:Model.method",)
     assert report["one"].state == "applied"
 
-    left = kernel_compat.uninstall().left_alone
+    left = world.uninstall().left_alone
     assert sorted(left) == ["kc_upstream:Model.method (shim two)", "kc_upstream:f (shim one)"]
     assert world.upstream.f is theirs
     assert world.upstream.Model.method is their_method
@@ -483,36 +484,36 @@ def test_a_foreign_patch_is_left_and_named(world: World) -> None:
 
 def test_a_foreign_patch_that_is_taken_back_while_we_are_installed(world: World) -> None:
     world.points = {"a": shim("one")}
-    kernel_compat.install()
+    world.install()
     with pytest.MonkeyPatch.context() as theirs:
         theirs.setattr(world.upstream, "f", lambda x: x)
-        assert kernel_compat.status()["one"].foreign == ("kc_upstream:f",)
-    assert kernel_compat.status()["one"].foreign == ()
-    assert kernel_compat.uninstall().left_alone == ()
+        assert world.status()["one"].foreign == ("kc_upstream:f",)
+    assert world.status()["one"].foreign == ()
+    assert world.uninstall().left_alone == ()
     assert world.originals_in_place()
 
 
 def test_a_foreign_patch_that_is_taken_back_after_we_have_left(world: World) -> None:
     """It puts our replacement back: the next call of ours finds it there and restores the original."""
     world.points = {"a": shim("one")}
-    kernel_compat.install()
+    world.install()
     with pytest.MonkeyPatch.context() as theirs:
         theirs.setattr(world.upstream, "f", lambda x: x)
-        assert kernel_compat.uninstall().left_alone == ("kc_upstream:f (shim one)",)
+        assert world.uninstall().left_alone == ("kc_upstream:f (shim one)",)
     assert world.upstream.f is not world.originals["f"]
-    assert kernel_compat.uninstall().left_alone == ()
+    assert world.uninstall().left_alone == ()
     assert world.originals_in_place()
 
 
 def test_the_same_before_the_next_install(world: World) -> None:
     world.points = {"a": shim("one")}
-    kernel_compat.install()
+    world.install()
     with pytest.MonkeyPatch.context() as theirs:
         theirs.setattr(world.upstream, "f", lambda x: x)
-        kernel_compat.uninstall()
-    kernel_compat.install()
+        world.uninstall()
+    world.install()
     assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # once, not twice
-    kernel_compat.uninstall()
+    world.uninstall()
     assert world.originals_in_place()
 
 
@@ -523,18 +524,18 @@ def test_a_foreign_patch_that_was_there_before_us(world: World) -> None:
         return ("theirs", x)
 
     world.upstream.f = theirs
-    kernel_compat.install()
+    world.install()
     assert world.upstream.f(1) == ("ours", ("theirs", 1))
-    kernel_compat.uninstall()
+    world.uninstall()
     assert world.upstream.f is theirs
 
 
 def test_an_attribute_that_is_gone_is_left_alone(world: World) -> None:
     world.points = {"a": shim("one")}
-    kernel_compat.install()
+    world.install()
     del world.upstream.f
-    assert kernel_compat.status()["one"].foreign == ("kc_upstream:f",)
-    assert kernel_compat.uninstall().left_alone == ("kc_upstream:f (shim one)",)
+    assert world.status()["one"].foreign == ("kc_upstream:f",)
+    assert world.uninstall().left_alone == ("kc_upstream:f (shim one)",)
     assert not hasattr(world.upstream, "f")
     assert world.upstream.g is world.originals["g"]
 
@@ -554,17 +555,17 @@ def test_an_attribute_that_is_gone_is_left_alone(world: World) -> None:
 )
 def test_a_broken_entry_point(world: World, broken: Any, reason: str) -> None:
     world.points = {"a_broken_one": broken, "b": shim("two", METHOD)}
-    report = kernel_compat.install()
+    report = world.install()
     assert states(report) == {"a_broken_one": "failed", "two": "applied"}
     assert "its entry point could not be loaded" in report["a_broken_one"].reason
     assert reason in report["a_broken_one"].reason
     assert not report.ok
-    assert kernel_compat.install(skip=["a_broken_one"])["two"].state == "applied"
+    assert world.install(skip=["a_broken_one"])["two"].state == "applied"
 
 
 def test_a_second_shim_of_the_same_name(world: World) -> None:
     world.points = {"a": shim("one", F), "b": shim("one", METHOD)}
-    report = kernel_compat.install()
+    report = world.install()
     assert [(entry.name, entry.state) for entry in report.shims] == [("b", "failed"), ("one", "applied")]
     assert "second shim named 'one'" in report["b"].reason
     assert vars(world.upstream.Model)["method"] is world.originals["method"]
@@ -572,7 +573,7 @@ def test_a_second_shim_of_the_same_name(world: World) -> None:
 
 def test_the_order_is_that_of_the_names(world: World) -> None:
     world.points = {"z": shim("one", F), "a": shim("two", METHOD)}
-    assert [entry.name for entry in kernel_compat.status().shims] == ["two", "one"]
+    assert [entry.name for entry in world.status().shims] == ["two", "one"]
 
 
 def test_shims_of_another_project(bare: Callable[..., Any], site: Any) -> None:
@@ -623,45 +624,45 @@ def test_a_transformers_that_does_not_import(bare: Callable[..., Any], site: Any
 
 def test_a_with_block(world: World) -> None:
     world.points = {"a": shim("one")}
-    with kernel_compat.installed() as report:
+    with world.installed() as report:
         assert report["one"].state == "applied"
         assert world.upstream.f(1) == ("ours", ("f", 1, 0))
-        with kernel_compat.installed():
+        with world.installed():
             assert world.upstream.f(1) == ("ours", ("f", 1, 0))
-        assert kernel_compat.status().installed
+        assert world.status().installed
     assert world.originals_in_place()
 
 
 def test_a_with_block_that_raises(world: World) -> None:
     world.points = {"a": shim("one")}
-    with pytest.raises(RuntimeError, match="inside"), kernel_compat.installed():
+    with pytest.raises(RuntimeError, match="inside"), world.installed():
         raise RuntimeError("inside")
     assert world.originals_in_place()
-    assert not kernel_compat.status().installed
+    assert not world.status().installed
 
 
 def test_a_with_block_inside_an_installation(world: World) -> None:
     world.points = {"a": shim("one")}
-    kernel_compat.install()
-    with kernel_compat.installed(skip=["one"]) as report:
+    world.install()
+    with world.installed(skip=["one"]) as report:
         assert report["one"].state == "skipped"
-    assert kernel_compat.status().installed
+    assert world.status().installed
 
 
 def test_a_with_block_that_can_not_be_entered(world: World) -> None:
     world.points = {"a": shim("one")}
-    with pytest.raises(ValueError, match="unknown shims"), kernel_compat.installed(skip=["two"]):
+    with pytest.raises(ValueError, match="unknown shims"), world.installed(skip=["two"]):
         raise AssertionError("entered")
     assert world.originals_in_place()
-    with kernel_compat.installed():
-        assert kernel_compat.status().installed
-    assert not kernel_compat.status().installed
+    with world.installed():
+        assert world.status().installed
+    assert not world.status().installed
 
 
 def test_the_last_of_overlapping_with_blocks_uninstalls(world: World) -> None:
     """Of two threads the first to enter may be the first to leave: the other is still at work."""
     world.points = {"a": shim("one")}
-    first, second = kernel_compat.installed(), kernel_compat.installed()
+    first, second = world.installed(), world.installed()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -696,10 +697,10 @@ def run_in_threads(work: Callable[[int], None], count: int = 8) -> None:
 def test_many_threads_install_one(world: World) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD, OF)}
     reports: list[Report] = []
-    run_in_threads(lambda index: reports.append(kernel_compat.install()))
+    run_in_threads(lambda index: reports.append(world.install()))
     assert all(states(report) == {"one": "applied", "two": "applied"} for report in reports)
     assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # once, not eight times
-    run_in_threads(lambda index: kernel_compat.uninstall() and None)
+    run_in_threads(lambda index: world.uninstall() and None)
     assert world.originals_in_place()
 
 
@@ -712,20 +713,20 @@ def test_threads_that_install_and_uninstall(world: World) -> None:
         def work(index: int) -> None:
             for turn in range(20):
                 if (index + turn) % 3 == 0:
-                    report = kernel_compat.uninstall()
+                    report = world.uninstall()
                     assert set(states(report).values()) == {"pending"}
                     assert report.left_alone == ()
                 elif (index + turn) % 3 == 1:
-                    assert set(states(kernel_compat.install()).values()) == {"applied"}
+                    assert set(states(world.install()).values()) == {"applied"}
                 else:
-                    assert states(kernel_compat.install(skip=["one"]))["one"] == "skipped"
+                    assert states(world.install(skip=["one"]))["one"] == "skipped"
 
         run_in_threads(work)
     finally:
         sys.setswitchinterval(interval)
-    kernel_compat.install()
+    world.install()
     assert world.upstream.f(1) == ("ours", ("f", 1, 0))
-    kernel_compat.uninstall()
+    world.uninstall()
     assert world.originals_in_place()
 
 
@@ -734,7 +735,7 @@ def test_with_blocks_in_threads(world: World) -> None:
 
     def work(index: int) -> None:
         for _ in range(20):
-            with kernel_compat.installed() as report:
+            with world.installed() as report:
                 assert report["one"].state == "applied"
                 assert world.upstream.f(1) == ("ours", ("f", 1, 0))
 
@@ -758,7 +759,13 @@ def test_with_blocks_in_threads(world: World) -> None:
 def test_an_untested_transformers_warns(
     world: World, version: str, says: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    world.monkeypatch.setattr("kernel_compat.attention.registry.publish", lambda: None)
+    class Unpublished(Publisher):
+        def publish(self, environment: Environment) -> None:
+            self._active = True
+
+    detect = world.installation._detect
+    installation = Installation([Unpublished(AttentionRegistry())], lambda: ([], {}), detect)
+    world.monkeypatch.setattr(defaults, "installation", installation)
     world.packages["transformers"] = version
     kernel_compat.install()
     kernel_compat.install()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import sys
 import threading
 from collections.abc import Mapping
@@ -15,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import kernel_compat
-from kernel_compat import Environment, Report, Seam, Shim
-from kernel_compat.patching import installation as installer
+from kernel_compat import Environment, Seam, Shim
+from kernel_compat.patching.installation import Installation
+from kernel_compat.patching.report import Report
 
-HOME, USER, SHIMS = "kc_machine_upstream", "kc_machine_user", "kc_machine_shims"
+HOME, USER = "kc_machine_upstream", "kc_machine_user"
 
 #: Seams by shim. `two` and `three` have one in common: they exclude each other.
 SEAMS = {
@@ -57,21 +56,11 @@ def _shim(name: str) -> Shim:
     return Shim(name, "upstream", ">=1", "why not", seams, _replacing(name))
 
 
-class Detected(Environment):
-    @classmethod
-    def detect(cls, distributions: Any = ()) -> Environment:
-        return Environment(packages={"upstream": "1.0"})
-
-
-def _entry_points(*, group: str) -> Any:
-    return importlib.metadata.EntryPoints([importlib.metadata.EntryPoint("machine", f"{SHIMS}:ALL", group)])
-
-
 class Machine(RuleBasedStateMachine):
     @initialize()
     def build(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.home, self.user, shims = ModuleType(HOME), ModuleType(USER), ModuleType(SHIMS)
+        self.home, self.user, shims = ModuleType(HOME), ModuleType(USER), tuple(map(_shim, SEAMS))
         exec(
             "def f(x): ...\ndef g(x): ...\ndef h(x): ...\ndef k(x): ...\n"
             "class Model:\n"
@@ -82,11 +71,11 @@ class Machine(RuleBasedStateMachine):
         )
         for name in "fghk":  # from upstream import f as also_f
             setattr(self.user, f"also_{name}", getattr(self.home, name))
-        shims.ALL = tuple(map(_shim, SEAMS))  # type: ignore[attr-defined]
-        for module in (self.home, self.user, shims):
+        for module in (self.home, self.user):
             self.patch.setitem(sys.modules, module.__name__, module)
-        self.patch.setattr(installer, "entry_points", _entry_points)
-        self.patch.setattr(installer, "Environment", Detected)
+        self.installation = Installation(
+            discover=lambda: (list(shims), {}), detect=lambda _: Environment(packages={"upstream": "1.0"})
+        )
         #: What upstream has there itself.
         self.original = {attribute: self.look(attribute) for attribute in ALL}
         #: Patches of others, the last one on top: (attribute, what they put there, what they found).
@@ -103,11 +92,9 @@ class Machine(RuleBasedStateMachine):
                 for attribute in ALL:
                     if self.look(attribute) is None:
                         self.put(attribute, self.original[attribute])
-                kernel_compat.uninstall()
+                self.installation.uninstall()
                 self.all_are_originals()
         finally:
-            installer._state.left = []
-            installer._state.applied = {}
             if hasattr(self, "patch"):
                 self.patch.undo()
 
@@ -140,7 +127,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(skip=st.frozensets(st.sampled_from(tuple(SEAMS))))
     def install(self, skip: frozenset[str]) -> None:
-        self.check(kernel_compat.install(skip=skip))
+        self.check(self.installation.install(skip=skip))
         self.installed, self.skip = True, skip
 
     @rule()
@@ -149,7 +136,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def uninstall(self) -> None:
-        report = kernel_compat.uninstall()
+        report = self.installation.uninstall()
         self.installed, self.skip = False, frozenset()
         left = {entry.partition(" ")[0].partition(":")[2] for entry in report.left_alone}
         assert left <= self.touched
@@ -207,11 +194,11 @@ class Machine(RuleBasedStateMachine):
             try:
                 barrier.wait(30)
                 if action == "uninstall":
-                    kernel_compat.uninstall()
+                    self.installation.uninstall()
                 elif action == "install":
-                    kernel_compat.install()
+                    self.installation.install()
                 else:
-                    kernel_compat.install(skip=[action.partition(" ")[2]])
+                    self.installation.install(skip=[action.partition(" ")[2]])
             except BaseException as error:
                 errors.append(error)
 
@@ -222,7 +209,7 @@ class Machine(RuleBasedStateMachine):
             thread.join(60)
         assert not any(thread.is_alive() for thread in running)
         assert not errors, errors
-        status = kernel_compat.status()
+        status = self.installation.status()
         self.installed = status.installed
         self.skip = frozenset(entry.name for entry in status.shims if entry.state == "skipped")
 
@@ -243,7 +230,7 @@ class Machine(RuleBasedStateMachine):
         """Every seam of an applied shim is its replacement unless a foreigner was at it; of the others, none is."""
         if not hasattr(self, "home"):
             return
-        status = kernel_compat.status()
+        status = self.installation.status()
         assert status.installed == self.installed
         states = {entry.name: entry for entry in status.shims}
         assert set(states) == set(SEAMS)
@@ -253,7 +240,7 @@ class Machine(RuleBasedStateMachine):
                 there = self.shim_of(attribute)
                 if entry.state == "applied":
                     listed = f"{HOME}:{attribute}" in entry.foreign
-                    applied = {s.seam.attribute: s for s in installer._state.applied[name].seams}[attribute]
+                    applied = {s.seam.attribute: s for s in self.installation._applied[name].seams}[attribute]
                     assert listed != applied.in_place
                     # What isn't ours any more was touched by somebody: never by half a step of our own.
                     assert applied.in_place or attribute in self.touched

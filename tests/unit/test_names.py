@@ -14,7 +14,7 @@ import pytest
 
 import kernel_compat
 from kernel_compat import Kernel, known_kernels, register_attention, registered_attention, unregister_attention
-from kernel_compat.attention.registry import resolve
+from kernel_compat.attention.defaults import resolve
 
 REFERENCE = "flash_attention_reference"
 

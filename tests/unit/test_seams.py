@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kernel_compat import Environment, KernelCompatError, Seam, SeamError, Shim
-from kernel_compat.patching.seam import swap
+from kernel_compat.patching.swap import swap
 
 
 @pytest.fixture

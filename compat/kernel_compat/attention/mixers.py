@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedFeatureError
 from .boundaries import Forward, Sequences, arguments_of, current, suspended
+from .defaults import resolve
 from .padding import fixed_shapes, on_host, once
-from .registry import resolve
 
 __all__ = ["MixerPatches", "is_mixer"]
 

@@ -1,4 +1,4 @@
-"""The two tables of transformers in which attention names are looked up, and our entries in them."""
+"""The two tables in which transformers looks up attention names, and our entries in them."""
 
 from __future__ import annotations
 
@@ -11,53 +11,59 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedFeatureError
+from ..patching.swap import Change, make, reclaim, undo
 from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
 from .registry import AttentionName
 from .sequence_parallel.ulysses import ulysses
 
-#: What each of our entries replaced: (table, key) -> (our value, the previous value or None).
-_entries: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
 
+class Tables:
+    """Our entries in transformers' tables."""
 
-def add(entry: AttentionName) -> str | None:
-    """Enter a name in transformers' tables; answer why not where somebody else's entry is in the way."""
-    functions, masks = tables()
-    if entry.name in functions and not entry.override:
-        theirs = functions[entry.name]
-        return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
-    spread = entry.sequence_parallel is not False
-    notes = entry.mask is None and not spread
-    forward = entry.forward or attention_forward(entry.kernel, entry.name, notes)
-    mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
-    if spread:
-        forward = ulysses(forward, entry.sequence_parallel)
-    if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone
-        from .sequence_parallel.all_to_all import gathering_mask_function
+    def __init__(self) -> None:
+        self._changes: dict[str, list[Change]] = {}
+        self._left: list[Change] = []
 
-        mask = entry.mask or gathering_mask_function(forward.ulysses_group)
-    _set(functions, entry.name, forward)
-    # A forward of the user's own isn't bypassed by upstream's, nor is the exchange: they have no paged alias.
-    paged = None if entry.forward is not None or spread else _paged_forward(functions, entry)
-    if paged is not None:
-        _set(functions, f"paged|{entry.name}", paged)
-    if masks is not None:
-        _set(masks, entry.name, mask)
+    def add(self, entry: AttentionName) -> str | None:
+        """Enter a name in transformers' tables; returns why not where another project's entry is in the way."""
+        functions, masks = tables()
+        self._left = reclaim(self._left)
+        if entry.name in functions and not entry.override:
+            theirs = functions[entry.name]
+            return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
+        spread = entry.sequence_parallel is not False
+        notes = entry.mask is None and not spread
+        forward = entry.forward or attention_forward(entry.kernel, entry.name, notes)
+        mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
+        if spread:
+            forward = ulysses(forward, entry.sequence_parallel)
+        if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone
+            from .sequence_parallel.all_to_all import gathering_mask_function
+
+            mask = entry.mask or gathering_mask_function(forward.ulysses_group)
+        # A forward of the user's own isn't bypassed by upstream's, nor is `ulysses`: they have no paged alias.
+        paged = None if entry.forward is not None or spread else _paged_forward(functions, entry)
+        values = {entry.name: (forward, mask)}
         if paged is not None:
-            _set(masks, f"paged|{entry.name}", mask)
-    return None
+            values[f"paged|{entry.name}"] = (paged, mask)
+        changes = [Change(functions, key, forward) for key, (forward, _) in values.items()]
+        if masks is not None:
+            changes += [Change(masks, key, mask) for key, (_, mask) in values.items()]
+        make(changes)
+        self._changes[entry.name] = changes
+        return None
 
+    def remove(self, entry: AttentionName) -> None:
+        """Restore the entries that `add` replaced; one that other code has overwritten stays theirs."""
+        self._left += undo(self._changes.pop(entry.name, ()))
 
-def remove(entry: AttentionName) -> bool:
-    """Put back what was there before `add`; False where somebody has replaced our entry since."""
-    functions, masks = tables()
-    ours = [
-        _unset(table, key)
-        for table in (functions, masks)
-        if table is not None
-        for key in (entry.name, f"paged|{entry.name}")
-    ]
-    return all(ours)
+    def left(self) -> list[str]:
+        """The entries that other code has overwritten, for people: ``the attention function of 'NAME'``."""
+        self._left = reclaim(self._left)
+        functions, _ = tables()
+        kinds = ((change, "attention" if change.owner is functions else "mask") for change in self._left)
+        return list(dict.fromkeys(f"the {kind} function of {change.name!r}" for change, kind in kinds))
 
 
 def tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -89,7 +95,7 @@ def _paged_forward(functions: dict[str, Any], entry: AttentionName) -> Callable[
                 "softcap in continuous batching", f"paged|{name}", "Use transformers 5.19 or later, or 'paged|eager'."
             )
         if sliding_window and not getattr(module, "sliding_window", None):
-            # It asks the layer, and layers that pass their window, as Mistral's, have none: there would be no window.
+            # It reads the layer's, and layers that pass their window, as Mistral's, have none: there would be no window.
             module = SimpleNamespace(
                 config=module.config,
                 layer_idx=module.layer_idx,
@@ -122,21 +128,3 @@ def _without_garbage(cache: Any, cu_seqlens_k: Any, module: Any) -> Any:
         return keys, values.masked_fill(behind[:, None, None], 0)
 
     return SimpleNamespace(update=update)
-
-
-def _set(table: dict[str, Any], key: str, value: Any) -> None:
-    _entries[id(table), key] = (table, value, table.get(key))
-    table[key] = value
-
-
-def _unset(table: dict[str, Any], key: str) -> bool:
-    if (id(table), key) not in _entries:
-        return True
-    _, value, previous = _entries.pop((id(table), key))
-    if table.get(key) is not value:
-        return False
-    if previous is None:
-        del table[key]
-    else:
-        table[key] = previous
-    return True

@@ -12,7 +12,8 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any, SupportsIndex, TypeVar
 
-from ..attention import registry as _names
+from ..attention import defaults as _names
+from ..attention.registry import upstream_owner
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, Provider, known_kernels
@@ -205,7 +206,7 @@ def _step(name: str, environment: Environment, requires: Collection[str], model_
     release = environment.version("transformers")
     if name.startswith("paged|") and release is not None and release.major < 5:
         return Step(name, False, f"transformers {release} has no names with paged|")
-    ours = name not in _TRANSFORMERS and not _names.upstream_owner(name, environment)
+    ours = name not in _TRANSFORMERS and not upstream_owner(name, environment)
     if (
         model_type is not None
         and release is not None
@@ -229,7 +230,7 @@ def _proven_wrong(name: str, ours: bool, model_type: str, release: str) -> tuple
 def _unknown(name: str) -> str:
     if "/" in name:
         return "it is a kernel of the hub, which transformers would download"
-    if _names.upstream_owner(name):
+    if upstream_owner(name):
         return "it is transformers' own, and no part of the ladder"
     return "kernel-compat knows no kernel of this name"
 
@@ -259,7 +260,7 @@ def _provider(name: str, environment: Environment) -> tuple[Kernel, Provider] | 
     kernel = entry.kernel if entry else known_kernels().get(name)
     if kernel is None:
         return None
-    if entry is None and _names.upstream_owner(name, environment):
+    if entry is None and upstream_owner(name, environment):
         return kernel, kernel.providers[0]  # the package that transformers itself imports
     return kernel, kernel.provider(environment)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-from ..environment import Environment
+from ..attention.defaults import status
+from ..environment import Environment, torch_flash_backend
 from ..errors import KernelUnavailableError
 from ..kernels import known_kernels
 from ..patching.handle import Handle
-from ..patching.installation import status, torch_flash_backend
 
 __all__ = ["use_torch_flash_backend"]
 

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ..attention.defaults import Report, status
 from ..choosing import ladder as policy
 from ..diagnostics import numerics as check
 from ..environment import DISTRIBUTIONS, Environment
 from ..errors import KernelUnavailableError
-from ..patching.installation import Report, ShimReport, status
+from ..patching.report import ShimReport
 from . import prove as cli_prove
 
 if TYPE_CHECKING:  # rich takes a good part of `status`: it is imported where tables are printed, and never for JSON

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ..attention import registry as _names
+from ..attention.defaults import Report, installed, registered_attention, status
+from ..attention.registry import UPSTREAM, AttentionName, check_name, upstream_owner
 from ..choosing.ladder import LADDER, Step, ladder
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
+from ..environment import torch_flash_backend as active_backend
 from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, known_kernels
-from ..patching.installation import Report, ShimReport, installed, status
-from ..patching.installation import torch_flash_backend as active_backend
+from ..patching.report import ShimReport
 
 __all__ = [
     "CaseResult",
@@ -181,7 +182,7 @@ class CheckReport:
 
 def attention_names(environment: Environment) -> tuple[NameStatus, ...]:
     """Every kernel's name and every registered name, the kernels first."""
-    registered = _names.registered_attention()
+    registered = registered_attention()
     kernels = {name: registered[name].kernel if name in registered else k for name, k in known_kernels().items()}
     kernels.update((name, entry.kernel) for name, entry in registered.items())
     return tuple(_status(name, kernel, environment) for name, kernel in kernels.items())
@@ -199,10 +200,10 @@ def _status(name: str, kernel: Kernel, environment: Environment) -> NameStatus:
 
 
 def _owner(name: str) -> Owner:
-    entry = _names.registered_attention().get(name)
+    entry = registered_attention().get(name)
     if entry is not None:
         return "kernel-compat" if entry.builtin else "registered"
-    return "transformers" if _names.upstream_owner(name) else "kernel-compat"
+    return "transformers" if upstream_owner(name) else "kernel-compat"
 
 
 def require_known(name: str) -> None:
@@ -216,10 +217,10 @@ def require_known(name: str) -> None:
     if isinstance(name, str) and "/" in name:
         return
     try:
-        _names._check_name(name)
+        check_name(name)
     except ValueError as error:
         raise UnknownNameError(str(error)) from None
-    known = {*known_kernels(), *_names.registered_attention(), *_names._UPSTREAM}
+    known = {*known_kernels(), *registered_attention(), *UPSTREAM}
     if name in known:
         return
     if name in LADDER:
@@ -254,7 +255,7 @@ def explain(name: str) -> Explanation:
     known = {status.name: status for status in attention_names(environment)}
     if name not in known:
         return Explanation(environment, NameStatus(name, None, "transformers"), None, None, (), (), steps)
-    entry = _names.registered_attention().get(name)
+    entry = registered_attention().get(name)
     kernel = entry.kernel if entry else known_kernels()[name]
     return Explanation(
         environment,
@@ -416,7 +417,7 @@ class _Steps:
 
 def _check_name(name: str, report: Report, lacking: Mapping[str, str], steps: _Steps) -> NameResult:
     environment = report.environment
-    entry = _names.registered_attention().get(name)
+    entry = registered_attention().get(name)
     kernel = entry.kernel if entry else known_kernels().get(name)
     kernel_name = kernel.name if kernel else None
 
@@ -462,7 +463,7 @@ def _check_name(name: str, report: Report, lacking: Mapping[str, str], steps: _S
 class _Registered:
     """A kernel behind the forward that transformers calls for a name."""
 
-    def __init__(self, name: str, kernel: Kernel, entry: _names.AttentionName | None) -> None:
+    def __init__(self, name: str, kernel: Kernel, entry: AttentionName | None) -> None:
         from ..attention.forward import attention_forward
 
         kernel.load()

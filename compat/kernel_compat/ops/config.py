@@ -185,7 +185,8 @@ class OpsConfig:
 
 def _best_attention(environment: Environment, model: Any) -> tuple[str | None, str]:
     """The first of the ladder that can be had now, and why not those before it."""
-    from ..attention import registry as names
+    from ..attention import defaults as names
+    from ..attention.registry import upstream_owner
     from ..choosing import ladder as policy
 
     why: list[str] = []
@@ -194,7 +195,7 @@ def _best_attention(environment: Environment, model: Any) -> tuple[str | None, s
         if not problem and step.name == "sdpa" and model is not None and not getattr(model, "_supports_sdpa", True):
             problem = f"{type(model).__name__} doesn't support it"
         if not problem and "flash" in step.name:
-            ours = names.upstream_owner(step.name, environment) is None
+            ours = upstream_owner(step.name, environment) is None
             if ours and names.resolve(step.name) is None:
                 problem = "kernel_compat.install() hasn't been called"
             elif model is not None:

@@ -1,4 +1,4 @@
-"""What a patch that can be taken back returns: the way back."""
+"""The handle of a patch that can be undone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether the patch is still in force as far as this handle is concerned."""
+        """Whether `undo` hasn't been called yet."""
         return self._undo is not None
 
     def undo(self) -> None:
-        """Take the patch back; a second call does nothing."""
+        """Undo the patch; a second call does nothing."""
         with self._lock:
             undo, self._undo = self._undo, None
         if undo is not None:

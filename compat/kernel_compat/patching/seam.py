@@ -1,35 +1,31 @@
-"""Seams: the attributes of other people's modules that shims replace."""
+"""Seams: the attributes of other projects that shims replace."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, field
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
 
-from ..environment import Environment
 from ..errors import SeamError
+from .swap import ABSENT, Change
 
-__all__ = ["Located", "Seam", "Shim"]
+__all__ = ["Located", "Seam", "parameter_problem"]
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One attribute of somebody else's module, and what it must look like for its replacement to be right.
+    """One attribute of another project, and its form, without which the replacement would be wrong.
 
     Attributes:
         target: ``"package.module:attribute"`` or ``"package.module:Class.attribute"``.
         parameters: the names its leading parameters must have, in order. Parameters after these are accepted
             if they have defaults: a release that adds an option doesn't break a replacement that passes it on.
         versions: releases of the shim's distribution that have this seam; it is left alone on the others.
-        holds: for an attribute that is a value and no function: the type it must have.
-        inherited: for a class that inherits the attribute: it gets one of its own, which is deleted again.
+        holds: for an attribute that is a value, not a function: the type it must have.
+        inherited: for a class that inherits the attribute: it gets one of its own, which `undo` deletes.
     """
 
     target: str
@@ -48,11 +44,11 @@ class Seam:
 
     @property
     def name(self) -> str:
-        """The last component: what a shim's `replace` finds the original under."""
+        """The last component: the key of the original in the mapping that a shim's `replace` takes."""
         return self.attribute.rpartition(".")[2]
 
     def applies_to(self, version: str) -> bool:
-        return SpecifierSet(self.versions).contains(version, prereleases=True)
+        return not self.versions or SpecifierSet(self.versions).contains(version, prereleases=True)
 
     def locate(self, version: str) -> Located:
         """Import the module, find the attribute and verify its parameters.
@@ -66,7 +62,7 @@ class Seam:
             expected = f"a value of type {self.holds.__name__}"
         try:
             owner: Any = importlib.import_module(self.module)
-        except Exception as error:  # a broken install fails in any way it likes
+        except Exception as error:  # a broken install raises any error
             found = f"a module that can't be imported ({type(error).__name__}: {error})"
             raise SeamError(self.target, expected, found, version) from error
         *parents, name = self.attribute.split(".")
@@ -86,10 +82,11 @@ class Seam:
             problem = None if type(original) is self.holds else f"a value of type {type(original).__name__}"
         if problem:
             raise SeamError(self.target, expected, problem, version)
-        return Located(self, owner, name, original, before=original if own else ABSENT)
+        return Located(owner, name, before=original if own else ABSENT, original=original, seam=self)
 
 
 def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
+    """Why a callable doesn't take `expected` as its leading parameters, and nothing else that is required; None where it does."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -105,114 +102,14 @@ def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
     return None
 
 
-#: What stands for an attribute that a class doesn't have itself.
-ABSENT: Any = object()
-
-
-@dataclass
-class Located:
-    """A seam found in this process: the object that has the attribute, and what the attribute was.
+@dataclass(eq=False)
+class Located(Change):
+    """A seam found in this process.
 
     Attributes:
-        original: what the replacement is made of.
-        before: what is put back: the original, or `ABSENT` where it was inherited.
+        original: the attribute, of which the replacement is made; `before` is `ABSENT` where a class inherits it.
+        seam: the seam.
     """
 
-    seam: Seam
-    owner: Any
-    name: str
-    original: Any
-    before: Any
-    replacement: Any = None
-
-    @property
-    def current(self) -> Any:
-        return vars(self.owner).get(self.name, ABSENT)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the attribute is still what we put there."""
-        return self.current is self.replacement
-
-
-def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[Any, Any]] = ()) -> None:
-    """Set each ``(owner, attribute, value)``, or delete it where the value is `ABSENT`; rebind every module-level name that is bound to an alias' first to its second.
-
-    ``from module import function`` binds a second name to the function: replacing the module's attribute alone
-    would leave callers that did so with the original. All or nothing: an error restores what was set before it.
-    """
-    # One pass over all modules for all seams. Keyed by identity: equality is theirs to define.
-    renamed = {id(old): (old, new) for old, new in aliases}
-    done: list[tuple[Any, str, Any]] = []
-    try:
-        for owner, name, value in assignments:
-            before = vars(owner).get(name, ABSENT)
-            _set(owner, name, value)
-            done.append((owner, name, before))
-        for module in list(sys.modules.values()) if renamed else []:
-            if not issubclass(type(module), ModuleType):  # isinstance would ask the objects of strangers
-                continue
-            if renamed.keys().isdisjoint(map(id, tuple(vars(module).values()))):
-                continue  # nearly always: there are a hundred thousand names
-            for name, bound in list(vars(module).items()):
-                match = renamed.get(id(bound))
-                if match is not None and match[0] is bound:
-                    setattr(module, name, match[1])
-                    done.append((module, name, bound))
-    except BaseException:
-        for owner, name, before in reversed(done):
-            _set(owner, name, before)
-        raise
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if value is not ABSENT:
-        setattr(owner, name, value)
-    elif name in vars(owner):
-        delattr(owner, name)
-
-
-@dataclass(frozen=True)
-class Shim:
-    """What one upstream release needs: a version range, a reason, the seams it touches and their replacements.
-
-    Ship one by naming it, or a tuple of them, in the entry-point group ``kernel_compat.shims``.
-
-    Attributes:
-        name: unique; what `install(skip=[...])` takes.
-        distribution: whose releases `versions` speaks of, e.g. ``"transformers"``.
-        versions: a PEP 440 specifier set.
-        reason: what upstream does without it, in a sentence.
-        seams: all attributes that it replaces.
-        replace: called with the originals by seam name once every seam is verified; returns the replacements
-            under the same names. It must change nothing itself: the installer does the swapping.
-        unneeded_because: answers why the shim has nothing to do in an environment its versions match, or None.
-        complete: for what replacing attributes can't do: called once they are replaced, and returns what undoes it, which
-            is called before they are put back.
-    """
-
-    name: str
-    distribution: str
-    versions: str
-    reason: str
-    seams: tuple[Seam, ...]
-    replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    unneeded_because: Callable[[Environment], str | None] = lambda environment: None
-    complete: Callable[[], Callable[[], None]] = lambda: lambda: None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "distribution", canonicalize_name(self.distribution))
-
-    def seams_for(self, version: str) -> tuple[Seam, ...]:
-        return tuple(seam for seam in self.seams if seam.applies_to(version))
-
-    def not_needed(self, environment: Environment) -> str | None:
-        """Why this shim doesn't apply to an environment, or None where it does."""
-        version = environment.packages.get(self.distribution)
-        if version is None:
-            return f"{self.distribution} is not installed"
-        if environment.version(self.distribution) is None:
-            return f"the version of {self.distribution} can't be read: {version!r}"
-        if not SpecifierSet(self.versions).contains(version, prereleases=True):
-            return f"{self.distribution} {version} is not in {self.versions}"
-        return self.unneeded_because(environment)
+    original: Any = None
+    seam: Seam = field(kw_only=True)

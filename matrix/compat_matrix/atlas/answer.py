@@ -17,8 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from kernel_compat.patching.installation import discover
-from kernel_compat.patching.seam import Shim
+from kernel_compat.patching.shim import Shim, discover
 
 from ..errors import MatrixError
 from .cache import Cache, default_folder

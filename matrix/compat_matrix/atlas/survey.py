@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 from packaging.specifiers import SpecifierSet
 from pydantic import TypeAdapter
 
-from kernel_compat.patching.seam import Seam, Shim, parameter_problem
+from kernel_compat.patching.seam import Seam, parameter_problem
+from kernel_compat.patching.shim import Shim
 
 from .cache import Cache
 from .index import THREADS, Index

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from kernel_compat.patching.installation import discover
+from kernel_compat.patching.shim import discover
 
 from ..atlas import command as atlas_command
 from ..atlas.index import File, Index, reason, shown

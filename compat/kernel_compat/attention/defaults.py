@@ -1,0 +1,210 @@
+"""The installation and the attention registry of this process, and the public functions bound to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..environment import torch_flash_backend
+from ..kernels import Kernel
+from ..patching import report
+from ..patching.installation import Installation
+from .publisher import Publisher
+from .registry import AttentionName, AttentionRegistry
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "Report",
+    "install",
+    "installed",
+    "register_attention",
+    "registered_attention",
+    "resolve",
+    "status",
+    "uninstall",
+    "unproven",
+    "unregister_attention",
+]
+
+registry = AttentionRegistry()
+publisher = Publisher(registry)
+installation = Installation([publisher])
+
+#: The values of `install(unproven=...)`.
+UNPROVEN = ("warn", "refuse", "allow")
+
+
+@dataclass(frozen=True)
+class Report(report.Report):
+    """What `install()` did, or would do.
+
+    Attributes:
+        environment: the environment that it was decided for.
+        installed: whether `install()` is in force.
+        shims: one entry a shim.
+        left_alone: after `uninstall()`, the values that other code has overwritten, which are still theirs.
+        attention: state by registered attention name: ``"available"``, ``"pending"``, or why transformers doesn't have it.
+        torch_flash_backend: the FlashAttention behind torch's own attention in this process (``"FA3"``, ``"FA4"``), None for
+            the FlashAttention-2 it is built with.
+    """
+
+    attention: dict[str, str] = field(default_factory=dict)
+    torch_flash_backend: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed: no shim, and no registered attention name."""
+        return super().ok and all(state in ("available", "pending") for state in self.attention.values())
+
+
+def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Report:
+    """Apply every shim this environment needs and make the registered attention names known to transformers.
+
+    Imports the upstream modules whose seams it replaces. Each shim is applied whole or not at all: one that finds
+    a seam missing or changed is reported as failed, and the others still apply. Calling it again is cheap and
+    applies the shims that have become applicable since; shims that are in place stay as they are.
+
+    Args:
+        skip: names of shims to leave out, as `status()` lists them. One that an earlier call applied is undone.
+        unproven: the reaction to a model that is loaded under a registered name and whose type can't be proven to compute
+            the same as with eager attention: ``"warn"``, ``"refuse"`` or ``"allow"``. Types that the library was tested on are
+            in its table; others are proven at load on a tiny model of their own class, once, which takes some seconds and is
+            kept in the user's cache. ``"allow"`` leaves that out. By default the value of an earlier call, or else the
+            environment variable ``KERNEL_COMPAT_UNPROVEN``, or else ``"warn"``.
+
+    Returns:
+        A report: every shim with its state and the reason.
+
+    Raises:
+        ValueError: `skip` names a shim that doesn't exist, or `unproven` is none of the three.
+        TypeError: `skip` is a single string.
+    """
+    _check_unproven(unproven)
+    found = installation.install(skip=skip)
+    publisher.unproven = unproven or publisher.unproven
+    return _with_attention(found)
+
+
+def uninstall() -> Report:
+    """Restore the very objects that were there before `install()`, and withdraw the registered attention names.
+
+    An attribute that other code has overwritten since stays theirs; the report's `left_alone` names it.
+    """
+    return _with_attention(installation.uninstall())
+
+
+def status() -> Report:
+    """The report of `install()` as of now; changes nothing and imports no framework."""
+    return _with_attention(installation.status())
+
+
+@contextmanager
+def installed(*, skip: Collection[str] = (), unproven: str | None = None) -> Iterator[Report]:
+    """`install()` for the length of a ``with`` block; of several that overlap, in one thread or many, the last uninstalls.
+
+    Inside another installation it changes nothing on leaving.
+    """
+    _check_unproven(unproven)
+    with installation.installed(skip=skip) as found:
+        publisher.unproven = unproven or publisher.unproven
+        yield _with_attention(found)
+
+
+def unproven() -> str:
+    """The reaction to models that can't be proven: `install`'s argument, or the environment variable's value.
+
+    Raises:
+        ValueError: ``KERNEL_COMPAT_UNPROVEN`` is none of the three.
+    """
+    value = publisher.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN") or "warn"
+    if value not in UNPROVEN:
+        raise ValueError(f"KERNEL_COMPAT_UNPROVEN must be one of {', '.join(UNPROVEN)}, not {value!r}")
+    return value
+
+
+def register_attention(
+    name: str,
+    kernel: str | Kernel | Any,
+    forward: Callable[..., Any] | None = None,
+    mask: Callable[..., Any] | None = None,
+    *,
+    override: bool = False,
+    handles_context_parallel: bool = False,
+    sequence_parallel: ProcessGroup | DeviceMesh | bool | None = False,
+) -> None:
+    """Make `name` usable as ``attn_implementation=name`` once `install()` is called, or at once where it is.
+
+    The kernel need not be usable here: a model with the name fails when it is loaded, with a
+    `KernelUnavailableError`.
+
+    Args:
+        name: any string but a hub kernel's (``org/repo``). One that has no ``flash`` in it warns, because from
+            transformers 5.0 on models choose their flash code path by that substring.
+        kernel: a kernel's name (``flash_attention_2``, ``_3``, ``_4``, ``_reference``), a `Kernel`, or any object with
+            a ``flash_attn_varlen_func`` that takes FA2's keywords, such as a module. It has the features whose keywords
+            are named parameters, or those of its attribute `features`, a `Features`.
+        forward: replaces the library's attention function. Called as transformers calls its own:
+            ``forward(module, query, key, value, attention_mask, *, scaling, dropout, **kwargs)`` with query, key and
+            value of shape (batch, heads, length, head_dim); returns ``(output, None)`` with the output of shape
+            (batch, length, heads, head_dim). It may call transformers' ``_flash_attention_forward`` with
+            ``attn_implementation=name`` and gets this kernel on every release.
+        mask: replaces the library's mask function; called as those of transformers' ``ALL_MASK_ATTENTION_FUNCTIONS``.
+        override: allow a name that transformers owns, or that is registered already.
+        handles_context_parallel: your word that attention under this name is right under context parallelism, because
+            `forward`, or code around it, exchanges keys and values between the ranks; `kernel_compat.policy.resolve_preload` keeps such a name where it would
+            choose sdpa.
+        sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, True or None for the
+            default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
+            gathers the slices of a padding mask. One of your own must make masks of the full sequence.
+
+    Raises:
+        TypeError: `name` is not a string, `forward` or `mask` is not callable, `kernel` is no kernel, or
+            `sequence_parallel` no group that this rank is in.
+        ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name.
+    """
+    registry.register(
+        name,
+        kernel,
+        forward,
+        mask,
+        override=override,
+        handles_context_parallel=handles_context_parallel,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def unregister_attention(name: str) -> None:
+    """Forget a registered name, also in transformers.
+
+    Raises:
+        ValueError: the name is not registered, or the library's own.
+    """
+    registry.unregister(name)
+
+
+def registered_attention() -> dict[str, AttentionName]:
+    """The registered names in the order of registration; while installed, those of the library included."""
+    return registry.names()
+
+
+def resolve(name: object) -> AttentionName | None:
+    """The registered name that transformers means by `name` while the library is installed, or None.
+
+    For shims. ``paged|NAME``, transformers' form for continuous batching, means NAME.
+    """
+    return registry.resolve(name)
+
+
+def _check_unproven(value: str | None) -> None:
+    if value not in (None, *UNPROVEN):
+        raise ValueError(f"unproven must be one of {', '.join(UNPROVEN)}, not {value!r}")
+
+
+def _with_attention(found: report.Report) -> Report:
+    return Report(**vars(found), attention=publisher.states(), torch_flash_backend=torch_flash_backend())

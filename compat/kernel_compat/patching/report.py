@@ -1,0 +1,60 @@
+"""What an installation did, or would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..environment import Environment
+
+__all__ = ["Report", "ShimReport"]
+
+State = Literal["applied", "pending", "not needed", "skipped", "failed"]
+
+
+@dataclass(frozen=True)
+class ShimReport:
+    """The state of one shim.
+
+    Attributes:
+        name: of the shim, or of the entry point that could not be loaded.
+        state: ``applied``; ``pending`` (applies here, `install()` hasn't been called); ``not needed``;
+            ``skipped`` (by ``install(skip=...)``); ``failed`` (nothing of it is in place).
+        reason: why it exists where it is applied or pending, and why not where it isn't.
+        seams: the attributes that it replaces here, or would.
+        foreign: the seams that other code has overwritten since.
+    """
+
+    name: str
+    state: State
+    reason: str
+    seams: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of an installation.
+
+    Attributes:
+        environment: the environment that it was decided for.
+        installed: whether `install()` is in force.
+        shims: one entry a shim.
+        left_alone: after `uninstall()`, the values that other code has overwritten, which are still theirs.
+    """
+
+    environment: Environment
+    installed: bool
+    shims: tuple[ShimReport, ...]
+    left_alone: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return all(shim.state != "failed" for shim in self.shims)
+
+    def __getitem__(self, shim: str) -> ShimReport:
+        for entry in self.shims:
+            if entry.name == shim:
+                return entry
+        raise KeyError(shim)

@@ -1,0 +1,90 @@
+"""Shims: the replacements that one upstream release needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from ..environment import Environment
+from .seam import Seam
+
+__all__ = ["Shim", "discover"]
+
+ENTRY_POINT_GROUP = "kernel_compat.shims"
+
+
+@dataclass(frozen=True)
+class Shim:
+    """A version range, a reason, the seams that differ there and their replacements.
+
+    Ship one by naming it, or a tuple of them, in the entry-point group ``kernel_compat.shims``.
+
+    Attributes:
+        name: unique; the name that `install(skip=[...])` takes.
+        distribution: the distribution whose releases `versions` selects, e.g. ``"transformers"``.
+        versions: a PEP 440 specifier set.
+        reason: the fault of upstream without it, in a sentence.
+        seams: all attributes that it replaces.
+        replace: called with the originals by seam name once every seam is verified; returns the replacements
+            under the same names. It must change nothing itself: the installation does the swapping.
+        unneeded_because: returns why the shim has nothing to do in an environment its versions match, or None.
+        complete: does the rest, where replacing attributes is not enough: called once they are replaced, and returns the
+            function that undoes it, which is called before they are restored.
+    """
+
+    name: str
+    distribution: str
+    versions: str
+    reason: str
+    seams: tuple[Seam, ...]
+    replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    unneeded_because: Callable[[Environment], str | None] = lambda environment: None
+    complete: Callable[[], Callable[[], None]] = lambda: lambda: None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distribution", canonicalize_name(self.distribution))
+
+    def seams_for(self, version: str) -> tuple[Seam, ...]:
+        return tuple(seam for seam in self.seams if seam.applies_to(version))
+
+    def not_needed(self, environment: Environment) -> str | None:
+        """Why this shim doesn't apply to an environment, or None where it does."""
+        version = environment.packages.get(self.distribution)
+        if version is None:
+            return f"{self.distribution} is not installed"
+        if environment.version(self.distribution) is None:
+            return f"the version of {self.distribution} can't be read: {version!r}"
+        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+            return f"{self.distribution} {version} is not in {self.versions}"
+        return self.unneeded_because(environment)
+
+
+def discover(points: Iterable[EntryPoint] | None = None) -> tuple[list[Shim], dict[str, str]]:
+    """Load all shims of all installed distributions.
+
+    Args:
+        points: the entry points; None for those of the group ``kernel_compat.shims`` in this environment.
+
+    Returns:
+        The shims in a stable order, and the error by name of each entry point that could not be loaded.
+    """
+    if points is None:
+        points = entry_points(group=ENTRY_POINT_GROUP)
+    shims: dict[str, Shim] = {}
+    broken: dict[str, str] = {}
+    for point in sorted(points, key=lambda p: (p.name, p.value)):
+        try:
+            loaded = point.load()
+            for shim in (loaded,) if isinstance(loaded, Shim) else tuple(loaded):
+                if not isinstance(shim, Shim):
+                    raise TypeError(f"{point.value} holds {shim!r}, which is not a Shim")
+                if shims.setdefault(shim.name, shim) is not shim:
+                    raise ValueError(f"{point.value} defines a second shim named {shim.name!r}")
+        except Exception as error:  # another project's package; ours must go on
+            broken[point.name] = f"{type(error).__name__}: {error}"
+    return list(shims.values()), broken
