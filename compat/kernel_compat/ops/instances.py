@@ -13,6 +13,7 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 from ..errors import UnsupportedFeatureError
+from ..patching import swap
 from ..patching.wrapping import covered, put_beneath, slip_beneath
 
 #: On functions of ours: the ops that they are for, with the config's value.
@@ -20,13 +21,6 @@ MARK = "__kernel_compat_op__"
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _Missing:
-    """Nothing was there. A class, because `copy.deepcopy` leaves classes as they are."""
-
-
-_MISSING: Any = _Missing
 
 
 @dataclass(eq=False)
@@ -43,7 +37,7 @@ class Change:
     name: str
     value: Any
     _slot: str = ""
-    _before: Any = _MISSING
+    _before: Any = swap.ABSENT
     _after: Any = None
 
     def make(self) -> None:
@@ -52,26 +46,23 @@ class Change:
         self._after = MethodType(self.value, self.module) if isinstance(self.value, FunctionType) else self.value
         layer = covered(self.module) if self._slot == "forward" else None
         if layer is not None:
-            self._before = layer.inner if layer.in_instance else _MISSING
+            self._before = layer.inner if layer.in_instance else swap.ABSENT
             slip_beneath(self.module, self._after)
         else:
-            self._before = attributes.get(self._slot, _MISSING)
-            attributes[self._slot] = self._after
+            change = swap.Change(attributes, self._slot, self._after)
+            swap.make([change])
+            self._before = change.before
 
     def undo(self) -> bool:
-        """Put back what was there; False where something of somebody else's is there now, which stays."""
-        attributes = vars(self.module)
+        """Restore the value before ours; False where other code has overwritten ours, which stays theirs."""
         for name in dict.fromkeys((self._slot, "_old_forward" if self.name == "forward" else self._slot)):
-            if _same(attributes.get(name, _MISSING), self._after):
-                if self._before is not _MISSING:
-                    attributes[name] = self._before
-                elif name == self._slot:
-                    del attributes[name]
-                else:  # a hook was put over ours
-                    class_: Any = type(self.module)
-                    attributes[name] = MethodType(class_.forward, self.module)
+            before = self._before
+            if before is swap.ABSENT and name != self._slot:  # a hook was put over ours
+                class_: Any = type(self.module)
+                before = MethodType(class_.forward, self.module)
+            if not swap.undo([swap.Change(vars(self.module), name, self._after, before)]):
                 return True
-        before = None if self._before is _MISSING else self._before
+        before = None if self._before is swap.ABSENT else self._before
         return self.name == "forward" and put_beneath(self.module, self._after, before)
 
     @property
@@ -142,8 +133,3 @@ def ours(function: F, op: str, value: str) -> F:
     """Mark a function as put there by this library, for `op` besides what it is marked for."""
     setattr(function, MARK, {**getattr(function, MARK, {}), op: value})
     return function
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are one; each access to a method makes a new object of it."""
-    return one is other or (type(one) is type(other) is MethodType and one == other)

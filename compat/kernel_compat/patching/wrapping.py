@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .handle import Handle
+from .swap import ABSENT, swap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -208,9 +209,8 @@ def _place(module: nn.Module, layer: Layer, number: int, around: Around) -> None
     if _index_in_place(module) is None:
         method = _method(module, layer, len(state.layers))
         state.layers.append(layer)
-        attributes.pop("forward", None)
-        attributes[STATE] = state  # before the forward, as _unpickle needs it
-        attributes["forward"] = method
+        # The state comes before the forward, as _unpickle needs it.
+        swap([(attributes, "forward", ABSENT), (attributes, STATE, state), (attributes, "forward", method)])
     state.calls[number] = around
     state.settle()
 
@@ -225,12 +225,9 @@ def _take_back(modules: Sequence[nn.Module], number: int) -> None:
             while not state.calls and (index := _index_in_place(module)) is not None:
                 layer = state.layers[index]
                 del state.layers[index:]
-                if layer.in_instance:
-                    vars(module)["forward"] = layer.inner
-                else:
-                    del vars(module)["forward"]
+                swap([(vars(module), "forward", layer.inner if layer.in_instance else ABSENT)])
             if not state.layers:
-                del vars(module)[STATE]
+                swap([(vars(module), STATE, ABSENT)])
 
 
 def put_beneath(module: nn.Module, old: object, new: Callable[..., Any] | None) -> bool:
@@ -262,4 +259,4 @@ def _relay(module: nn.Module, index: int, layer: Layer) -> None:
     """Put one of our forwards over another layer."""
     vars(module)[STATE].layers[index] = layer
     if _index_in_place(module) == index:
-        vars(module)["forward"] = _method(module, layer, index)
+        swap([(vars(module), "forward", _method(module, layer, index))])
