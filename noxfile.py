@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import runpy
+from pathlib import Path
 
 import nox
 
@@ -13,32 +15,27 @@ nox.options.allow_parallel = True
 nox.options.error_on_missing_interpreters = True
 nox.options.tags = ["ci"]
 
-#: A release for each way transformers behaves. The next one is one more line. CI has the newest in `tests`.
-TRANSFORMERS = (
-    nox.param("4.54.1"),
-    nox.param("4.55.4"),
-    nox.param("4.56.2"),
-    nox.param("4.57.6", tags=["ci"]),
-    nox.param("5.0.0", tags=["ci"]),
-    nox.param("5.2.0"),
-    nox.param("5.3.0", tags=["ci"]),
-    nox.param("5.4.0", tags=["ci"]),
-    nox.param("5.9.0"),
-    nox.param("5.17.0"),
-    nox.param("5.19.0"),
-    nox.param("5.22.2"),
-    nox.param("5.23.0"),
-)
+#: The one list of upstream releases. It is run by its path, because nox has no kernel-compat installed.
+RELEASES = runpy.run_path(str(Path(__file__).parent / "compat" / "kernel_compat" / "releases.py"))
 
-#: Every minor release of torch that has varlen attention, with a transformers of each kind. CI has those before torch could
-#: be told of another backend and the first that could, and the newest in `tests`.
-TORCHES = [
-    nox.param(torch, transformers, tags=["ci"] if torch in ("2.10.0", "2.11.0") and transformers == "5.23.0" else [])
-    for torch in ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-    for transformers in ("4.57.6", "5.0.0", "5.4.0", "5.23.0")
+#: Releases of transformers for the session `versions`. In CI the session `tests` runs on the newest.
+TRANSFORMERS = [
+    nox.param(release, tags=["ci"] if tested == "ci" else [])
+    for release, tested in RELEASES["TRANSFORMERS"].items()
+    if tested
 ]
 
-#: One torch for all of them: uv links its files into each environment instead of copying them.
+NEWEST = list(RELEASES["TRANSFORMERS"])[-1]
+
+#: Releases of torch for the session `torches`, each with the releases of transformers in CI and the newest one.
+TORCHES = [
+    nox.param(torch, transformers, tags=["ci"] if tested == "ci" and transformers == NEWEST else [])
+    for torch, tested in RELEASES["TORCH"].items()
+    for transformers, in_ci in RELEASES["TRANSFORMERS"].items()
+    if in_ci == "ci" or transformers == NEWEST
+]
+
+#: The torch of `versions`: one for all sessions, because uv links its files into each environment instead of copying them.
 TORCH = "2.11.0"
 
 #: What depends on torch.

@@ -19,14 +19,15 @@ from packaging.version import Version
 from ..attention import registry as names
 from ..environment import Environment
 from ..errors import KernelCompatError, SeamError
+from ..releases import TRANSFORMERS, minors
 from .seam import Located, Shim, swap
 
 __all__ = ["Report", "ShimReport", "install", "installed", "status", "uninstall"]
 
 ENTRY_POINT_GROUP = "kernel_compat.shims"
 
-#: Releases of transformers the shims were written against and are tested on.
-TESTED_TRANSFORMERS = (Version("4.54"), Version("5.23"))
+#: The minor releases of transformers that the shims were written against and are tested on.
+TESTED_TRANSFORMERS = tuple(map(Version, minors(TRANSFORMERS)))
 
 State = Literal["applied", "pending", "not needed", "skipped", "failed"]
 
@@ -260,7 +261,7 @@ def _environment(shims: list[Shim]) -> Environment:
 
 def _warn_untested(environment: Environment) -> None:
     version = environment.version("transformers")
-    oldest, newest = TESTED_TRANSFORMERS
+    oldest, *_, newest = TESTED_TRANSFORMERS
     if version is None or _state.installed:
         return
     if version < oldest:
