@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import runpy
+from pathlib import Path
 
 import nox
 
@@ -13,32 +15,27 @@ nox.options.allow_parallel = True
 nox.options.error_on_missing_interpreters = True
 nox.options.tags = ["ci"]
 
-#: A release for each way transformers behaves. The next one is one more line. CI has the newest in `tests`.
-TRANSFORMERS = (
-    nox.param("4.54.1"),
-    nox.param("4.55.4"),
-    nox.param("4.56.2"),
-    nox.param("4.57.6", tags=["ci"]),
-    nox.param("5.0.0", tags=["ci"]),
-    nox.param("5.2.0"),
-    nox.param("5.3.0", tags=["ci"]),
-    nox.param("5.4.0", tags=["ci"]),
-    nox.param("5.9.0"),
-    nox.param("5.17.0"),
-    nox.param("5.19.0"),
-    nox.param("5.22.2"),
-    nox.param("5.23.0"),
-)
+#: The one list of upstream releases. It is run by its path, because nox has no kernel-compat installed.
+RELEASES = runpy.run_path(str(Path(__file__).parent / "compat" / "kernel_compat" / "releases.py"))
 
-#: Every minor release of torch that has varlen attention, with a transformers of each kind. CI has those before torch could
-#: be told of another backend and the first that could, and the newest in `tests`.
-TORCHES = [
-    nox.param(torch, transformers, tags=["ci"] if torch in ("2.10.0", "2.11.0") and transformers == "5.23.0" else [])
-    for torch in ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-    for transformers in ("4.57.6", "5.0.0", "5.4.0", "5.23.0")
+#: Releases of transformers for the session `versions`. In CI the session `tests` runs on the newest.
+TRANSFORMERS = [
+    nox.param(release, tags=["ci"] if tested == "ci" else [])
+    for release, tested in RELEASES["TRANSFORMERS"].items()
+    if tested
 ]
 
-#: One torch for all of them: uv links its files into each environment instead of copying them.
+NEWEST = list(RELEASES["TRANSFORMERS"])[-1]
+
+#: Releases of torch for the session `torches`, each with the releases of transformers in CI and the newest one.
+TORCHES = [
+    nox.param(torch, transformers, tags=["ci"] if tested == "ci" and transformers == NEWEST else [])
+    for torch, tested in RELEASES["TORCH"].items()
+    for transformers, in_ci in RELEASES["TRANSFORMERS"].items()
+    if in_ci == "ci" or transformers == NEWEST
+]
+
+#: The torch of `versions`: one for all sessions, because uv links its files into each environment instead of copying them.
 TORCH = "2.11.0"
 
 #: What depends on torch.
@@ -48,6 +45,28 @@ ON_TORCH = (
     "tests/integration/test_flash_attention_torch.py",
 )
 
+#: What tells one release of transformers from the next; `nightly` runs everything on each.
+ON_TRANSFORMERS = (
+    "tests/integration/test_architectures.py",
+    "tests/integration/test_boundaries.py",
+    "tests/integration/test_decoders.py",
+    "tests/integration/test_legacy_flag.py",
+    "tests/integration/test_loading.py",
+    "tests/integration/test_own_forward.py",
+    "tests/integration/test_upstream_failures.py",
+)
+
+#: The Pythons that are supported, with the newest releases each of them takes; the lowest versions of everything that the
+#: project depends on itself; and every release of transformers that `versions` has.
+NIGHTLY = [
+    *(nox.param(python, "newest") for python in ("3.10", "3.11", "3.12", "3.13")),
+    nox.param("3.10", "lowest"),
+    *(nox.param("3.11", release) for release, tested in RELEASES["TRANSFORMERS"].items() if tested),
+]
+
+#: What the tests of the library and of the matrix need.
+GROUPS = ("--group", "test", "--group", "matrix")
+
 #: The models are tiny, so that a second thread costs more than it brings; no test may ask the hub for anything; and where Python
 #: is told not to keep what it compiles, each of the many processes would compile torch and transformers for 10 s.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -55,11 +74,13 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBY
 
 @nox.session(tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """Formatting and lint rules, and the form of the workflows."""
-    session.install("--group", "lint", "check-jsonschema>=0.33")
+    """Formatting, lint rules, the arrows between the rooms, and the form of the workflows."""
+    session.install("--group", "lint")
     session.run("ruff", "format", "--check")
     session.run("ruff", "check")
-    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", ".github/workflows/matrix.yml")
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": "compat:shims:matrix"})
+    workflows = map(str, sorted(Path(".github/workflows").glob("*.yml")))
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
 
 
 @nox.session(tags=["ci"])
@@ -112,9 +133,9 @@ def gpu_matrix(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("transformers", TRANSFORMERS)
 def versions(session: nox.Session, transformers: str) -> None:
-    """Integration tests on one release of transformers. Arguments after -- go to pytest."""
+    """The tests that tell one release of transformers from the next. Arguments after -- go to pytest."""
     session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
-    session.run("pytest", "tests/integration", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *ON_TRANSFORMERS, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -123,6 +144,33 @@ def torches(session: nox.Session, torch: str, transformers: str) -> None:
     """What depends on torch, `flash_attention_torch` above all, on one release of it. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu]", *_pins(transformers, torch), "--group", "test")
     session.run("pytest", *ON_TORCH, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+@nox.parametrize("python, transformers", NIGHTLY)
+def nightly(session: nox.Session, transformers: str) -> None:
+    """All tests, slow ones included, on one Python and one release of transformers. Arguments after -- go to pytest."""
+    suites = ["tests/unit", "tests/integration"]
+    if transformers == "lowest":
+        session.install("--resolution", "lowest-direct", "--editable", ".[gpu,transformers4]", "--group", "test")
+    elif transformers == "newest":
+        session.install("--editable", ".[gpu,transformers5-exp]", "--editable", "matrix[postgres,service,tox]", *GROUPS)
+        suites.append("tests/matrix")
+    else:
+        session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
+    session.run(
+        "pytest", "-n", "2", "-m", "", *suites, *session.posargs, env={**ENVIRONMENT, "HYPOTHESIS_PROFILE": "nightly"}
+    )
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Line coverage of the library and its shims by all tests on the newest releases; fails below the floor in pyproject.toml."""
+    session.install("--editable", ".[gpu,transformers5-exp]", "--group", "test", "--group", "coverage")
+    arguments = ["--cov", "--cov-report", "term:skip-covered", "--cov-report", "xml"]
+    session.run(
+        "pytest", "-n", "2", "-m", "", "tests/unit", "tests/integration", *arguments, *session.posargs, env=ENVIRONMENT
+    )
 
 
 def _on(device: str, arguments: list[str]) -> list[str]:

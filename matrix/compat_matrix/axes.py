@@ -13,7 +13,17 @@ from typing import Annotated, Any, Literal
 import packaging.requirements
 import tomli
 from allpairspy import AllPairs
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from kernel_compat import releases
 
 from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
 from .errors import MatrixError
@@ -53,6 +63,11 @@ def _distinct(values: list[str]) -> list[str]:
     return values
 
 
+def _supported(listed: dict[str, str]) -> BeforeValidator:
+    """``"supported"`` stands for the minor releases that kernel-compat supports."""
+    return BeforeValidator(lambda value: releases.minors(listed) if value == "supported" else value)
+
+
 def _requirement(text: str) -> str:
     try:
         packaging.requirements.Requirement(text)
@@ -82,11 +97,14 @@ class _Table(BaseModel):
 
 
 class Values(_Table):
-    """The values of each axis, in the order in which they are run and shown."""
+    """The values of each axis, in the order in which they are run and shown.
+
+    ``transformers = "supported"`` and ``torch = "supported"`` are the lists of `kernel_compat.releases`.
+    """
 
     python: Releases
-    transformers: Releases
-    torch: Releases
+    transformers: Annotated[Releases, _supported(releases.TRANSFORMERS)]
+    torch: Annotated[Releases, _supported(releases.TORCH)]
     flash_attention: Annotated[
         list[Literal["none", "fa2", "fa3", "fa4", "torch"]], Field(min_length=1), AfterValidator(_distinct)
     ] = ["none"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from compat_matrix.axes import OWN, Axes, load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.service import watch
+from kernel_compat import releases
 
 GOOD = """\
 version = 1
@@ -202,16 +204,25 @@ def test_a_cell_runs_the_first_tests_that_fit(axes: Axes) -> None:
         axes.tests_of(cpu, "full")
 
 
+def test_supported_stands_for_the_releases_of_the_library(tmp_path: Path) -> None:
+    text = GOOD.replace('torch = ["2.10", "2.11"]', 'torch = "supported"')
+    axes = load(written(tmp_path, text))
+    assert axes.axes.torch == releases.minors(releases.TORCH)
+    assert axes.axes.transformers == ["4.57", "5.20", "5.21"]
+
+
 def test_the_committed_file_is_right() -> None:
     axes = load(OWN)
-    assert len([cell for cell in axes.cells if cell.device == "cpu" and cell.python == "3.12"]) == 28 * 6
+    supported = product(releases.minors(releases.TRANSFORMERS), releases.minors(releases.TORCH))
+    cells = [cell for cell in axes.cells if cell.device == "cpu" and cell.python == "3.12"]
+    assert [(cell.transformers, cell.torch) for cell in cells] == list(supported)
     for suite in {tests.suite for tests in axes.tests}:
         here = [cell for cell in axes.cells if suite not in ("torch", "prove") or cell.device == "cpu"]
         assert all(axes.tests_of(cell, suite) for cell in here)
     # The day a release comes out, each of its types is proven in one cell.
-    new = {"transformers": [Version("5.24.0")]}
+    new = {"transformers": [Version("5.99.0")]}
     extended, touches = watch.touched(axes, new, print)
     suites = watch.suites(extended, [cell for cell in extended.cells if touches(cell)], new)
     assert {suite: [cell.name for cell in cells] for suite, cells in suites.items()} == {
-        "prove": ["py313-tf5.24.0-torch2.15"]
+        "prove": [f"py313-tf5.99.0-torch{axes.axes.torch[-1]}"]
     }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kernel_compat
-from kernel_compat import Environment, Seam, Shim
+from kernel_compat import Environment, Seam, Shim, releases
 from kernel_compat.attention import defaults
 from kernel_compat.attention.publisher import Publisher
 from kernel_compat.attention.registry import AttentionRegistry
@@ -746,14 +746,17 @@ def test_with_blocks_in_threads(world: World) -> None:
 # transformers, by its version alone
 
 
+OLDEST, *_, NEWEST = releases.minors(releases.TRANSFORMERS)
+
+
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ("4.53.0", "older than 4.54"),
-        ("4.54.0", None),
-        ("5.23.7", None),
-        ("5.24.0", "newer than 5.23"),
-        ("6.0.0.dev0", "newer than 5.23"),
+        ("4.53.0", f"older than {OLDEST}"),
+        (f"{OLDEST}.0", None),
+        (f"{NEWEST}.7", None),
+        ("5.99.0", f"newer than {NEWEST}"),
+        ("6.0.0.dev0", f"newer than {NEWEST}"),
     ],
 )
 def test_an_untested_transformers_warns(

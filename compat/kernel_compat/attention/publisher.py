@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from ..environment import Environment
+from ..releases import TRANSFORMERS, minors
 from .registry import AttentionRegistry
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["TESTED_TRANSFORMERS", "Publisher"]
 
 #: The oldest and the newest release of transformers that the shims were tested on.
-TESTED_TRANSFORMERS = (Version("4.54"), Version("5.23"))
+TESTED_TRANSFORMERS = tuple(map(Version, minors(TRANSFORMERS)))
 
 
 class Publisher:
@@ -41,7 +42,7 @@ class Publisher:
     def prepare(self, environment: Environment) -> None:
         """Warn where transformers is of a release that the shims weren't tested on."""
         version = environment.version("transformers")
-        oldest, newest = TESTED_TRANSFORMERS
+        oldest, *_, newest = TESTED_TRANSFORMERS
         if version is None or self._active:
             return
         # 4: the caller of kernel_compat.install
