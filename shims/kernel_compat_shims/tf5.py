@@ -160,7 +160,7 @@ SHIMS = (
             "_flash_attention_forward without a name, or without having imported it"
         ),
         upstream="huggingface/transformers#43030; in remote code on every release",
-        delete_when="models with attention classes of their own are refused",
+        delete_when="no supported model, remote code included, has attention classes of its own",
         seams=(),
         replace=lambda originals: {},
         complete=own_attention.activate,
