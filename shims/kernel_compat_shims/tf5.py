@@ -109,7 +109,7 @@ SHIMS = (
             "and passes FlashAttention-4 the maximum length as a tensor, which raises"
         ),
         upstream="huggingface/transformers#41427, huggingface/transformers#42736, huggingface/transformers#48353",
-        delete_when="the oldest supported transformers calls the functions of a registered name and refuses what they lack",
+        delete_when="the oldest supported transformers calls the functions of a registered name and refuses arguments that they lack",
         seams=(Seam(f"{_UTILS}:_flash_attention_forward", FORWARD_PARAMETERS),),
         replace=_replace_forward,
     ),
