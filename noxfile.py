@@ -92,8 +92,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def docs(session: nox.Session) -> None:
-    """The documentation as pages, the reference from the docstrings; a link that leads nowhere is an error."""
+    """The documentation as pages; a link that leads nowhere, or a generated part that is out of date, is an error."""
     session.install("--editable", ".", "--group", "docs")
+    session.run("python", "docs/generate.py", "--check")
     session.run("mkdocs", "build", "--strict", "--site-dir", f"{session.create_tmp()}/site", *session.posargs)
 
 

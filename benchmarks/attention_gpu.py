@@ -1,14 +1,14 @@
-"""torch's varlen attention against FlashAttention's own packages, called directly and through a Llama of 1B shape.
+"""Compare torch's varlen attention with FlashAttention's own packages, called directly and through a Llama of 1B shape.
 
-Run by hand on a GPU: python benchmarks/attention_gpu.py --out DIR. Writes results.json, attention_gpu.md and, where
-matplotlib is there, attention_gpu.svg. The last two can be made again from the first on any machine:
+Run by hand on a GPU: python benchmarks/attention_gpu.py --out DIR. Writes results.json, attention_gpu.md and, if matplotlib is
+installed, attention_gpu.svg. The last two can be written again from results.json on any machine:
 
     uv run --no-project --with matplotlib benchmarks/attention_gpu.py --from DIR/results.json --out DIR
 
-bfloat16, causal. The candidates of a table take turns, round by round, so that a drifting clock hits them alike; times are medians
-over the rounds, ratios medians of each round's. Kernels are held against float64 before they are timed, models against
-the first that runs. A kernel's time is the device's alone: its calls are queued while the device is kept waiting; what the
-host needs is a table of its own. --tiny runs everything small on the CPU, with the reference kernel, to try the script.
+bfloat16, causal. The candidates of a table take turns, round by round, so that a drifting clock affects all of them; times are
+medians over the rounds, ratios are medians of the ratios of each round. Before timing, kernels are compared with float64 and models
+with the first model that runs. A kernel's time is device time: its calls are queued while the device is kept busy; host time has a
+table of its own. --tiny runs small problems on the CPU with the reference kernel, to test the script.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ CASES = ([4096] * 4, [16384], [512] * 8)
 PADDED, PACKED = [4096, 3584, 2560, 2048], [4096, 3072, 2048, 1024, 5120, 1024]
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}
 TINY = {"hidden_size": 512, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}
-#: By name: where it runs (see `situated`), the module of its flash_attn_varlen_func (or ":" and a kernel of ours), its modes.
+#: By name: the situation (see `situated`), the module of flash_attn_varlen_func (or ":" and a kernel's name), the modes.
 KERNELS = {
     "torch varlen": ("installed", "torch", MODES),
     "flash_attention_torch": ("installed", ":flash_attention_torch", MODES),
-    "torch varlen, again": ("installed", "torch", MODES),  # how far two measurements of the same are apart
+    "torch varlen, again": ("installed", "torch", MODES),  # the difference of two equal measurements
     "FA2": ("installed", "flash_attn", MODES),
     "FA3 forward": ("installed", "fa3_fwd_interface", (FORWARD,)),
     "FA4": ("installed", "flash_attn.cute", MODES),
     "torch varlen, FA4 active": ("FA4", "torch", MODES),
     "flash_attention_torch, FA4 active": ("FA4", ":flash_attention_torch", MODES),
 }
-#: By name: where it runs, and the kernel to register for it; None for transformers' own flash_attention_2.
+#: By name: the situation, and the kernel to register; None for transformers' own flash_attention_2.
 MODELS = {
     "transformers' own flash_attention_2": ("upstream", None),
     "flash_attention_2": ("installed", "flash_attention_2"),
@@ -66,7 +66,7 @@ MODELS = {
     "flash_attention_torch, FA4 active": ("FA4", "flash_attention_torch"),
     "flash_attention_4": ("installed", "flash_attention_4"),
 }
-#: The speed of the first is at least so many times that of the second.
+#: (candidate, base, lowest accepted ratio of their speeds).
 TARGETS = (("flash_attention_torch", "torch varlen", 0.99), ("torch varlen, FA4 active", "FA4", 0.95))
 TITLES = {
     "kernels": "Kernels: ms / TFLOP/s / speed over torch varlen",
@@ -77,7 +77,7 @@ TITLES = {
 
 @dataclass
 class Cell:
-    """One number of a table: a candidate on one input in one mode, and its samples or why there are none."""
+    """One number of a table: a candidate on one input in one mode, and its samples or the reason why there are none."""
 
     case: str
     mode: str
@@ -111,9 +111,9 @@ def situated(situation: str) -> Iterator[None]:
 
 
 def measure(cells: list[Cell], sample: Callable[[Cell], float], rounds: int, deadline: float) -> None:
-    """Fill in the samples. The first round is thrown away; past the deadline three are enough.
+    """Fill in the samples. The first round is discarded; past the deadline three rounds are enough.
 
-    Each round has an order of its own: how warm a candidate finds the device depends on the one before it.
+    The order is random in each round, because the temperature of the device depends on the candidate before.
     """
     orders = random.Random(0)
     for number in range(rounds + 1):
@@ -131,7 +131,7 @@ def measure(cells: list[Cell], sample: Callable[[Cell], float], rounds: int, dea
 
 
 def host_ms(cell: Cell) -> float:
-    """The host's time for a call that gives the device next to nothing to do; on the CPU simply the time."""
+    """Host time of a call with almost no work for the device, in ms; on the CPU the time of the call."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     cell.run()
     synchronize()
@@ -143,17 +143,17 @@ def host_ms(cell: Cell) -> float:
 
 
 def running_ms(cell: Cell) -> float:
-    """The device's time for a call among others, as in a training loop: it has work as the clock starts, and may run out of it."""
+    """Device time of a call among others, in ms, as in a training loop: the device is busy at the start and may become idle."""
     for _ in range(2):
         cell.run()
     return _timed(cell)[0]
 
 
 def device_ms(cell: Cell) -> float:
-    """The device's time for a call, all calls being queued before the first one starts.
+    """Device time of a call in ms; all calls are queued before the first one starts.
 
-    As many calls go before that aren't timed: the clocks and the temperature are those that the candidate itself makes,
-    and not those of the one before it.
+    The same number of untimed calls comes first, so that the candidate itself and not the one before it determines the device's clocks
+    and temperature.
     """
     cell.run()
     for head_start in (4, 16, 64):
@@ -164,7 +164,7 @@ def device_ms(cell: Cell) -> float:
         ms, overtaken = _timed(cell)
         if not overtaken:
             return ms
-    cell.facts["remark"] = "it waits for the device: the host's time is in its time"
+    cell.facts["remark"] = "the call waits for the device, so its time includes the host's"
     return ms
 
 
@@ -199,7 +199,7 @@ def kernel(source: str) -> Callable[..., Any]:
 
 
 class Inputs:
-    """Random inputs, and in float64 what the last queries of each sequence give: their output, and gradients through it."""
+    """Random inputs, and in float64 the outputs of the last queries of each sequence and the gradients through them."""
 
     def __init__(self, lengths: list[int], device: str) -> None:
         tail, total = min(64, *lengths), sum(lengths)
@@ -222,27 +222,27 @@ class Inputs:
         return torch.autograd.grad(call(*self.leaves, *self.lengths), self.leaves, gradient)
 
     def error(self, call: Callable[..., Any], mode: str) -> float:
-        """How far a kernel's output, or the worst of its gradients, is from float64.
+        """The relative error of a kernel's output, or the largest one of its gradients, against float64.
 
         Raises:
-            ArithmeticError: farther than rounding explains, or not all of it numbers.
+            ArithmeticError: it is larger than rounding explains, or some values are not finite.
         """
         poison = [torch.full_like(x, math.nan) for x in self.plain * 2]
-        del poison  # what the allocator hands out next holds it
+        del poison  # the next allocations contain NaN
         found = self.run(call, mode, torch.zeros_like(self.gradient).index_copy(0, self.last, self.gradient[self.last]))
         numbers = all(bool(x.isfinite().all()) for x in found)
         if mode == FORWARD:
             found = (found[0][self.last],)
         errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, self.expected[mode], strict=True)]
-        # bfloat16 rounds by 2^-8: the weights and the output; for gradients, the weights' own and the result besides.
+        # bfloat16 rounds by 2^-8: the weights and the output; in a backward also the weights' gradient and the result.
         allowed = (2 if mode == FORWARD else 4) * 2**-8
         if not numbers or max(errors) > allowed:
-            raise ArithmeticError(f"wrong: off by {errors}, where rounding explains {allowed}; all numbers: {numbers}")
+            raise ArithmeticError(f"wrong: errors {errors}, rounding explains {allowed}; all finite: {numbers}")
         return max(errors)
 
 
 def flops(lengths: list[int], mode: str) -> float:
-    """Half of the products of all queries and keys, as FlashAttention counts; a backward is two and a half forwards."""
+    """Operations as FlashAttention counts them: half of all pairs of queries and keys; a backward is 2.5 forwards."""
     return 4 * HEADS * HEAD_DIM * sum(n * n / 2 for n in lengths) * (1 if mode == FORWARD else 3.5)
 
 
@@ -261,8 +261,8 @@ def kernel_cells(case: str, lengths: list[int], device: str, calls: int | None) 
 
 
 def batches(padded: list[int], packed: list[int], vocabulary: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Each makes its mask or lengths anew: what was read off a tensor is remembered as long as it lives."""
-    # On the left, where what a dropped mask lets through changes the tokens behind it.
+    """Each call makes new tensors for mask and lengths, because lengths read from a tensor are kept as long as it lives."""
+    # Padding on the left: there a dropped mask changes the tokens after it.
     mask = (max(padded) - torch.arange(max(padded)) <= torch.tensor(padded)[:, None]).long().to(device)
     ids, row = (torch.randint(vocabulary, shape, device=device) for shape in (mask.shape, (1, sum(packed))))
     positions = torch.cat([torch.arange(n) for n in packed])[None].to(device)
@@ -367,7 +367,7 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         (out / "results.json").write_text(json.dumps(results))
         print(f"{part}, {cells[0].case} ...: {time.monotonic() - begun:.0f} s", flush=True)
 
-    with kernel_compat.installed():  # so that the blocks within cost little
+    with kernel_compat.installed():  # makes the nested blocks cheap
         for whole in CASES if "kernels" in args.parts else ():
             lengths = [n // shrink for n in whole]
             case = f"{len(lengths)} x {lengths[0]}"
@@ -383,7 +383,7 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 class Results:
-    """What was measured, by part, case, mode and name. Needs no torch."""
+    """The measurements by part, case, mode and name. Needs no torch."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.environment, self.lengths = results["environment"], results["lengths"]
@@ -437,7 +437,7 @@ class Results:
             yield judged(f"position_ids over cu_seq_lens, {name}, {mode}", packed, given, 0.98, count)
 
     def markdown(self, plotted: bool) -> str:
-        """All tables, to be included in a page."""
+        """All tables as Markdown."""
 
         def table(title: str, head: list[str], rows: Iterable[list[str]]) -> str:
             lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
@@ -486,7 +486,7 @@ class Results:
 
 
 def plotter(path: Path) -> Any:
-    """matplotlib's pyplot, drawing the same file for the same numbers; None where it isn't installed."""
+    """matplotlib's pyplot, set up to write the same file for the same numbers; None if it isn't installed."""
     try:
         import matplotlib
     except ImportError:
@@ -500,14 +500,14 @@ def plotter(path: Path) -> Any:
 
 
 def options(text: str | None, source: str, parts: Sequence[str], seconds: float) -> argparse.ArgumentParser:
-    """What the benchmarks on a GPU take: `source` is the file that they write what they measured to."""
+    """The options of the GPU benchmarks; `source` names the file of measurements."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR")
-    parser.add_argument("--from", type=Path, dest="source", metavar=source, help="measure nothing")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument(
-        "--seconds", type=float, default=seconds, help="after these no round is begun but the first three"
+        "--from", type=Path, dest="source", metavar=source, help="read measurements instead of measuring"
     )
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--seconds", type=float, default=seconds, help="after so many start no round beyond the third")
     parser.add_argument("--tiny", action="store_true", help="on the CPU")
     return parser
 
@@ -519,7 +519,7 @@ def command(
     kind: Callable[[dict[str, Any]], Any],
     name: str,
 ) -> None:
-    """Measure, or read what was measured, and write the tables and the plot."""
+    """Measure, or read measurements, and write the tables and the plot."""
     args = parser.parse_args(argv)
     if not (args.source or args.tiny or torch.cuda.is_available()):
         parser.error("no CUDA device is visible; --tiny tries the script without one")
@@ -532,7 +532,7 @@ def command(
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__, "results.json", list(TITLES), 180)
-    parser.add_argument("--rounds", type=int, default=20, help="of kernels; half as many of models")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of kernels; models get half as many")
     command(parser, argv, run, Results, "attention_gpu")
 
 

@@ -1,8 +1,8 @@
-"""What a cell of the matrix costs, beside the same tests in a plain nox session with a virtualenv of its own.
+"""Compare the time of a cell of the matrix with the same tests in a plain nox session with a virtualenv of its own.
 
 Run by hand: python benchmarks/matrix_cells.py [CELL ...]. It needs the package index, 10 GB of disk in the temporary folder for
-one virtualenv at a time and the matrix' environments, and half an hour. What is downloaded is in pip's and uv's caches before
-anything is timed. A plain session is nox as it comes: virtualenv, pip, `pytest` on the tests that the cell runs, one after the other.
+one virtualenv at a time and the matrix' environments, and half an hour. All downloads are in pip's and uv's caches before the
+timing starts. Plain sessions use nox's defaults (virtualenv, pip), run `pytest` on the cell's tests, and run one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cell(session):
 
 
 def run(command: Sequence[str], folder: Path, **environment: str) -> float:
-    """Seconds that a command takes; its output on standard error where it fails."""
+    """The seconds that a command takes; prints its output to standard error if it fails."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began = time.monotonic()
     done = subprocess.run(

@@ -1,8 +1,8 @@
-"""How long the matrix' store takes to write, show and compare, and how large it gets.
+"""Measure how long the matrix' store takes to write, show and compare runs, and its size.
 
-Run by hand: python benchmarks/matrix_store.py. It needs no torch, 2 GB of disk in the temporary folder, and some minutes, most of
-which go into making the stores. Times are of the whole command but for Python's start and imports, medians of 3; that of the CPU
-is what other work on the machine disturbs least.
+Run by hand: python benchmarks/matrix_store.py. It needs no torch, 2 GB of disk in the temporary folder and some minutes, most of
+them to fill the stores. Times are medians of 3 of the whole command without Python's start and imports; CPU time depends least on other
+work of the machine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def fill(store: Store, planned: Sequence[Cell], tests: int, seed: int) -> float:
 
 
 def copy_runs(path: Path, times: int) -> None:
-    """Copy the newest two runs of a store, within it: quicker than to store as many."""
+    """Copy the newest two runs of a store within it, which is faster than storing new ones."""
     with sqlite3.connect(path) as connection:
         ids = [key for (key,) in connection.execute("SELECT id FROM run ORDER BY id DESC LIMIT 2")]
         (results,) = connection.execute("SELECT max(id) FROM result").fetchone()
@@ -109,7 +109,7 @@ def copy_runs(path: Path, times: int) -> None:
 
 
 def spread_run(path: Path, planned: Sequence[Cell], tests: int) -> None:
-    """A run of many cells whose results are copies of those of the first twenty."""
+    """A run of many cells whose results are copies of the results of the first twenty."""
     with Store.open(str(path)) as store:
         fill(store, planned[:20], tests, 0)
         template = store.runs()[0].id

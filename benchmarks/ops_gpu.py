@@ -1,13 +1,13 @@
-"""The kernels of kernel selection against eager code and against their libraries called directly, and a training step with them.
+"""Compare the kernels of kernel selection with eager code and with their libraries called directly; time a training step.
 
 Run by hand on a GPU, with liger-kernel, flash-linear-attention and quack-kernels installed: python benchmarks/ops_gpu.py --out DIR.
-Writes ops.json, ops_gpu.md and, where matplotlib is there, ops_gpu.svg. The last two can be made again from the first:
+Writes ops.json, ops_gpu.md and, if matplotlib is installed, ops_gpu.svg. The last two can be written again from ops.json:
 
     uv run --no-project --with matplotlib benchmarks/ops_gpu.py --from DIR/ops.json --out DIR
 
-bfloat16. The candidates of a case take turns, round by round; times are medians over the rounds, speeds medians of each round's.
-Every candidate is held against the first of its case before it is timed. Memory is the highest that was allocated in one call, above
-what was before it. --tiny runs everything small on the CPU with chunk_loss, to try the script.
+bfloat16. The candidates of a case take turns, round by round; times are medians over the rounds, speeds are medians of the ratios of
+each round. Before timing, every candidate is compared with the first of its case. Memory is the peak of one call above the memory
+allocated before it. --tiny runs small problems on the CPU with chunk_loss, to test the script.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ PARTS = ("kernels", "loss", "step")
 LIGER = {
     f"{op}_implementation": "liger_kernel" for op in ("cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb")
 }
-#: What a speed, or how many times less memory, is to be at least: by part, candidate and base. None: two of
-#: the same, to show how far they are apart.
+#: (part, candidate, base, quantity, lowest accepted ratio); None for two equal candidates, whose difference is the noise.
 TARGETS = (
     ("kernels", "liger_kernel", "liger-kernel, directly", "speed", 0.98),
     ("kernels", "fla", "flash-linear-attention, directly", "speed", 0.98),
@@ -73,7 +72,7 @@ TARGETS = (
     ("step", "liger_kernel", "liger-kernel's own patching", MEMORY, 1 / 1.02),
 )
 
-#: A candidate: what it computes from its leaves, and the leaves besides the case's inputs that it has gradients for.
+#: A function or module that computes a case from its inputs.
 Candidate = Callable[..., Any]
 
 
@@ -83,7 +82,7 @@ def randn(*shape: int, scale: float = 1.0, grad: bool = True) -> Any:
 
 
 def chosen(module: Any, **values: str) -> Any:
-    """The module with kernels bound to it."""
+    """Apply kernels to a module; returns the module."""
     ops.apply_ops(module, ops.OpsConfig(**{f"{op}_implementation": value for op, value in values.items()}))
     return module
 
@@ -98,7 +97,7 @@ def modeling(name: str) -> Any:
 
 
 def made(build: Callable[[], Any]) -> Any:
-    """A module, the same at every call, on the device."""
+    """Build a module on the device, with the same weights at every call."""
     torch.manual_seed(0)
     return build().to("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
 
@@ -108,7 +107,7 @@ if "torch" in globals():
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     class Rotating(torch.nn.Module):
-        """What an attention layer does around its rotation."""
+        """The rotation of an attention layer with the code before and after it."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -122,11 +121,11 @@ if "torch" in globals():
             return torch.cat([query.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2)], -1)
 
 
-# Cases: the inputs, and by name a function that gives the candidate. One that can't be had says why.
+# Cases: the inputs, and by name a function that returns the candidate or raises the reason why there is none.
 
 
 def rms_norm(hidden: int, tokens: int) -> tuple[list[Any], dict[str, Callable[[], Candidate]]]:
-    """Its gradient comes from another function, and nobody else has it: Liger writes into it."""
+    """The output's gradient comes from another function and has no other user, so that Liger may write into it."""
 
     def build() -> Any:
         module = made(lambda: modeling("llama").LlamaRMSNorm(hidden, 1e-6))
@@ -155,7 +154,7 @@ def rms_norm(hidden: int, tokens: int) -> tuple[list[Any], dict[str, Callable[[]
 
 
 def rotary(tokens: int) -> tuple[list[Any], dict[str, Callable[[], Candidate]]]:
-    """Of what projections give, and nobody else has: Liger writes into it."""
+    """The inputs are outputs of projections without other users, so that Liger may write into them."""
     heads, groups, width = HEADS.values()
     query, key = randn(1, tokens, heads * width), randn(1, tokens, groups * width)
     angles = torch.outer(torch.arange(tokens), 1e4 ** -(torch.arange(0, width, 2) / width)).to(query.device)
@@ -223,7 +222,7 @@ def balancing(layers: int, experts: int, top_k: int, tokens: int) -> tuple[list[
     def of(function: Candidate) -> Candidate:
         return lambda *logits: function(logits, experts, top_k)
 
-    # In half precision upstream's gradient is mostly rounding, and nothing to compare with.
+    # In half precision upstream's gradient is mostly rounding error, and useless as a reference.
     logits = [randn(tokens, experts, grad=False).float().requires_grad_() for _ in range(layers)]
     return logits, {
         EAGER: lambda: of(upstream),
@@ -284,7 +283,7 @@ def cases(tiny: bool) -> Iterator[tuple[str, tuple[list[Any], dict[str, Callable
 
 
 def parameters(candidate: Any) -> list[Any]:
-    """Of a candidate that is a module, or has one in its closure."""
+    """The parameters of a candidate that is a module or has one in its closure."""
     modules = [candidate, *(cell.cell_contents for cell in getattr(candidate, "__closure__", None) or ())]
     found = [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters()]
     return list(dict.fromkeys(found))
@@ -304,7 +303,7 @@ def distance(found: Iterable[Any], expected: Iterable[Any]) -> float:
 
 
 def memory_of(call: Callable[[], Any]) -> int:
-    """Bytes above what was allocated before, at the worst moment of a second call."""
+    """Peak memory of a second call in bytes, above the memory allocated before it."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -330,7 +329,7 @@ def kernel_cells(case: str, inputs: list[Any], candidates: dict[str, Callable[[]
                     found = [x.detach() for x in cell.run()]
                     reference = expected.setdefault(cell.mode, found)
                     cell.facts["distance"] = distance(found, reference)
-                    if not cell.facts["distance"] < 0.05:  # bfloat16 rounds by 0.004, a formula is off by more
+                    if not cell.facts["distance"] < 0.05:  # bfloat16 rounds by 0.004; a wrong formula differs by more
                         raise ArithmeticError(f"wrong: {cell.facts['distance']:.2g} away from {EAGER}")
                     del found, reference
     for cell in cells:
@@ -349,7 +348,7 @@ def calls_for(cell: Cell) -> int:
     return max(2, min(50, round(0.02 / (time.perf_counter() - start))))
 
 
-# The loss alone, and a training step: of whole models.
+# The loss alone and a training step, both of whole models.
 
 
 def llama(**values: Any) -> Any:
@@ -367,7 +366,7 @@ def llama(**values: Any) -> Any:
 
 
 def models(whole: bool, tiny: bool) -> dict[str, Callable[[], tuple[Any, Callable[[], Any]]]]:
-    """By name, what makes a model, and the context of its calls."""
+    """By name, a function that returns a model and the context manager of its calls."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096} if tiny else {}
     layers = {} if whole and not tiny else {"num_hidden_layers": 2 if whole else 0}
 
@@ -384,10 +383,10 @@ def models(whole: bool, tiny: bool) -> dict[str, Callable[[], tuple[Any, Callabl
         before = dict(vars(module))
         parts = dict.fromkeys(("rope", "rms_norm", "swiglu"), whole)
         apply_liger_kernel_to_llama(model=model, cross_entropy=False, fused_linear_cross_entropy=True, **parts)
-        vars(module).update(before)  # the other candidates' module
+        vars(module).update(before)  # the module is shared with the other candidates
 
         @contextmanager
-        def within() -> Iterator[None]:  # all else is on the model itself
+        def within() -> Iterator[None]:  # the other patches are on the model itself
             if whole:
                 module.apply_rotary_pos_emb = liger_rotary_pos_emb
             try:
@@ -452,7 +451,7 @@ def model_cells(part: str, tiny: bool, names: Iterable[str]) -> list[Cell]:
 
 
 def train(model: Any, within: Callable[[], Any], inputs: dict[str, Any], optimizer: Any) -> Any:
-    """One step; returns the loss, which nobody has waited for."""
+    """One step; returns the loss without synchronising."""
     with within():
         loss = model(**inputs, use_cache=False).loss
         loss.backward()
@@ -496,19 +495,19 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 class Results:
-    """What was measured. Needs no torch."""
+    """The measurements. Needs no torch."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.environment, self.cells = results["environment"], results["cells"]
 
     def rows(self, part: str) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-        """Case, mode and the cells of each."""
+        """The case, the mode and the cells of each row."""
         mine = [cell for cell in self.cells if cell["part"] == part]
         for case, mode in dict.fromkeys((cell["case"], cell["mode"]) for cell in mine):
             yield case, mode, [cell for cell in mine if (cell["case"], cell["mode"]) == (case, mode)]
 
     def markdown(self, plotted: bool) -> str:
-        """All tables, to be included in a page."""
+        """All tables as Markdown."""
 
         def table(title: str, head: list[str], rows: Iterable[list[str]]) -> list[str]:
             return [f"### {title}", "", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), ""]
@@ -560,7 +559,7 @@ class Results:
                 low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
                 measured = f"{median:.3f} ({low:.3f} to {high:.3f})"
                 if least is None:
-                    yield [label, measured, "-", "two of the same"]
+                    yield [label, measured, "-", "the same twice"]
                 else:
                     yield [label, measured, f"{least}", "pass" if median >= least else "miss"]
 
@@ -596,7 +595,7 @@ def _speed(cell: dict[str, Any], base: dict[str, Any]) -> float:
 
 
 def _bases(cell: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
-    """Eager, and the library called directly if there is one and its kernel is this."""
+    """The eager candidate, and the library called directly if the cell runs the library's kernel."""
     eager = next((one for one in cells if one["name"] == EAGER and one["ms"]), None)
     library = next((one for one in cells if DIRECT in one["name"] or "own patching" in one["name"]), None)
     ours = cell["name"] in ("liger_kernel", "fla", "fused_triton")
@@ -605,8 +604,10 @@ def _bases(cell: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[str, 
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__, "ops.json", PARTS, 300)
-    parser.add_argument("--only", metavar="TEXT", help="of the kernels, those cases whose name has this in it")
-    parser.add_argument("--candidates", nargs="+", default=[], metavar="NAME", help="of the loss and the step, these")
+    parser.add_argument("--only", metavar="TEXT", help="only kernel cases whose name contains this")
+    parser.add_argument(
+        "--candidates", nargs="+", default=[], metavar="NAME", help="only these for the loss and the step"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     command(parser, argv, run, Results, "ops_gpu")
 

@@ -1,7 +1,7 @@
-"""What reading sequence lengths off the device costs: packed position_ids against given cu_seq_lens_*.
+"""Measure the cost of reading sequence lengths from the device: packed position_ids against explicit cu_seq_lens_*.
 
-Run by hand on a GPU: python benchmarks/packed_forward.py [KERNEL ...]. A 1B-shaped Llama without its head, 4 x 4096 tokens packed,
-bfloat16, forward; medians of 20, and their ratio, for each kernel under a name of ours and for transformers' own
+Run by hand on a GPU: python benchmarks/packed_forward.py [KERNEL ...]. A Llama of 1B shape without its head, 4 x 4096 packed tokens,
+bfloat16, forward; medians of 20 and their ratio, for each kernel under a registered name and for transformers' own
 flash_attention_2. On one H200 with torch 2.11 and transformers 5.23: FlashAttention-2 0.99, FlashAttention-4 0.99,
 transformers' own 1.08.
 """
@@ -62,11 +62,11 @@ def main(kernels: list[str]) -> None:
         model = model.to("cuda", torch.bfloat16).eval()
 
         def forward(model: Any = model, **lengths: Any) -> Any:
-            with torch.no_grad():  # a fresh tensor each time: nothing is known of it yet
+            with torch.no_grad():  # new tensors each time, because lengths read from a tensor are kept
                 return model(input_ids=ids, position_ids=positions.clone(), use_cache=False, **lengths)
 
-        packed, told = median_ms(forward), median_ms(lambda forward=forward: forward(**given))
-        print(f"{name}: position_ids {packed:.2f} ms, cu_seq_lens {told:.2f} ms, ratio {packed / told:.3f}")
+        packed, explicit = median_ms(forward), median_ms(lambda forward=forward: forward(**given))
+        print(f"{name}: position_ids {packed:.2f} ms, cu_seq_lens {explicit:.2f} ms, ratio {packed / explicit:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What use_sdpa_backends costs a forward, and which of SDPA's operators run: eager, compiled, and recomputed.
+"""Measure the cost of use_sdpa_backends, and list the operators of SDPA that run: eager, compiled and recomputed.
 
-Run by hand, on a GPU for the operators: python benchmarks/sdpa_backends.py. The cost is that of a Llama of 32 layers, 256
-wide, with 4 tokens, forward, in bfloat16; the median of 7 ratios. On one H200 with torch 2.11 and transformers 5.17 it
-takes 1.03 times the time, on a CPU 1.05; the operators are those chosen, but that compiled models of transformers have a
-mask, which flash attention can't take.
+Run by hand, on a GPU for the operators: python benchmarks/sdpa_backends.py. The cost is that of the forward of a Llama with 32 layers of
+width 256 on 4 tokens in bfloat16, the median of 7 ratios. On one H200 with torch 2.11 and transformers 5.17 the ratio is 1.03, on a
+CPU 1.05. The operators are the chosen ones, except that compiled models of transformers have a mask, which flash attention doesn't
+take.
 """
 
 from __future__ import annotations

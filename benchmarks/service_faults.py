@@ -1,8 +1,8 @@
-"""Whether cells get lost, stuck, doubled or judged wrongly where service, workers and database are killed at random.
+"""Check that no cell is lost, stuck, doubled or judged wrongly when service, workers and database are killed at random.
 
 Run by hand: python benchmarks/service_faults.py [--kills 200] [--cells 100] [--seed 1] [sqlite] [postgresql]. It needs
 kernel-compat-matrix[service,postgres], Debian's postgresql and some minutes. A run of quick cells goes through a service and two
-workers. Each kill is a SIGKILL of one of these by chance, or of PostgreSQL's postmaster; what is killed is started again.
+workers. Each kill is a SIGKILL of a random one of these or of PostgreSQL's postmaster; the killed process is started again.
 """
 
 from __future__ import annotations

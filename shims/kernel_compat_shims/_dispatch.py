@@ -1,4 +1,4 @@
-"""What the shims of several releases share: how a registered name passes upstream's checks and reaches its kernel."""
+"""Shared by the shims of all releases: how a registered name passes upstream's checks and reaches its kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernel_compat.choosing.flash_flags import require_flash_support
 
 from ._own_attention import attention_of_running, own_attention, require_whole_sequences
 
-#: `PreTrainedModel._flash_attention_forward`'s parameters that the replacement reads by position or by name.
+#: The parameters of upstream's `_flash_attention_forward` that the replacement reads by position or by name.
 FORWARD_PARAMETERS = (
     "query_states",
     "key_states",
@@ -37,21 +37,21 @@ FORWARD_PARAMETERS = (
 
 
 def namespace(entry: AttentionName) -> SimpleNamespace:
-    """The functions of a name's kernel, as an object upstream reads by ``getattr``. Loads the kernel."""
+    """The functions of a name's kernel, as attributes that upstream reads. Loads the kernel."""
     return SimpleNamespace(**entry.kernel.load()._asdict())
 
 
 def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
-    """A `_flash_attention_forward` that computes registered names itself and leaves the rest to `others`.
+    """A `_flash_attention_forward` that computes registered names by their kernels.
 
     Args:
-        original: upstream's function, for its signature.
-        others: called with all arguments where the name isn't registered.
+        original: upstream's function, whose name and signature the result has.
+        others: called with the same arguments if the name isn't registered.
     """
 
     @wraps(original)
     def _flash_attention_forward(*args: Any, **kwargs: Any) -> Any:
-        # Upstream's 4.x calls the parameter `implementation` and is itself called with the other name.
+        # In 4.x the parameter is `implementation`, and callers pass `attn_implementation`.
         name = kwargs.get("attn_implementation") or kwargs.get("implementation")
         entry = resolve(name)
         if (entry is None and name is not None) or kwargs.get("block_table") is not None:
@@ -64,7 +64,7 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
         if entry is None:
             output = attention_of_running(query, key, value, given)
             return others(*args, **kwargs) if output is None else output
-        if entry.forward is None:  # the library's own computes by itself: this is a model that goes past it
+        if entry.forward is None:  # a model that calls this function itself, not the library's attention function
             require_whole_sequences(entry)
         from kernel_compat.attention.forward import flash_attention
 
@@ -92,7 +92,7 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
 
 
 def with_implementation(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """4.x: the name moved from `attn_implementation`, which is ignored there, to `implementation`, which isn't."""
+    """The keywords with the name moved from `attn_implementation`, which 4.x ignores, to `implementation`, which it reads."""
     name = kwargs.get("attn_implementation")
     if kwargs.get("implementation") is None and isinstance(name, str) and name.startswith("flash_attention_"):
         kwargs["implementation"] = name
@@ -100,15 +100,16 @@ def with_implementation(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def implementation_key(implementation: Any) -> Any:
-    """What tells implementations apart: a name, or the identity of an object, which need not be hashable."""
+    """Dictionary key of an implementation: the name, or the identity of an object, which need not be hashable."""
     return implementation if isinstance(implementation, (str, AttentionName)) else id(implementation)
 
 
 def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lambda name: None) -> Callable[..., Any]:
-    """A method that checks a requested attention name: ours by our rules, all others by `original`.
+    """A method that checks a requested attention name: registered names by the library's rules, others by `original`.
 
-    Upstream replaces names it doesn't know by hub kernels (4.57), by a model's own preference (5.2 on), or takes
-    them for FlashAttention-2 by a part of the name (5.0 to 5.3).
+    Args:
+        original: upstream's method.
+        preload: called with a registered name that passes the checks.
     """
 
     @wraps(original)
@@ -116,10 +117,10 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         entry = resolve(attn_implementation)
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
-        require_flash_support(self, entry.name)  # whose attention would ignore the name
+        require_flash_support(self, entry.name)
         own_attention.prepare(type(self), entry.name)
         entry.kernel.load()
-        if entry.forward is None:  # what a forward of one's own computes is its author's to prove
+        if entry.forward is None:  # a user's own forward is not the library's to prove
             from kernel_compat.proving.loading import require_proof
 
             require_proof(self, entry.name, unproven())

@@ -1,7 +1,7 @@
-"""Models with attention classes of their own, which call `_flash_attention_forward` without a name, under registered names.
+"""Registered names in models with attention classes of their own, which call `_flash_attention_forward` without a name.
 
-They chose their class from a table, ``TABLE[config._attn_implementation]``, before transformers had an attention interface;
-each release has fewer of them, and remote code has them on every release.
+Such a model chooses its class from a table, ``TABLE[config._attn_implementation]``, as all models did before transformers had an
+attention interface. Each release has fewer of them; models with remote code can be among them on every release.
 """
 
 from __future__ import annotations
@@ -19,31 +19,24 @@ from kernel_compat.attention.defaults import resolve
 from kernel_compat.attention.registry import AttentionName
 from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import UnsupportedFeatureError
+from kernel_compat.patching.swap import ABSENT, swap
 
-FORWARD = "_flash_attention_forward"
-#: Functions that upstream's models import only where a FlashAttention is installed, and where they are.
+_FORWARD = "_flash_attention_forward"
+#: Functions that models import only where a FlashAttention is installed, and the modules that have them.
 _IMPORTED = {
-    FORWARD: "transformers.modeling_flash_attention_utils",
+    _FORWARD: "transformers.modeling_flash_attention_utils",
     "get_target_dtype": "transformers.integrations.flash_attention",
 }
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 #: Arguments of `_flash_attention_forward` that an attention function takes under the same name.
-_PASSED_ON = (
-    "position_ids",
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "deterministic",
-    *_LENGTHS,
-)
+_SHARED_ARGUMENTS = ("position_ids", "sliding_window", "softcap", "s_aux", "deterministic", *_LENGTHS)
 _FLASH = "flash_attention_2"
-_MISSING = object()
 
 
 class _Running(threading.local):
-    """The attention module whose own forward is running in this thread under a registered name, and the mask it was given."""
+    """The attention module whose forward runs in this thread under a registered name, and the mask passed to that forward."""
 
-    def __init__(self) -> None:  # torch.compile takes a default of the class for the value
+    def __init__(self) -> None:  # in __init__, because torch.compile would read class attributes as constants
         self.module: Any = None
         self.mask: Any = None
 
@@ -52,7 +45,7 @@ _running = _Running()
 
 
 class ClassTable(dict[str, Any]):
-    """A model's attention classes by name, in which a registered name is that of FlashAttention-2's class."""
+    """A model's attention classes by name; a registered name gives the class for FlashAttention-2."""
 
     def __getitem__(self, name: str) -> Any:
         if resolve(name) is None:
@@ -63,10 +56,10 @@ class ClassTable(dict[str, Any]):
 
     def _build(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = super().__getitem__(_FLASH)(*args, **kwargs)
-        if not hasattr(module, "config"):  # Bark's up to 4.57
-            raise self.refusal(name, "which keeps no config that says the name")
+        if not hasattr(module, "config"):  # Bark up to 4.57
+            raise self.refusal(name, "which keeps no config to read the name from")
         projection = getattr(module, "q_proj", None)
-        if hasattr(projection, "linear") and not hasattr(projection, "weight"):  # Moshi's, read for its dtype
+        if hasattr(projection, "linear") and not hasattr(projection, "weight"):  # Moshi, which reads its dtype
             own_attention.set(type(projection), "weight", property(lambda self: self.linear.weight))
         return module
 
@@ -77,41 +70,30 @@ class ClassTable(dict[str, Any]):
         )
 
 
-def _unusable(flash: type) -> str | None:
-    """Why a model's class for FlashAttention-2 can't compute a registered name; None where it can."""
-    forward = next((klass for klass in flash.__mro__ if _calls_flash(klass)), None)
-    if forward is None:
-        return "whose class for FlashAttention-2 calls that library itself"
-    lost = "transpose_for_scores"  # of BERT's descendants; ESM's on 4.54 and 4.55
-    if lost in unwrap(vars(forward)["forward"]).__code__.co_names and not hasattr(flash, lost):
-        return f"whose class for FlashAttention-2 calls a method {lost} that it doesn't have"
-    if "_split_heads" in vars(flash):  # Bark's up to 5.19 at least: its cache joins heads where it should join tokens
-        return "whose class for FlashAttention-2 has keys of another shape than the cache takes"
-    return None
-
-
 class OwnAttention:
-    """The attributes that are set in the modules of models while installed, each with the value it replaced."""
+    """Replaces class tables, forwards and missing imports in the modules of models, and restores them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active = False
+        #: (owner, attribute, the value set, the value before) by owner and attribute.
         self._replaced: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 
-    def build(self) -> Callable[[], None]:
+    def activate(self) -> Callable[[], None]:
         """Prepare the models that are imported already. Returns the undo of this and of all later preparation."""
         with self._lock:
             self._active = True
             for name, module in list(sys.modules.items()):
                 if name.startswith(("transformers.models.", "transformers_modules.")) and ".modeling_" in name:
                     self._prepare(module)
-        return self.take_down
+        return self.deactivate
 
     def prepare(self, model: type, name: str) -> None:
-        """Prepare the modules that a model class is made in for a registered name.
+        """Prepare the modules that define a model class and its bases for a registered name.
 
         Raises:
-            UnsupportedFeatureError: its attention functions are its own, or its class for FlashAttention-2 is broken.
+            UnsupportedFeatureError: the model chooses among attention functions of its own, or its class for FlashAttention-2
+                is broken.
         """
         with self._lock:
             if not self._active:
@@ -122,65 +104,66 @@ class OwnAttention:
                     flash = value.get(_FLASH) if isinstance(value, ClassTable) else None
                     if flash is not None and (problem := _unusable(flash)):
                         raise value.refusal(name, problem)
-                    if _is_table(value, FunctionType) and _FLASH in value:  # ModernBERT's up to 5.2
+                    if _is_table(value, FunctionType) and _FLASH in value:  # ModernBERT up to 5.2
                         raise ClassTable(value).refusal(name, f"one of the attention functions of {model.__name__}")
 
-    def take_down(self) -> None:
+    def deactivate(self) -> None:
+        """Restore the attributes that other code has not overwritten since."""
         with self._lock:
             self._active = False
-            for owner, name, ours, before in reversed(self._replaced.values()):
-                if vars(owner).get(name) is not ours:
-                    continue  # overwritten since
-                if before is _MISSING:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
+            ours = [entry for entry in self._replaced.values() if vars(entry[0]).get(entry[1]) is entry[2]]
+            swap([(owner, name, before) for owner, name, _, before in reversed(ours)])
             self._replaced.clear()
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute that is not set yet."""
+        if (id(owner), name) not in self._replaced:
+            self._replaced[id(owner), name] = (owner, name, value, vars(owner).get(name, ABSENT))
+            swap([(owner, name, value)])
 
     def _prepare(self, module: ModuleType) -> None:
         for name, value in list(vars(module).items()):
             if _is_table(value, type):
                 self.set(module, name, ClassTable(value))
             elif isinstance(value, type) and _calls_flash(value):
-                self.set(value, "forward", _remembered(vars(value)["forward"]))
+                self.set(value, "forward", _recorded(vars(value)["forward"]))
                 home = sys.modules[value.__module__]
                 for function, origin in _IMPORTED.items():
                     if function not in vars(home):
                         self.set(home, function, _late(origin, function))
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        if (id(owner), name) not in self._replaced:
-            self._replaced[id(owner), name] = (owner, name, value, vars(owner).get(name, _MISSING))
-            setattr(owner, name, value)
 
-
+#: The one instance: the shim activates it, the checks of attention names prepare models with it.
 own_attention = OwnAttention()
 
 
-def attention_of_running(query: Any, key: Any, value: Any, given: dict[str, Any]) -> Any:
-    """A call of `_flash_attention_forward` without a name, by the attention function of the name the module is under.
+def attention_of_running(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
+    """Compute a call of `_flash_attention_forward` without a name by the attention function of the running module's name.
 
     Args:
-        query, key, value: (batch, length, heads, head_dim).
-        given: the arguments of the call.
+        query, key, value: of shape (batch, length, heads, head_dim).
+        arguments: all arguments of the call, by name.
 
     Returns:
-        (batch, length, heads, head_dim); None where no forward of a model's own is running under a registered name.
+        A tensor of shape (batch, length, heads, head_dim); None if no module is running under a registered name.
+
+    Raises:
+        UnsupportedFeatureError: the name spreads sequences over ranks, or the model's window depends on its attention class.
     """
     module = _running.module
     entry = None if module is None else resolve(module.config._attn_implementation)
     if entry is None:
         return None
     require_whole_sequences(entry)
-    options = {name: given[name] for name in _PASSED_ON if name in given}
-    mask = given.get("attention_mask") if _running.mask is None else _running.mask
+    options = {name: arguments[name] for name in _SHARED_ARGUMENTS if name in arguments}
+    mask = arguments.get("attention_mask") if _running.mask is None else _running.mask
     layers = getattr(module.config, "attention_layers", None)
-    if layers is not None and layers[module.layer_id] == "local":  # GPT-Neo's, which passes no window
+    if layers is not None and layers[module.layer_id] == "local":  # GPT-Neo, which passes no window
         options["sliding_window"] = options["local_window"] = module.config.window_size
     elif mask is None or mask.ndim != 4:
-        _require_the_window_of_its_masks(module, options.get("sliding_window"), key.shape[1], entry.name)
+        _require_same_window(module, options.get("sliding_window"), key.shape[1], entry.name)
     attend = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[entry.name]
-    _running.module = None  # a user's own may call `_flash_attention_forward` without a name, too
+    _running.module = None  # a user's own attention function may call `_flash_attention_forward` without a name, too
     try:
         output, _ = attend(
             module,
@@ -188,9 +171,9 @@ def attention_of_running(query: Any, key: Any, value: Any, given: dict[str, Any]
             key.transpose(1, 2),
             value.transpose(1, 2),
             mask,
-            dropout=given.get("dropout") or 0.0,
-            scaling=given.get("softmax_scale"),
-            is_causal=given["is_causal"],
+            dropout=arguments.get("dropout") or 0.0,
+            scaling=arguments.get("softmax_scale"),
+            is_causal=arguments["is_causal"],
             **options,
         )
     finally:
@@ -198,31 +181,11 @@ def attention_of_running(query: Any, key: Any, value: Any, given: dict[str, Any]
     return output
 
 
-def _require_the_window_of_its_masks(module: Any, passed: int | None, kv_len: int, name: str) -> None:
-    """Refuse windows that a model's eager masks have and its flash class doesn't pass, and the other way around.
-
-    Raises:
-        UnsupportedFeatureError: the two differ, as in Moshi and Kyutai from 5.0 to 5.2 and in Mimi up to 5.2.
-    """
-    makers = vars(sys.modules[type(module).__module__])
-    configured = getattr(module.config, "sliding_window", None)
-    if passed and passed < kv_len:
-        wrong = "create_sliding_window_causal_mask" not in makers
-    else:
-        wrong = configured is not None and configured < kv_len and "create_causal_mask" not in makers
-    if wrong:
-        raise UnsupportedFeatureError(
-            f"a window of {passed or configured} over {kv_len} keys (attn_implementation={name!r})",
-            f"{type(module).__name__}, which windows its keys by other rules than its model's masks,",
-            "Use 'sdpa' or 'eager'.",
-        )
-
-
 def require_whole_sequences(entry: AttentionName) -> None:
-    """Refuse sequence parallelism: only attention functions exchange what the ranks hold.
+    """Refuse sequence parallelism, which is part of attention functions and not of `_flash_attention_forward`.
 
     Raises:
-        UnsupportedFeatureError: the ranks of the name's group hold slices.
+        UnsupportedFeatureError: the name spreads sequences over ranks.
     """
     if entry.sequence_parallel is not False:
         raise UnsupportedFeatureError(
@@ -232,23 +195,33 @@ def require_whole_sequences(entry: AttentionName) -> None:
         )
 
 
-def _late(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module as it is when it is called: seams are replaced one after the other."""
+def _require_same_window(module: Any, passed: int | None, kv_len: int, name: str) -> None:
+    """Refuse a window that either the flash class or the eager masks of a model have, but not both.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(sys.modules[module], name)(*args, **kwargs)
+    Raises:
+        UnsupportedFeatureError: the two differ, as in Moshi and Kyutai from 5.0 to 5.2 and in Mimi up to 5.2.
+    """
+    makers = vars(sys.modules[type(module).__module__])
+    configured = getattr(module.config, "sliding_window", None)
+    if passed and passed < kv_len:
+        differs = "create_sliding_window_causal_mask" not in makers
+    else:
+        differs = configured is not None and configured < kv_len and "create_causal_mask" not in makers
+    if differs:
+        raise UnsupportedFeatureError(
+            f"a window of {passed or configured} over {kv_len} keys (attn_implementation={name!r})",
+            f"{type(module).__name__}, which windows its keys by other rules than its model's masks,",
+            "Use 'sdpa' or 'eager'.",
+        )
 
-    return call
 
-
-def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an attention module, whose call of `_flash_attention_forward` finds the module under a registered name."""
-
+def _recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an attention module, recorded in `_running` while it runs under a registered name."""
     parameters = inspect.signature(forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @wraps(forward)
-    def remembered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         entry = resolve(getattr(getattr(self, "config", None), "_attn_implementation", None))
         if entry is None:
             return forward(self, *args, **kwargs)
@@ -257,18 +230,40 @@ def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
                 "output_attentions=True", entry.name, "No flash kernel computes them: use attn_implementation='eager'."
             )
         before = _running.module, _running.mask
-        # The mask goes past it: up to 5.0 GPT-Neo's cuts its mask to as many keys as there are heads.
+        # The mask bypasses the forward: up to 5.0 GPT-Neo cuts its mask to as many keys as there are heads.
         _running.module, _running.mask = self, kwargs.get("attention_mask")
         if _running.mask is not None:
             kwargs["attention_mask"] = None
-        if not takes_any:  # DiffLlama's; lengths are those of the model's forward
+        if not takes_any:  # DiffLlama; the lengths are known from the model's forward
             kwargs = {name: value for name, value in kwargs.items() if name not in _LENGTHS or name in parameters}
         try:
             return forward(self, *args, **kwargs)
         finally:
             _running.module, _running.mask = before
 
-    return remembered
+    return recorded
+
+
+def _unusable(flash: type) -> str | None:
+    """Why a model's class for FlashAttention-2 can't compute a registered name; None if it can."""
+    forward = next((klass for klass in flash.__mro__ if _calls_flash(klass)), None)
+    if forward is None:
+        return "whose class for FlashAttention-2 calls that library itself"
+    method = "transpose_for_scores"  # of BERT's descendants; missing in ESM on 4.54 and 4.55
+    if method in unwrap(vars(forward)["forward"]).__code__.co_names and not hasattr(flash, method):
+        return f"whose class for FlashAttention-2 calls a method {method} that it doesn't have"
+    if "_split_heads" in vars(flash):  # Bark up to 5.19 at least: its cache concatenates heads instead of tokens
+        return "whose class for FlashAttention-2 has keys of another shape than the cache takes"
+    return None
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function that looks up an attribute of a module when it is called, by when its seam may have been replaced."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(sys.modules[module], name)(*args, **kwargs)
+
+    return call
 
 
 def _modules_of(model: type) -> Iterator[ModuleType]:
@@ -284,7 +279,7 @@ def _is_table(value: Any, kind: type) -> bool:
 
 
 def _calls_flash(klass: type) -> bool:
-    """Whether the class itself has a forward that calls the function `_flash_attention_forward` of its module."""
+    """Whether the class itself defines a forward that calls its module's function `_flash_attention_forward`."""
     forward = vars(klass).get("forward")
     code = None if forward is None else getattr(unwrap(forward), "__code__", None)
-    return code is not None and FORWARD in code.co_names and not hasattr(klass, FORWARD)
+    return code is not None and _FORWARD in code.co_names and not hasattr(klass, _FORWARD)

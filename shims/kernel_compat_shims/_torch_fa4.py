@@ -1,4 +1,4 @@
-"""What the shims for torch's FlashAttention-4 backend share: flash-attn-4's functions, as torch calls them."""
+"""Shared by the shims for torch's FlashAttention-4 backend: flash-attn-4's functions under torch's calling convention."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kernel_compat.patching.seam import Seam
 
 MODULE = "torch.nn.attention._fa4"
 
-#: What torch calls flash-attn-4's functions through, by the name of its module, in every release that has the backend.
+#: The function through which torch gets flash-attn-4's functions, in every release that has the backend.
 IMPORT = Seam(f"{MODULE}:_fa4_import_module", ("module_path",))
 
-#: The backward of flash-attn-4 4.0.0b36 on sm_90 is right for multiples of this alone (measured for 8 to 256, with and
-#: without varlen: dq of the others is off by its own size).
+#: On sm_90 the backward of flash-attn-4 4.0.0b36 is right for head dimensions that are multiples of this (measured for 8 to
+#: 256, with and without varlen: for others dq is off by its own size; Dao-AILab/flash-attention#2896).
 _HEAD_DIM_MULTIPLE = 32
 
-#: Keywords that torch 2.11 doesn't hand on to flash-attn-4, for the call that is under way.
-_untold: ContextVar[Mapping[str, Any]] = ContextVar("_untold", default=MappingProxyType({}))
+#: Keywords that torch 2.11 doesn't pass to flash-attn-4, for the current call.
+_added: ContextVar[Mapping[str, Any]] = ContextVar("_added", default=MappingProxyType({}))
 
 _logger = logging.getLogger(__name__)
 
@@ -35,17 +35,17 @@ def not_installed(environment: Environment) -> str | None:
 
 
 @contextmanager
-def told(keywords: Mapping[str, Any]) -> Iterator[None]:
-    """Hand these on to flash-attn-4 within the block."""
-    token = _untold.set(keywords)
+def adding_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
+    """Pass these to flash-attn-4 as well within the block."""
+    token = _added.set(keywords)
     try:
         yield
     finally:
-        _untold.reset(token)
+        _added.reset(token)
 
 
 def replace_import(original: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A `_fa4_import_module` that answers flash-attn-4's functions as torch means to call them."""
+    """A `_fa4_import_module` that returns flash-attn-4's functions under the convention by which torch calls them."""
 
     @cache
     @wraps(original)
@@ -61,7 +61,7 @@ def replace_import(original: Callable[[str], Any]) -> Callable[[str], Any]:
 def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def _flash_attn_fwd(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        output, lse, *_ = function(*args, **_windows({**kwargs, **_untold.get()}))
+        output, lse, *_ = function(*args, **_windows({**kwargs, **_added.get()}))
         return output, lse
 
     return _flash_attn_fwd
@@ -70,7 +70,7 @@ def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
 def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def _flash_attn_bwd(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        kwargs = _windows({**kwargs, **_untold.get()})
+        kwargs = _windows({**kwargs, **_added.get()})
         dim = q.shape[-1]
         extra = -dim % _HEAD_DIM_MULTIPLE
         if extra:
@@ -88,7 +88,7 @@ def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _windows(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """torch 2.11 writes -1 for a side without a limit; flash-attn-4 takes a single one for a limit that hides everything."""
+    """Replace -1, torch 2.11's value for a side without a limit, by None: flash-attn-4 reads a single -1 as a limit."""
     for side in ("window_size_left", "window_size_right"):
         if kwargs.get(side) is not None and kwargs[side] < 0:
             kwargs[side] = None
@@ -96,7 +96,7 @@ def _windows(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def deactivate_when_undone() -> Callable[[], None]:
-    """For releases that can't do without: their attention would die, SDPA's included, if it stayed active."""
+    """The `complete` of releases whose attention, SDPA's included, raises if the backend stays active without the shim."""
 
     def undo() -> None:
         from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl

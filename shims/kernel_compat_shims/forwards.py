@@ -1,4 +1,11 @@
-"""All releases: a model's layers know the arguments of its forward, in the backward pass of a checkpoint too."""
+"""All releases: the layers of a model can read the arguments of its forward, also when a checkpoint recomputes them.
+
+Many models don't pass packed positions, lengths and masks on to their layers (huggingface/transformers#32937), above all
+to linear attention, SSMs and short convolutions, which then run on from one packed sequence into the next (#44717, #46588).
+`torch.utils.checkpoint` recomputes a layer in the backward pass, outside the model's forward; the shims `checkpoint` and
+`gradient_checkpointing` restore the arguments there. They answer no defect of upstream.
+Delete `model_forward` and `packed_mixers` when every model passes these arguments on, and the other two with them.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +27,28 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     from kernel_compat.attention.boundaries import calling
 
-    met: WeakSet[Any] = WeakSet()
+    called: WeakSet[Any] = WeakSet()
 
-    def before(model: Any, given: Mapping[str, Any]) -> None:
-        if model not in met:
-            met.add(model)
-            _look_at_checkpoints(model)
+    def before(model: Any, arguments: Mapping[str, Any]) -> None:
+        if model not in called:
+            called.add(model)
+            _replace_enabled_checkpoints(model)
         _mixers().look_at(model)
-        _refuse_weights(model, given.get("output_attentions"))
+        _refuse_attention_weights(model, arguments.get("output_attentions"))
 
     return {"__call__": calling(originals["__call__"], before)}
 
 
-def _look_at_checkpoints(model: Any) -> None:
-    """Those that were enabled before the installation."""
+def _replace_enabled_checkpoints(model: Any) -> None:
+    """Do for checkpoint functions that were set before the installation as `_set_gradient_checkpointing` does from then on."""
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
-        if checkpoint is not None and getattr(checkpoint, "func", None) is not _of_forward:
-            module._gradient_checkpointing_func = partial(_of_forward, checkpoint)
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
+            module._gradient_checkpointing_func = partial(_checkpointed, checkpoint)
 
 
-def _of_forward(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A checkpoint of a function that is computed again within the forward in progress now."""
+def _checkpointed(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a checkpoint function so that it recomputes `function` with the arguments of the current forward."""
     import torch
 
     from kernel_compat.attention.boundaries import resuming
@@ -49,15 +56,13 @@ def _of_forward(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> An
     return checkpoint(function if torch.compiler.is_compiling() else resuming(function), *args, **kwargs)
 
 
-def _refuse_weights(model: Any, asked: bool | None) -> None:
-    """Many models don't hand ``output_attentions`` on to an attention function, which could refuse it."""
+def _refuse_attention_weights(model: Any, requested: bool | None) -> None:
+    """Refuse ``output_attentions``, which many models don't pass on to the attention function that would refuse it."""
     config = getattr(model, "config", None)
     entry = resolve(getattr(config, "_attn_implementation", None))
-    if (
-        entry is not None
-        and entry.forward is None
-        and (getattr(config, "output_attentions", False) if asked is None else asked)
-    ):
+    if requested is None:
+        requested = getattr(config, "output_attentions", False)
+    if requested and entry is not None and entry.forward is None:
         raise UnsupportedFeatureError(
             "output_attentions=True", entry.name, "No flash kernel computes them: use attn_implementation='eager'."
         )
@@ -68,7 +73,7 @@ def _replace_post_init(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _mixers().look_at(self)  # before its first call, which torch.compile may be tracing
+        _mixers().look_at(self)  # before the first call, which torch.compile may be tracing
         return original(self, *args, **kwargs)
 
     return {"post_init": post_init}
@@ -97,7 +102,11 @@ def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _prove_checkpoint() -> Callable[[], None]:
-    """A release of torch that computes layers again by another way than the one patched is an error, not a wrong gradient."""
+    """Check on a tiny model that the replaced attributes are the way in which torch recomputes layers.
+
+    Raises:
+        SeamError: a recomputed layer doesn't get the arguments of the forward; its gradients could be wrong.
+    """
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -116,11 +125,11 @@ def _prove_checkpoint() -> Callable[[], None]:
     for use_reentrant in (False, True):
         with torch.enable_grad():
             calling(Model.forward, lambda *_: None)(Model(), use_reentrant).backward()
-        first, again = seen[-2:]
-        if first is None or again is not first:
+        first, recomputed = seen[-2:]
+        if first is None or recomputed is not first:
             raise SeamError(
                 f"{_CHECKPOINT}:checkpoint",
-                f"a layer that is computed again through the attributes patched (use_reentrant={use_reentrant})",
+                f"a layer that is recomputed through the replaced attributes (use_reentrant={use_reentrant})",
                 "another way",
                 torch.__version__,
             )
@@ -132,11 +141,11 @@ def _replace_enabling(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(original)
     def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature(original).bind(self, *args, **kwargs)
-        checkpoint = given.arguments.get("gradient_checkpointing_func")
+        bound = signature(original).bind(self, *args, **kwargs)
+        checkpoint = bound.arguments.get("gradient_checkpointing_func")
         if checkpoint is not None:
-            given.arguments["gradient_checkpointing_func"] = partial(_of_forward, checkpoint)
-        return original(*given.args, **given.kwargs)
+            bound.arguments["gradient_checkpointing_func"] = partial(_checkpointed, checkpoint)
+        return original(*bound.args, **bound.kwargs)
 
     return {"_set_gradient_checkpointing": _set_gradient_checkpointing}
 
@@ -147,9 +156,11 @@ SHIMS = (
         distribution="transformers",
         versions=">=4.54,<6",
         reason=(
-            "models keep packed positions, lengths and masks from the layers that don't need them upstream: gpt2, opt and "
-            "whisper from their attention, most hybrid models from their linear attention"
+            "models don't pass packed positions, lengths and masks to layers that don't read them upstream: gpt2, opt and "
+            "whisper to their attention, most hybrid models to their linear attention"
         ),
+        upstream="huggingface/transformers#32937, huggingface/transformers#44717",
+        delete_when="every model passes these arguments to its layers",
         seams=(Seam("transformers.modeling_utils:PreTrainedModel.__call__", ("self",), inherited=True),),
         replace=_replace_call,
     ),
@@ -161,6 +172,8 @@ SHIMS = (
             "linear attention, SSMs, recurrences and short convolutions run on from one packed sequence into the next, under "
             "every attn_implementation"
         ),
+        upstream="huggingface/transformers#44717, huggingface/transformers#46588",
+        delete_when="every model separates packed sequences in these layers",
         seams=(Seam("transformers.modeling_utils:PreTrainedModel.post_init", ("self",)),),
         replace=_replace_post_init,
         complete=lambda: _mixers().activate(),
@@ -169,7 +182,9 @@ SHIMS = (
         name="checkpoint",
         distribution="torch",
         versions=">=2.10,<3",
-        reason="a layer that is computed again in the backward pass needs the arguments of its model's forward",
+        reason="a layer that is recomputed in the backward pass needs the arguments of its model's forward",
+        upstream="torch.utils.checkpoint by its design: it recomputes outside the forward",
+        delete_when="model_forward is deleted",
         seams=(
             Seam(f"{_CHECKPOINT}:_CheckpointFrame.__init__", _FRAME),
             Seam(f"{_CHECKPOINT}:CheckpointFunction.forward", ("ctx", "run_function", "preserve_rng_state")),
@@ -181,7 +196,9 @@ SHIMS = (
         name="gradient_checkpointing",
         distribution="transformers",
         versions=">=4.54,<6",
-        reason="DeepSpeed, Unsloth and LLaMA-Factory give models a checkpoint function of their own in place of torch's",
+        reason="DeepSpeed, Unsloth and LLaMA-Factory give models checkpoint functions of their own instead of torch's",
+        upstream="PreTrainedModel._set_gradient_checkpointing by its design: it takes any function",
+        delete_when="model_forward is deleted",
         seams=(
             Seam(
                 "transformers.modeling_utils:PreTrainedModel._set_gradient_checkpointing",

@@ -1,4 +1,15 @@
-"""transformers 4.54 to 4.57: one flash implementation a process, and names that don't survive the check."""
+"""transformers 4.54 to 4.57: one flash attention implementation per process, and attention names that are replaced.
+
+- `lazy_import_flash_attention` keeps the first implementation that it loads, and the attention name is passed to a parameter that
+  `_flash_attention_forward` ignores (huggingface/transformers#41347, #41427; both merged for 5.0).
+- 4.55 makes sliding windows one token too wide (#39408, fixed by #40163 in 4.56).
+- 4.57 replaces names that start with ``flash_attention`` by a hub kernel (#40178, #41010).
+- 4.54 and 4.55 fail on a dict of attention names (#39984, in 4.56).
+- Models with attention classes of their own, which transformers moves to its attention interface one by one (#38301 for BERT,
+  #43030 for ModernBERT), know no registered names.
+
+Delete this module when the oldest supported transformers is 5.0.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +56,9 @@ def _replace_loader(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         key = implementation_key(implementation if entry is None else entry)
         if key not in loaded:
             if entry is None:
-                original(implementation, *args, **kwargs)  # what a later call without a name gets
+                original(implementation, *args, **kwargs)  # a later call without a name gets this one
             with lock:
-                # With the object itself: an identity is unique for as long as its object lives.
+                # Keeps the object itself, because an identity is unique only as long as its object lives.
                 loaded[key] = (implementation, load(implementation if entry is None else namespace(entry)))
         return loaded[key][1]
 
@@ -63,7 +74,7 @@ def _replace_config(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # What its setter falls back on for the parts a dict doesn't name.
+        # Its setter reads this for the parts that a dict doesn't name.
         vars(self).setdefault("_attn_implementation_internal", None)
         original(self, *args, **kwargs)
 
@@ -76,9 +87,11 @@ SHIMS = (
         distribution="transformers",
         versions=">=4.55,<5",
         reason=(
-            "transformers hands the attention name to a parameter that is ignored, so that the first flash "
+            "transformers passes the attention name to a parameter that is ignored, so that the first flash "
             "implementation loaded serves every model; 4.55 also makes sliding windows one token too wide"
         ),
+        upstream="huggingface/transformers#41347, huggingface/transformers#39408, huggingface/transformers#40163",
+        delete_when="the oldest supported transformers is 5.0",
         seams=(Seam(f"{_UTILS}:_flash_attention_forward", FORWARD_PARAMETERS),),
         replace=_replace_forward,
     ),
@@ -86,7 +99,9 @@ SHIMS = (
         name="tf4_loader",
         distribution="transformers",
         versions=">=4.55,<5",
-        reason="transformers keeps the first flash implementation it loads, whatever is asked for later",
+        reason="transformers keeps the first flash implementation it loads, and later names get that one too",
+        upstream="huggingface/transformers#41427",
+        delete_when="the oldest supported transformers is 5.0",
         seams=(Seam(f"{_UTILS}:lazy_import_flash_attention", ("implementation",)),),
         replace=_replace_loader,
     ),
@@ -95,9 +110,11 @@ SHIMS = (
         distribution="transformers",
         versions=">=4.54,<5",
         reason=(
-            "transformers 4.57 replaces every name that starts with flash_attention by a hub kernel where the kernels "
-            "package is there and FlashAttention is not; the kernel of a registered name is checked at load time"
+            "transformers 4.57 replaces every name that starts with flash_attention by a hub kernel if the kernels "
+            "package is installed and FlashAttention is not; the kernel of a registered name is checked at load time"
         ),
+        upstream="huggingface/transformers#40178, huggingface/transformers#41010",
+        delete_when="the oldest supported transformers is 5.0",
         seams=(
             Seam(
                 "transformers.modeling_utils:PreTrainedModel._check_and_adjust_attn_implementation",
@@ -120,7 +137,9 @@ SHIMS = (
         name="tf4_config",
         distribution="transformers",
         versions=">=4.54,<4.56",
-        reason="from_pretrained with a dict of attention names dies of a missing attribute of the config",
+        reason="from_pretrained with a dict of attention names fails on a missing attribute of the config",
+        upstream="huggingface/transformers#39984",
+        delete_when="the oldest supported transformers is 4.56",
         seams=(Seam("transformers.configuration_utils:PretrainedConfig.__init__", ("self",)),),
         replace=_replace_config,
     ),
@@ -132,8 +151,10 @@ SHIMS = (
             "models that choose their attention class from a table of their own don't know registered names, and call "
             "_flash_attention_forward without a name, or without having imported it"
         ),
+        upstream="huggingface/transformers#38301, huggingface/transformers#43030",
+        delete_when="the oldest supported transformers is 5.0",
         seams=(),
         replace=lambda originals: {},
-        complete=own_attention.build,
+        complete=own_attention.activate,
     ),
 )

@@ -1,4 +1,12 @@
-"""transformers 4.54: a loader that caches in module globals, and asks the terminal when flash_attn is missing."""
+"""transformers 4.54: a flash attention loader that caches in module globals and prompts on the terminal.
+
+- `_flash_attention_forward` keeps the first implementation in its module's globals (huggingface/transformers#41427 rewrote this in
+  5.0), and sliding windows are one token too wide (#39408, fixed by #40163 in 4.56).
+- `_lazy_imports` of 4.54.1 calls `input()` when flash_attn doesn't import; 4.55 doesn't.
+- `GenerationMixin.prepare_inputs_for_generation` of 4.54.1 makes up ``cu_seq_lens_*``; #40424 tells how that was reverted.
+
+Delete this module when the oldest supported transformers is 4.55.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +40,9 @@ def _replace_forward(originals: Mapping[str, Any]) -> Mapping[str, Any]:
             return original(*args, **kwargs)
         key = implementation_key(implementation)
         with lock:
-            # Its cache is its module's globals: a copy over globals of its own keeps what it loads to itself.
+            # It caches in its module's globals: a copy with globals of its own has a cache of its own.
             if key not in copies:
-                copies[key] = (implementation, _over(original, {}, without=_CACHE))
+                copies[key] = (implementation, _with_globals(original, {}, without=_CACHE))
         return copies[key][1](*args, **kwargs)
 
     return {"_flash_attention_forward": forward_of(original, others)}
@@ -51,8 +59,8 @@ def _replace_loader(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     @wraps(original)
     def _lazy_imports(impl: Any) -> Any:
         entry = resolve(impl)
-        # A copy made for each load: a user's own answer to the prompt (`use_remote_fa2`) is in the globals by then.
-        return _over(original, {"input": input})(impl if entry is None else namespace(entry))
+        # One copy per load, because `use_remote_fa2`, the user's answer to the prompt, may have been set in the globals.
+        return _with_globals(original, {"input": input})(impl if entry is None else namespace(entry))
 
     return {"_lazy_imports": _lazy_imports}
 
@@ -66,7 +74,7 @@ def _replace_generate(originals: Mapping[str, Any]) -> Mapping[str, Any]:
             return original(self, *args, **kwargs)
         flag = "_supports_attention_backend"
         own = vars(self).get(flag)
-        vars(self)[flag] = False  # making them up fails where ids aren't (batch, length) or there are no positions
+        vars(self)[flag] = False  # for a model with this flag upstream makes up cu_seq_lens_*
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -77,8 +85,10 @@ def _replace_generate(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"prepare_inputs_for_generation": prepare_inputs_for_generation}
 
 
-def _over(function: FunctionType, additions: Mapping[str, Any], without: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """The function over a copy of its globals."""
+def _with_globals(
+    function: FunctionType, additions: Mapping[str, Any], without: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """A copy of the function whose globals are a copy of the function's, with `additions` and `without` some names."""
     namespace = {name: value for name, value in function.__globals__.items() if name not in without}
     copy = FunctionType(
         function.__code__, {**namespace, **additions}, function.__name__, function.__defaults__, function.__closure__
@@ -96,6 +106,8 @@ SHIMS = (
             "the first flash implementation loaded in the process serves every later name, and sliding windows are "
             "one token too wide"
         ),
+        upstream="huggingface/transformers#41427, huggingface/transformers#39408, huggingface/transformers#40163",
+        delete_when="the oldest supported transformers is 4.55",
         seams=(Seam(f"{_UTILS}:_flash_attention_forward", FORWARD_PARAMETERS),),
         replace=_replace_forward,
     ),
@@ -103,7 +115,9 @@ SHIMS = (
         name="tf4_54_loader",
         distribution="transformers",
         versions="==4.54.*",
-        reason="where flash_attn does not import, the loader asks the terminal for permission to download, and hangs a job",
+        reason="if flash_attn does not import, the loader prompts on the terminal for permission to download, which hangs a job",
+        upstream="transformers 4.54.1, modeling_flash_attention_utils._lazy_imports",
+        delete_when="the oldest supported transformers is 4.55",
         seams=(Seam(f"{_UTILS}:_lazy_imports", ("impl",)),),
         replace=_replace_loader,
     ),
@@ -112,9 +126,11 @@ SHIMS = (
         distribution="transformers",
         versions="==4.54.*",
         reason=(
-            "generate makes up cu_seq_lens_* for every name with flash in it, and counts wrong for a batch: keys of "
-            "one sequence are attended by another's queries"
+            "generate makes up cu_seq_lens_* for every name with flash in it, and counts wrong for a batch: queries of "
+            "one sequence attend to another's keys"
         ),
+        upstream="huggingface/transformers#40424",
+        delete_when="the oldest supported transformers is 4.55",
         seams=(
             Seam(
                 "transformers.generation.utils:GenerationMixin.prepare_inputs_for_generation",

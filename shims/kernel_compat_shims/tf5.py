@@ -1,4 +1,17 @@
-"""transformers 5: the loader that takes every name with ``flash`` in it for a hub kernel."""
+"""transformers 5.0 and later: every attention name with ``flash`` in it is looked up on the hub.
+
+- `lazy_import_flash_attention` (huggingface/transformers#41427) reloads whenever two models with different names alternate, loads
+  unknown names from the hub, and up to 5.22 marks a name as loaded before it is: after a failed load the next call runs the
+  previous kernel.
+- `_flash_attention_forward` drops attention sinks (#42736), and from 5.4 on passes the maximum length of packed sequences as a
+  tensor (#48353, open).
+- 5.0 to 5.3 decide by a part of the name that it is FlashAttention-2; from 5.2 on a name is replaced where the model lists
+  compatible implementations (#44177).
+- Models with attention classes of their own, which transformers moves to its attention interface one by one (#43030 for
+  ModernBERT), know no registered names; models with remote code may never be moved.
+
+Delete a shim when the oldest supported transformers resolves registered names itself, without the hub and by the model.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +32,12 @@ from ._own_attention import own_attention
 _UTILS = "transformers.modeling_flash_attention_utils"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 
-#: Upstream's loader is asked for a registered name in this disguise: it would not ask the hub loader for a name of its own.
+#: Prefix under which upstream's loader gets a registered name: it passes names of its own to no hub loader.
 _OURS = "kernel_compat:"
 
 
 def _not_ours(record: logging.LogRecord) -> bool:
-    """Upstream warns of every kernel without a paged cache as it loads; ours refuse when they are asked for one."""
+    """Filter for upstream's warning that a kernel has no paged cache: a registered kernel refuses a block table itself."""
     return _OURS not in record.getMessage()
 
 
@@ -59,18 +72,17 @@ def _replace_loaders(originals: Mapping[str, Any]) -> Mapping[str, Any]:
                 try:
                     return lazy(implementation, *args, **kwargs)
                 except BaseException:
-                    # Up to 5.22 the name counts as loaded before it is: the next call would get the previous kernel.
+                    # Up to 5.22 the name is marked as loaded already: the next call would run the previous kernel.
                     module._loaded_implementation = before["_loaded_implementation"]
                     raise
-            # The name may be the one loaded last, for a kernel that it no longer means.
-            module._loaded_implementation = None
+            module._loaded_implementation = None  # the name may have been loaded last, with another kernel
             logger = logging.getLogger(_UTILS)
             logger.addFilter(_not_ours)
             try:
                 loaded[key] = lazy(implementation.replace(entry.name, _OURS + entry.name), *args, **kwargs)
             finally:
                 logger.removeFilter(_not_ours)
-                vars(module).update(before)  # ours are kept here, and upstream's stay upstream's
+                vars(module).update(before)  # `loaded` keeps registered names, the module upstream's own
         return loaded[key]
 
     return {
@@ -81,7 +93,7 @@ def _replace_loaders(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _replace_check(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     def preload(name: str) -> None:
-        # While the model is loaded, and not in its first forward, which torch.compile may be tracing.
+        # At load time, because torch.compile may be tracing the first forward.
         module: Any = sys.modules[_UTILS]
         module.lazy_import_flash_attention(name.removeprefix("paged|"))
 
@@ -95,8 +107,10 @@ SHIMS = (
         versions=">=5.0,<6",
         reason=(
             "transformers reloads the flash implementation whenever two models alternate, drops attention sinks "
-            "and hands FlashAttention-4 the maximum length as a tensor, which it dies of"
+            "and passes FlashAttention-4 the maximum length as a tensor, which raises"
         ),
+        upstream="huggingface/transformers#41427, huggingface/transformers#42736, huggingface/transformers#48353",
+        delete_when="the oldest supported transformers calls the functions of a registered name and refuses arguments that they lack",
         seams=(Seam(f"{_UTILS}:_flash_attention_forward", FORWARD_PARAMETERS),),
         replace=_replace_forward,
     ),
@@ -105,9 +119,11 @@ SHIMS = (
         distribution="transformers",
         versions=">=5.0,<6",
         reason=(
-            "transformers looks for every unknown name with flash in it on the hub, and takes a name whose loading "
-            "failed for loaded (up to 5.22)"
+            "transformers looks up every unknown name with flash in it on the hub, and marks a name as loaded even if "
+            "loading it fails (up to 5.22)"
         ),
+        upstream="huggingface/transformers#41427; lazy_import_flash_attention of 5.22.2 and of 5.23.0",
+        delete_when="the oldest supported transformers loads the functions of a registered name without the hub",
         seams=(
             Seam(
                 "transformers.integrations.hub_kernels:load_and_register_attn_kernel",
@@ -122,9 +138,11 @@ SHIMS = (
         distribution="transformers",
         versions=">=5.0,<6",
         reason=(
-            "transformers takes a name for FlashAttention-2 by a part of it (5.0 to 5.3), and replaces it where a model "
-            "lists implementations it was tested with (5.2 on)"
+            "transformers treats a name as FlashAttention-2 by a part of it (5.0 to 5.3), and replaces it if a model "
+            "lists compatible implementations (5.2 and later)"
         ),
+        upstream="huggingface/transformers#44177; PreTrainedModel._check_and_adjust_attn_implementation of 5.3.0",
+        delete_when="the oldest supported transformers keeps registered names as they are",
         seams=(
             Seam(
                 f"{_MODEL}._check_and_adjust_attn_implementation",
@@ -142,8 +160,10 @@ SHIMS = (
             "models that choose their attention class from a table of their own don't know registered names, and call "
             "_flash_attention_forward without a name, or without having imported it"
         ),
+        upstream="huggingface/transformers#43030; in remote code on every release",
+        delete_when="no supported model, remote code included, has attention classes of its own",
         seams=(),
         replace=lambda originals: {},
-        complete=own_attention.build,
+        complete=own_attention.activate,
     ),
 )

@@ -1,4 +1,10 @@
-"""transformers 5.4 on (often said to be 5.5): models that set the legacy flag alone don't get flash attention."""
+"""transformers 5.4 and later (the boundary is 5.4, often said to be 5.5): the flag `_supports_flash_attn_2` is no longer read.
+
+huggingface/transformers#38974 renamed it to `_supports_flash_attn` in 4.54. `PreTrainedModel._flash_attn_2_can_dispatch` of 5.3.0
+reads both; `_flash_attn_can_dispatch`, which replaces it in 5.4.0, reads the new one. Models that set the old flag alone, such as those
+with remote code for older releases, are refused flash attention.
+Delete this module when models that set the old flag alone need no support any more.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +25,8 @@ _MODEL = "transformers.modeling_utils:PreTrainedModel"
 class FlashFlag(int):
     """`_supports_flash_attn` as `declared_flash_support` reads it, on a class and on an instance alike.
 
-    As an object it has the value, the truth and the equality of the bool that it replaces: other code may keep
-    `PreTrainedModel.__dict__["_supports_flash_attn"]` as its default. On a class or an instance other than `home` it is
-    that bool. A property would be true as an object.
+    The object itself is equal to the bool that it replaces and has its truth value, because other code may read
+    `PreTrainedModel.__dict__["_supports_flash_attn"]` as a default; a property there would always be true.
 
     Attributes:
         home: the class it is placed on.
@@ -45,27 +50,28 @@ class FlashFlag(int):
         return bool, (int(self),)
 
 
-class _Bridges:
-    """The classes with a flag of ours of their own: nearer to them than a class with the flag is one with the legacy flag."""
+class _OwnFlags:
+    """Classes that need a `FlashFlag` of their own: in their MRO the old flag comes before a class that sets the new one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active = False
         self._classes: WeakSet[type] = WeakSet()
 
-    def over(self, klass: type) -> None:
+    def activate(self) -> Callable[[], None]:
+        """Set the flags of all model classes, and of those that are defined from now on. Returns the undo."""
+        self._active = True
+        for klass in _subclasses(sys.modules["transformers.modeling_utils"].PreTrainedModel):
+            self.set_on(klass)
+        return self.deactivate
+
+    def set_on(self, klass: type) -> None:
         with self._lock:
-            if self._active and _legacy_is_nearer(klass):
+            if self._active and _old_flag_is_nearer(klass):
                 setattr(klass, FLAG, FlashFlag(False, home=klass))
                 self._classes.add(klass)
 
-    def build(self) -> Callable[[], None]:
-        self._active = True
-        for klass in _subclasses(sys.modules["transformers.modeling_utils"].PreTrainedModel):
-            self.over(klass)
-        return self.take_down
-
-    def take_down(self) -> None:
+    def deactivate(self) -> None:
         with self._lock:
             self._active = False
             for klass in list(self._classes):
@@ -74,11 +80,11 @@ class _Bridges:
             self._classes.clear()
 
 
-_bridges = _Bridges()
+_own_flags = _OwnFlags()
 
 
-def _legacy_is_nearer(klass: type) -> bool:
-    """Whether Python would find a class' `_supports_flash_attn` behind another's legacy flag."""
+def _old_flag_is_nearer(klass: type) -> bool:
+    """Whether the MRO of a class has the old flag before the class in which Python finds `_supports_flash_attn`."""
     for index, ancestor in enumerate(klass.__mro__):
         if FLAG in vars(ancestor):
             before = klass.__mro__[:index]
@@ -98,7 +104,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     @wraps(original)
     def __init_subclass__(cls: type, **kwargs: Any) -> None:
         original(cls, **kwargs)
-        _bridges.over(cls)
+        _own_flags.set_on(cls)
 
     hook: Any = __init_subclass__
     base = sys.modules["transformers.modeling_utils"].PreTrainedModel
@@ -110,13 +116,15 @@ SHIM = Shim(
     distribution="transformers",
     versions=">=5.4,<6",
     reason=(
-        "transformers no longer reads _supports_flash_attn_2: it refuses flash attention to models, such as those with "
-        "remote code for older releases, that set it alone"
+        "transformers no longer reads _supports_flash_attn_2, and refuses flash attention to models that set it alone, such as "
+        "those with remote code for older releases"
     ),
+    upstream="huggingface/transformers#38974; PreTrainedModel._flash_attn_can_dispatch of 5.4.0",
+    delete_when="models that set the old flag alone need no support any more",
     seams=(
         Seam(f"{_MODEL}.{FLAG}", holds=bool),
         Seam(f"{_MODEL}.__init_subclass__"),
     ),
     replace=_replace,
-    complete=_bridges.build,
+    complete=_own_flags.activate,
 )

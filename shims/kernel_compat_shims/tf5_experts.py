@@ -1,4 +1,9 @@
-"""transformers 5: the kernels for mixtures of experts under names that its own switch, ``experts_implementation``, takes."""
+"""transformers 5: this library's kernels for mixtures of experts as values of ``experts_implementation``.
+
+`get_correct_experts_implementation` (huggingface/transformers#42697) accepts transformers' own names only; from 5.8 on registered
+names too (#45577). Each value is ``kernel_compat_`` and a value of ``moe_implementation``.
+Delete the seam when the oldest supported transformers is 5.8; the registration stays, because it is a feature.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,15 @@ from kernel_compat.ops import OpsConfig, registry
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
 
-#: What the names begin with; what follows is a value of ``moe_implementation``.
+#: The start of every name; the rest is a value of ``moe_implementation``.
 PREFIX = "kernel_compat_"
 
-#: On a module, the forwards that it was proven for, by value.
+#: The attribute of a module that holds its proven forwards by value of ``moe_implementation``.
 _PROVEN = "_kernel_compat_experts"
 
 
 class _Forwards(dict[str, Callable[..., Any]]):
-    """Of a copy of the module the same; of an unpickled one, none yet."""
+    """Proven forwards. A copy of the module shares them; an unpickled module starts with none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forwards:
         return _Forwards(self)
@@ -82,7 +87,7 @@ def _prove(module: Any, name: str, value: str) -> None:
     feature, instead = f"experts_implementation={name!r}", "Use 'eager' or 'grouped_mm'."
     if torch.compiler.is_compiling():
         raise UnsupportedFeatureError(
-            "to find out what experts compute", feature, "Run the model once, then compile it."
+            "torch.compile before the first forward", feature, "Run the model once, then compile it."
         )
     try:
         found = experts.prove(module)
@@ -90,8 +95,8 @@ def _prove(module: Any, name: str, value: str) -> None:
         raise UnsupportedFeatureError(f"{type(module).__name__}: {error}", feature, instead) from None
     specs = {spec.variant: spec for spec in registry.registered_kernels("moe") if spec.name == value}
     if found.variant not in specs:
-        what = f"{type(module).__name__}, which is of the variant {found.variant!r} ({found}),"
-        raise UnsupportedFeatureError(what, feature, f"It is for {', '.join(specs)}. {instead}")
+        experts_class = f"{type(module).__name__}, which is of the variant {found.variant!r} ({found}),"
+        raise UnsupportedFeatureError(experts_class, feature, f"It is for {', '.join(specs)}. {instead}")
     forwards = vars(module).setdefault(_PROVEN, _Forwards())
     forwards[value] = experts.forward_of(found, specs[found.variant].load())
 
@@ -101,6 +106,8 @@ SHIM = Shim(
     distribution="transformers",
     versions=">=5.0,<6",
     reason="transformers has no name for these kernels, and up to 5.7 refuses every name but its own",
+    upstream="huggingface/transformers#42697, huggingface/transformers#45577",
+    delete_when="the oldest supported transformers is 5.8: registering the names stays and needs no seam",
     seams=(
         Seam(
             "transformers.modeling_utils:PreTrainedModel.get_correct_experts_implementation",

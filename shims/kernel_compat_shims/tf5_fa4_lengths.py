@@ -1,7 +1,9 @@
-"""transformers 5.4 on: its own flash_attention_4 is called with lengths that it doesn't take.
+"""transformers 5.4 and later: its own ``flash_attention_4`` calls FlashAttention-4 with arguments that it refuses.
 
-The greatest length of packed position_ids is a tensor, where FlashAttention-4 takes integers; up to 5.18 continuous batching passes
-lengths by FlashAttention-2's positions, of which the fourth is another argument of FlashAttention-4.
+The maximum length of packed ``position_ids`` is a tensor, and FlashAttention-4 takes integers
+(huggingface/transformers#48353, open). Up to 5.18 continuous batching also passes lengths by position, in the order of
+FlashAttention-2; FlashAttention-4 has another argument, ``qv``, in fourth place (allenai/OLMo-core#857).
+Delete this module when the oldest supported transformers has the fix of #48353.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _load_again() -> Callable[[], None]:
-    """transformers keeps the functions it loaded last: it must load these again, now and when the shim goes."""
+    """Make transformers, which keeps the functions it loaded last, load them again: now, and when the shim is undone."""
     module: Any = sys.modules[_UTILS]
 
     def forget() -> None:
@@ -61,9 +63,11 @@ SHIM = Shim(
     distribution="transformers",
     versions=">=5.4,<6",
     reason=(
-        "transformers' own flash_attention_4 is handed the greatest length of packed sequences as a tensor, which it dies of, and "
-        "in continuous batching lengths by the positions of FlashAttention-2"
+        "transformers passes its own flash_attention_4 the maximum length of packed sequences as a tensor, which raises, and in "
+        "continuous batching (up to 5.18) lengths by position, in the order of FlashAttention-2"
     ),
+    upstream="huggingface/transformers#48353, allenai/OLMo-core#857",
+    delete_when="the oldest supported transformers has the fix of huggingface/transformers#48353",
     seams=(Seam(f"{_UTILS}:_lazy_imports", ("implementation", "attention_wrapper")),),
     replace=_replace,
     complete=_load_again,

@@ -1,4 +1,9 @@
-"""transformers 5.0 to 5.3: FlashAttention-4 alone is taken for FlashAttention-2, whose import name it shares."""
+"""transformers 5.0 to 5.3: an environment with flash-attn-4 alone appears to have FlashAttention-2.
+
+Both packages install into `flash_attn`, and `is_flash_attn_2_available` looks for that import name only
+(huggingface/transformers#44559; 5.4 tells the two apart).
+Delete this module when the oldest supported transformers is 5.4.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,9 @@ SHIM = Shim(
     name="tf5_fa4_namespace",
     distribution="transformers",
     versions=">=5.0,<5.4",
-    reason="with flash-attn-4 alone, transformers believes that FlashAttention-2 is there (transformers#44559)",
+    reason="with flash-attn-4 alone, transformers reports FlashAttention-2 as available",
+    upstream="huggingface/transformers#44559",
+    delete_when="the oldest supported transformers is 5.4",
     seams=(Seam("transformers.utils.import_utils:is_flash_attn_2_available", ()),),
     replace=_replace,
     unneeded_because=_unneeded,

@@ -1,4 +1,9 @@
-"""transformers 5.0 to 5.2: GPT-OSS's config refuses every flash name but one hub kernel's."""
+"""transformers 5.0 to 5.2: GPT-OSS's config refuses every flash attention name but that of one hub kernel.
+
+`GptOssConfig.__setattr__` raises because FlashAttention-2 and -3 drop attention sinks. huggingface/transformers#42736 added the
+check and #44177 replaced it in 5.3. Registered kernels without sinks refuse the model themselves.
+Delete this module when the oldest supported transformers is 5.3.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +23,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     def __setattr__(self: Any, key: str, value: Any) -> None:
         config = original.__globals__["GptOssConfig"]
         if key in ("_attn_implementation", "_attn_implementation_internal") and resolve(value) is not None:
-            # Past this class: its check is all that its method adds. A kernel without sinks refuses them itself.
-            super(config, self).__setattr__(key, value)
+            super(config, self).__setattr__(key, value)  # the check is all that the class's own method adds
         else:
             original(self, key, value)
 
@@ -30,7 +34,9 @@ SHIM = Shim(
     name="tf5_gpt_oss",
     distribution="transformers",
     versions=">=5.0,<5.3",
-    reason="GPT-OSS's config raises for every name with flash in it, but for one hub kernel's",
+    reason="GPT-OSS's config raises for every name with flash in it except one hub kernel's",
+    upstream="huggingface/transformers#42736, huggingface/transformers#44177",
+    delete_when="the oldest supported transformers is 5.3",
     seams=(
         Seam(
             "transformers.models.gpt_oss.configuration_gpt_oss:GptOssConfig.__setattr__",

@@ -46,7 +46,7 @@ class TestRemoteCode:
 
     @pytest.mark.usefixtures("installed")
     def test_upstream_finds_no_fault_with_the_model(self, legacy_model: Path) -> None:
-        """What is left is the package, which isn't here; tests/gpu loads it where it is."""
+        """The next error is the missing package; tests/gpu loads the model if it is installed."""
         with pytest.raises(ImportError, match="flash_attn|FlashAttention2 has been toggled on"):
             load(legacy_model, "flash_attention_2", trust_remote_code=True)
 
@@ -84,7 +84,7 @@ def plain(name: str, **flags: Any) -> type:
 
 
 def family(case: str) -> type:
-    """A model class; what its bases and itself set is in the name of the case."""
+    """A model class; the name of the case lists the flags that it and its bases set."""
     P = PreTrainedModel
     old, old_not = plain("Old", **legacy(True)), plain("OldNot", **legacy(False))
     newer, newer_not = plain("Newer", **new(True)), plain("NewerNot", **new(False))
@@ -195,7 +195,7 @@ class TestRule:
             assert model._supports_flash_attn is True
 
     def test_property(self) -> None:
-        """A property is asked on the instance; on the class, where it would be true as an object, it says nothing."""
+        """A property is read on the instance; on the class, where the object would be true, it counts as False."""
 
         def says(self: Any) -> bool:
             return self.answer
@@ -208,7 +208,7 @@ class TestRule:
             assert made._supports_flash_attn is False
 
     def test_a_property_that_asks_a_part_which_is_not_built_yet(self) -> None:
-        """transformers reads the flag before the parts are there, whatever attention was asked for."""
+        """transformers reads the flag before the submodules exist, for every attn_implementation."""
         with kernel_compat.installed():
 
             class Composite(PreTrainedModel):
@@ -320,7 +320,7 @@ class TestRule:
 
 
 def rule(made: type) -> bool:
-    """The rule, said otherwise: sort what classes say by their distance and take the first."""
+    """An independent form of the rule: sort the declarations by their distance in the MRO, and take the first."""
     base = made.__mro__.index(PreTrainedModel)
     said = []
     for distance, ancestor in enumerate(made.__mro__):

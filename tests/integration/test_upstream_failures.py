@@ -1,8 +1,7 @@
-"""What transformers does by itself, on the releases it does it on, and what it does with the library installed.
+"""Faults of transformers on the releases that have them, and the repair with the library installed.
 
-The numbers are those of the design's table of silent failures. Where upstream is asked for a FlashAttention package,
-the module `flash_attn_interface` stands in for FlashAttention-3's: its functions are the reference kernel's, with
-FA3's parameters.
+S1 to S9 number the silent failures of the design's table. Where transformers imports a FlashAttention package, the module
+`flash_attn_interface` stands in for FlashAttention-3's: its functions are the reference kernel's, with FA3's parameters.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ class TestS4WindowTooWide:
         torch.testing.assert_close(attend("flash_attention_3", sliding_window=3), expected(window_size=(3, 3)))
 
     def test_ours(self, installed: kernel_compat.Report) -> None:
-        """Three keys, the query's own included: what the eager mask shows."""
+        """Three keys, the query's own included, as in the eager mask."""
         torch.testing.assert_close(attend(NAME, sliding_window=3), expected(window_size=(2, 0)))
 
 
@@ -259,7 +258,7 @@ class TestS6Fa4TakenForFa2:
 
 
 class Asked(Exception):
-    """The terminal was asked."""
+    """`input()` was called."""
 
 
 @pytest.mark.usefixtures("fresh")

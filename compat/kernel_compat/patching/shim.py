@@ -35,6 +35,9 @@ class Shim:
         unneeded_because: returns why the shim has nothing to do in an environment its versions match, or None.
         complete: does the rest, where replacing attributes is not enough: called once they are replaced, and returns the
             function that undoes it, which is called before they are restored.
+        upstream: issues and pull requests (``"huggingface/transformers#44559"``), or the release and the function, that show
+            why it is needed.
+        delete_when: the condition under which it can be deleted.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Shim:
     replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     unneeded_because: Callable[[Environment], str | None] = lambda environment: None
     complete: Callable[[], Callable[[], None]] = lambda: lambda: None
+    upstream: str = ""
+    delete_when: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "distribution", canonicalize_name(self.distribution))

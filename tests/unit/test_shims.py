@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from kernel_compat import Shim
+from kernel_compat.patching.installation import discover
+from kernel_compat.releases import TORCH, TRANSFORMERS
+
+GENERATE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
+SHIMS: list[Shim] = GENERATE["shims"]()
+RELEASES = {"transformers": TRANSFORMERS, "torch": TORCH}
+
+
+def test_every_shim_is_an_entry_point() -> None:
+    found, broken = discover()
+    assert not broken
+    assert {shim.name for shim in SHIMS} <= {shim.name for shim in found}
+
+
+@pytest.mark.parametrize("shim", SHIMS, ids=lambda shim: shim.name)
+def test_a_shim_says_why_it_is_there_and_when_it_can_go(shim: Shim) -> None:
+    assert shim.reason
+    assert shim.upstream
+    assert shim.delete_when
+    docstring = sys.modules[shim.replace.__module__].__doc__ or ""
+    assert docstring.startswith((f"{shim.distribution} ", "All releases: "))
+    assert "Delete " in docstring
+
+
+@pytest.mark.parametrize("shim", SHIMS, ids=lambda shim: shim.name)
+def test_a_supported_release_needs_each_shim(shim: Shim) -> None:
+    """Dropping a release from the list shows which shims can be deleted with it."""
+    assert [*SpecifierSet(shim.versions).filter(RELEASES[shim.distribution])]
+
+
+def test_the_generated_parts_of_the_documentation_are_up_to_date() -> None:
+    for path, text in GENERATE["documents"]():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python docs/generate.py"
+
+
+@pytest.mark.parametrize("listed", RELEASES.values(), ids=[*RELEASES])
+def test_the_list_has_one_patch_of_each_minor_release_in_order(listed: dict[str, str]) -> None:
+    numbers = [tuple(map(int, release.split("."))) for release in listed]
+    assert numbers == sorted(numbers)
+    assert len({number[:2] for number in numbers}) == len(numbers)
+    assert {len(number) for number in numbers} == {3}
