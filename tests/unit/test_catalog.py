@@ -271,6 +271,15 @@ def test_windows_without_gradients_are_refused_in_training() -> None:
     assert len(calls) == 2
 
 
+def test_check_computes_no_gradients_where_a_feature_has_none() -> None:
+    package = replace(catalog.OWN, features=replace(catalog.OWN.features, forward_only=("window",)))
+    subject = numerics._Registered("x", Kernel("x", (package,)), None)
+    cases = {case.name: case for case in numerics.CASES}
+    window, causal = (numerics._check_case(cases[name], subject, "cpu", torch.float32) for name in ("window", "causal"))
+    assert (window.verdict, window.reason, set(window.errors)) == ("right", "no backward: forward only", {"output"})
+    assert (causal.verdict, causal.reason, set(causal.errors)) == ("right", "", {"output", "dq", "dk", "dv"})
+
+
 @pytest.mark.parametrize(
     ("where", "feature", "able"),
     [
