@@ -97,6 +97,8 @@ def test_limits() -> None:
         Limit({"softcap": False}, before="2"),
         Limit({"sinks": False}, capabilities=(12,)),
         Limit({"window": False}, before="2", capabilities=(12,)),
+        Limit(forward_only=("softcap",), before="1.5"),
+        Limit(forward_only=("sinks",), before="1.6"),
     )
     package = Provider("x", "flash-attn-3", Features(softcap=True, sinks=True), "", limits=limits)
 
@@ -110,6 +112,8 @@ def test_limits() -> None:
     assert lost(environment(H100, RTX5090, flash_attn_3="2.0")) == {"sinks"}
     assert lost(environment(H100)) == set()
     assert lost(environment(flash_attn_3="1.9")) == {"softcap"}
+    assert package.features_in(environment(flash_attn_3="1.5")).forward_only == ("sinks",)
+    assert package.features_in(environment(flash_attn_3="1.4")).forward_only == ("softcap", "sinks")
 
 
 # FlashAttention-4
@@ -135,6 +139,16 @@ def test_gradients_of_sinks(device: Device, version: str, gradients: bool) -> No
     assert features.forward_only == (() if gradients else ("sinks",))
     assert features.lacking({"sinks"}) == []
     assert features.lacking({"sinks", "backward"}) == ([] if gradients else ["gradients of attention sinks"])
+
+
+def test_before_4_0_0b9() -> None:
+    """A backward without softcap, and none that is deterministic on sm_90 before 4.0.0b5."""
+    training = {"softcap", "backward", "deterministic"}
+    assert fa4("4.0.0b9", H100).lacking(training) == []
+    assert fa4("4.0.0b8", H100).lacking(training) == ["gradients of softcap"]
+    assert fa4("4.0.0b4", H100).lacking(training) == ["deterministic", "gradients of softcap"]
+    assert fa4("4.0.0b4", B200).lacking(training) == ["gradients of softcap"]
+    assert fa4("4.0.0b8", RTX5090).forward_only == ("softcap", "sinks", "window")
 
 
 @pytest.mark.parametrize("version", ["4.0.0b10", NEWEST])
@@ -374,7 +388,7 @@ def difference(limit: Limit) -> str:
     if "max_head_dim" in changes or "head_dims" in changes:
         largest, pairs = changes.pop("max_head_dim", 128), changes.pop("head_dims", ())
         parts.append(" or ".join([f"head dimensions up to {largest}", *map(str, pairs)]))
-    parts += [f"no gradients of {WORDS.get(name, name)}" for name in changes.pop("forward_only", ())]
+    parts += [f"no gradients of {WORDS.get(name, name)}" for name in limit.forward_only]
     lost = {**WORDS, "deterministic": "deterministic backward"}
     parts += [f"no {lost.get(name, name)}" for name, value in changes.items() if value is False]
     assert parts

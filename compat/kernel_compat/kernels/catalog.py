@@ -70,8 +70,11 @@ FLASH_ATTN_4 = _package(
     unlimited=None,
     limits=(
         Limit({"max_capability": (11, 9)}, before="4.0.0b5"),
+        Limit({"deterministic": False}, before="4.0.0b5", capabilities=(9,)),
+        # The dense backward ignores softcap, without an error; the varlen backward refuses it.
+        Limit(forward_only=("softcap",), before="4.0.0b9"),
         # Their autograd functions return None for the sinks, without an error. The code of 4.0.0b26 is that of 4.0.0b30.
-        Limit({"forward_only": ("sinks",)}, before="4.0.0b26"),
+        Limit(forward_only=("sinks",), before="4.0.0b26"),
         # Of 192 and more these two alone: (192, 192) is refused.
         Limit({"max_head_dim": 128, "head_dims": ((192, 128), (256, 256))}, capabilities=(10, 11)),
         Limit({"head_dims": ((192, 128),)}, before="4.0.0b11", capabilities=(10, 11)),
@@ -79,7 +82,7 @@ FLASH_ATTN_4 = _package(
         # 99 KB of shared memory (can_implement in flash_fwd_sm120.py and flash_bwd_sm120.py).
         Limit({"sinks": False, "deterministic": False, "max_head_dim": 192}, capabilities=(12,)),
         # The backward takes a window and ignores it, without an error (flash_bwd.py).
-        Limit({"forward_only": ("window",)}, before="4.0.0b21", capabilities=(12,)),
+        Limit(forward_only=("window",), before="4.0.0b21", capabilities=(12,)),
     ),
 )
 

@@ -99,12 +99,14 @@ class Limit:
     """Features that differ in older versions of a package, on some GPUs, or in older versions on some GPUs.
 
     Attributes:
-        changes: values of the fields of `Features` that differ.
+        changes: values of the fields of `Features` that differ. Where several limits change a field, the last one counts.
+        forward_only: names of features without gradients, besides those of other limits.
         before: the limit holds for versions before this one; empty for all versions.
         capabilities: the limit holds on GPUs of these major compute capabilities; empty for all GPUs.
     """
 
-    changes: Mapping[str, Any]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    forward_only: tuple[str, ...] = ()
     before: str = ""
     capabilities: tuple[int, ...] = ()
 
@@ -124,7 +126,7 @@ class Provider:
         distribution: the distribution that ships it.
         features: the features of its newest version on the GPUs without a limit.
         install: a sentence with the command that installs it.
-        limits: features that differ by version and GPU. Where several limits change a field, the last one counts.
+        limits: features that differ by version and GPU.
         minimum: the oldest version that is supported, and why it is; None where every version is.
         renamed: the package's keyword for a keyword of FlashAttention-2.
         unlimited: the package's value for a window side without a limit.
@@ -161,10 +163,12 @@ class Provider:
         version = environment.version(self.distribution)
         capabilities = {device.capability[0] for device in environment.devices}
         changes: dict[str, Any] = {}
+        forward_only = dict.fromkeys(self.features.forward_only)
         for limit in self.limits:
             if limit.holds(version, capabilities):
                 changes.update(limit.changes)
-        return replace(self.features, **changes)
+                forward_only.update(dict.fromkeys(limit.forward_only))
+        return replace(self.features, **changes, forward_only=tuple(forward_only))
 
     def install_hint(self, environment: Environment) -> str:
         """The sentence with the command, where there is something to install."""
