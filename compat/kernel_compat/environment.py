@@ -1,4 +1,4 @@
-"""What is installed and which devices are there, found without importing any of it."""
+"""Installed distributions and visible GPUs, found without importing a framework."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ from packaging.version import InvalidVersion, Version
 
 __all__ = ["Device", "Environment"]
 
-#: The distributions this library looks at. Asking for each by name costs microseconds; reading every
-#: installed distribution, as ``packages_distributions()`` does, costs seconds in a large environment.
-DISTRIBUTIONS = (
-    "kernel-compat",
-    "torch",
-    "transformers",
-    "flash-attn",
-    "flash-attn-3",
-    "fa3-fwd",
-    "flash-attn-4",
-    "flash-attn-cute",
-    "kernels",
-    "nvidia-cutlass-dsl",
+#: Distributions by name, with the imports whose files each ships, its own import first.
+SHIPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torch": ("torch",),
+        "transformers": ("transformers",),
+        "flash-attn": ("flash_attn", "flash_attn.cute"),
+        "flash-attn-3": ("flash_attn_interface",),
+        "fa3-fwd": ("fa3_fwd_interface",),
+        "flash-attn-4": ("flash_attn.cute", "flash_attn"),
+    }
 )
 
-#: Imports that distributions fight over, with the distributions that may ship each.
-KNOWN_IMPORTS: Mapping[str, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-    "flash_attn": ("flash-attn", "flash-attn-4"),
-    "flash_attn.cute": ("flash-attn", "flash-attn-4"),
-    "flash_attn_interface": ("flash-attn-3",),
-    "fa3_fwd_interface": ("fa3-fwd",),
-}
+#: Distributions that are looked up. Looking each up by name takes microseconds; reading every installed distribution, as
+#: ``packages_distributions()`` does, takes seconds in a large environment.
+DISTRIBUTIONS = ("kernel-compat", *SHIPS, "flash-attn-cute", "kernels", "nvidia-cutlass-dsl")
+
+#: Imports, with the distributions that may ship each.
+KNOWN_IMPORTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        name: tuple(distribution for distribution, shipped in SHIPS.items() if name in shipped)
+        for name in dict.fromkeys(name for shipped in SHIPS.values() for name in shipped)
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,9 @@ class Environment:
         system: operating system and machine, e.g. ``"Linux x86_64"``.
         packages: version by normalized distribution name, as the metadata gives it.
         imports: for each contested import that is there, the distributions that ship it, the one whose
-            files are on disk first. Empty tuple: importable, but no distribution claims it.
+            files are on disk first. Empty tuple: importable, but no distribution records it.
         devices: the GPUs that are visible to this process.
-        problems: what is wrong with the installation, one sentence each.
+        problems: defects of the installation, one sentence each.
     """
 
     python: str = field(default_factory=platform.python_version)
@@ -94,17 +93,17 @@ class Environment:
             try:
                 versions[name] = Version(text)
             except InvalidVersion:
-                continue  # told in `problems`
+                continue  # listed in `problems`
         return versions
 
     @classmethod
     def detect(cls, distributions: Iterable[str] = ()) -> Environment:
-        """Describe the running interpreter. Reads metadata and asks the NVIDIA driver; imports no framework.
+        """Describe the running interpreter. Reads metadata and queries the NVIDIA driver; imports no framework.
 
-        Never raises for a broken installation: what can't be read is described in `problems`.
+        Never raises for a broken installation: `problems` describes it.
 
         Args:
-            distributions: further ones to look at.
+            distributions: names of further distributions to look up.
         """
         problems: list[str] = []
         looked_at = dict.fromkeys((*DISTRIBUTIONS, *map(canonicalize_name, distributions)))
@@ -181,10 +180,9 @@ def importable(name: str) -> bool:
 
 
 def _record(dist: importlib.metadata.Distribution, name: str) -> dict[str, str] | None:
-    """The recorded files of `dist` that make up the import `name`, with their hashes; None where no record tells.
+    """The recorded files of `dist` that make up the import `name`, with their hashes; None without such a record.
 
-    No record tells of an editable install, and a damaged one doesn't. Searched as text: `dist.files` parses every row,
-    which takes 0.2 s for torch.
+    An editable or damaged install has none. Searched as text: `dist.files` parses every row, which takes 0.2 s for torch.
     """
     try:
         text = dist.read_text("RECORD") or ""
@@ -201,8 +199,8 @@ def _record(dist: importlib.metadata.Distribution, name: str) -> dict[str, str] 
 
 
 def _ships(distribution: str, record: Mapping[str, str] | None, name: str) -> bool:
-    if record is None:  # believe its name
-        return "." not in name or distribution == "flash-attn-4"
+    if record is None:  # by its name
+        return "." not in name or name == SHIPS[distribution][0]
     return bool(record)
 
 
@@ -242,8 +240,8 @@ def _conflicts(found: Mapping[str, importlib.metadata.Distribution], packages: M
 def _devices() -> tuple[Device, ...]:
     """The visible NVIDIA GPUs.
 
-    Asks NVML, which neither imports torch nor creates a CUDA context (a context would break later forks);
-    where torch has initialised CUDA already, its answer is the exact one.
+    Queries NVML, which neither imports torch nor creates a CUDA context (a context would break later forks);
+    where torch has initialised CUDA already, its own list is exact and is used.
     """
     torch: Any = sys.modules.get("torch")
     try:
@@ -278,7 +276,7 @@ def _devices() -> tuple[Device, ...]:
 
 
 def _visible(found: list[tuple[str, Device]], visible: str | None) -> list[Device]:
-    """Apply CUDA_VISIBLE_DEVICES: indices or UUID prefixes; what follows an invalid entry is hidden."""
+    """Apply CUDA_VISIBLE_DEVICES: indices or UUID prefixes; entries behind an invalid one are hidden."""
     if visible is None:
         return [device for _, device in found]
     chosen = []
@@ -288,7 +286,7 @@ def _visible(found: list[tuple[str, Device]], visible: str | None) -> list[Devic
         elif matches := [device for uuid, device in found if entry and uuid.startswith(entry)]:
             chosen.append(matches[0])
         elif entry.startswith("MIG-") and found:
-            chosen.append(found[0][1])  # a slice of some GPU, which NVML lists by another name: they are seldom mixed
+            chosen.append(found[0][1])  # a slice of a GPU, listed by another name; GPUs are seldom mixed
         else:
             break
     return chosen

@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose."""
+"""The errors of this library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class KernelCompatError(Exception):
 
 
 class KernelUnavailableError(KernelCompatError, ImportError):
-    """A kernel can't run in this environment; the message says why and which command installs it."""
+    """A kernel can't run in this environment; the message gives the reasons and the command that installs it."""
 
     def __init__(self, kernel: str, reasons: list[str], install: str = "") -> None:
         self.kernel = kernel
@@ -23,7 +23,7 @@ class KernelUnavailableError(KernelCompatError, ImportError):
 
 
 class UnsupportedFeatureError(KernelCompatError, ValueError):
-    """A request a kernel can't honour: names the feature, the kernel and what would work."""
+    """A request that a kernel can't honour; the message names the feature, the kernel and the kernels that have it."""
 
     def __init__(self, feature: str, kernel: str, instead: str) -> None:
         self.feature = feature
@@ -32,7 +32,7 @@ class UnsupportedFeatureError(KernelCompatError, ValueError):
 
 
 class SeamError(KernelCompatError, RuntimeError):
-    """An attribute of somebody else's module is missing, or is not what a replacement needs it to be."""
+    """An attribute of another project's module is missing, or differs from the one a replacement expects."""
 
     def __init__(self, seam: str, expected: str, found: str, version: str) -> None:
         self.seam = seam

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import kernel_compat
 from kernel_compat.diagnostics import numerics as check
+from kernel_compat.kernels import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -12,3 +15,30 @@ pytestmark = pytest.mark.gpu
 def test_check_finds_it_right(name: str) -> None:
     (result,) = [r for r in check.run([name]).names if r.name == name]
     assert result.verdict == "right", result
+
+
+def test_gradients_of_sinks(kernel: str) -> None:
+    """The sinks' too, where the features say so; else an error, and the other gradients with frozen sinks."""
+    found = kernel_compat.known_kernels()[kernel]
+    functions, features = found.load(), found.features
+    if not features.sinks:
+        pytest.skip(f"{kernel} has no sinks")
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 33, 4, 64), (2, 33, 2, 64), (2, 33, 2, 64), (4,))
+    given = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+    weight = torch.randn(shapes[0], generator=generator).to(torch.bfloat16)
+
+    def gradients(function: object, dtype: torch.dtype, device: str, count: int) -> list[torch.Tensor]:
+        inputs = [x.to(device, dtype).requires_grad_(index < count) for index, x in enumerate(given)]
+        out = function(*inputs[:3], causal=True, s_aux=inputs[3])  # type: ignore[operator]
+        return [x.double().cpu() for x in torch.autograd.grad(out, inputs[:count], weight.to(device, dtype))]
+
+    count = 4
+    if "sinks" in features.forward_only:
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="gradients of attention sinks"):
+            gradients(functions.flash_attn_func, torch.bfloat16, "cuda", 4)
+        count = 3
+    ours = gradients(functions.flash_attn_func, torch.bfloat16, "cuda", count)
+    right = gradients(reference.flash_attn_func, torch.float64, "cpu", count)
+    for what, x, y in zip(("dq", "dk", "dv", "the sinks'"), ours, right, strict=False):
+        assert (x - y).norm() <= 4 * 2.0**-8 * y.norm(), what

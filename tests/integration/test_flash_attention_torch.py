@@ -36,7 +36,6 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, policy
 from kernel_compat.diagnostics import numerics as check
-from kernel_compat.kernels import kernel as base
 
 TORCH = Version(torch.__version__).release
 NAME = "flash_attention_torch"
@@ -72,6 +71,11 @@ def calls() -> Iterator[list[dict[str, Any]]]:
     """A kernel for the CPU; what it was asked for."""
     with cpu_flash_attention() as calls:
         yield calls
+
+
+def load_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been warned of yet: a kernel warns once from the time it is loaded."""
+    monkeypatch.setattr(kernel_compat.known_kernels()[NAME], "_functions", None)
 
 
 @pytest.fixture
@@ -768,7 +772,7 @@ class TestTraining:
     def test_dropout_is_left_out_and_told_of_once(
         self, models: Path, monkeypatch: pytest.MonkeyPatch, noise: list[str]
     ) -> None:
-        monkeypatch.setattr(base, "_warned", set())
+        load_anew(monkeypatch)
         three = Three(saved(models, "llama_gqa"), NAME)
         three.ours.train()
         for layer in three.ours.model.layers:
@@ -865,7 +869,7 @@ class TestRefusals:
 class TestWhatTheKernelIsAskedFor:
     @pytest.fixture(autouse=True)
     def _anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(base, "_warned", set())
+        load_anew(monkeypatch)
 
     @pytest.mark.parametrize(
         "batch", ["even", "padded left", "padded right", "packed", "packed in rows", "cu_seq_lens"]

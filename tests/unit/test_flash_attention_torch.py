@@ -29,9 +29,9 @@ from kernel_compat import (
     UnsupportedFeatureError,
     known_kernels,
 )
-from kernel_compat.kernels import kernel as base
 from kernel_compat.kernels import reference
-from kernel_compat.kernels.torch_varlen import KERNEL, _scaled, _write
+from kernel_compat.kernels.catalog import instead
+from kernel_compat.kernels.torch_varlen import FLASH_ATTENTION_TORCH, _scaled, _write
 
 NAME = "flash_attention_torch"
 RELEASE = Version(torch.__version__).release[:2]
@@ -60,7 +60,7 @@ def environment(torch_version: str = torch.__version__, *capabilities: tuple[int
 
 def fresh() -> Kernel:
     """The kernel, not loaded yet; the library's own is loaded once a process."""
-    return Kernel(NAME, KERNEL.providers)
+    return Kernel(NAME, FLASH_ATTENTION_TORCH.providers)
 
 
 @pytest.fixture
@@ -73,11 +73,6 @@ def calls() -> Iterator[list[dict[str, Any]]]:
 @pytest.fixture
 def functions(calls: list[dict[str, Any]]) -> Functions:
     return fresh().load(environment())
-
-
-@pytest.fixture
-def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_warned", set())
 
 
 @pytest.fixture
@@ -114,7 +109,7 @@ def kernel_over(varlen_attn: Any, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     module = ModuleType("kc_varlen")
     module.varlen_attn = varlen_attn  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kc_varlen", module)
-    (provider,) = KERNEL.providers
+    (provider,) = FLASH_ATTENTION_TORCH.providers
     return Kernel(NAME, (replace(provider, module="kc_varlen", runs_on=lambda device: True),))
 
 
@@ -232,7 +227,7 @@ def test_features_expected_of_a_version(version: str, window: bool, paged: bool)
 
 
 def test_features_expected_of_a_torch_without_metadata() -> None:
-    assert fresh().features_in(Environment(imports={"torch": ()})) == KERNEL.providers[0].features
+    assert fresh().features_in(Environment(imports={"torch": ()})) == FLASH_ATTENTION_TORCH.providers[0].features
 
 
 OLD = "is older than 2.10, the first with torch.nn.attention.varlen"
@@ -381,7 +376,6 @@ def test_what_it_has_not(
     assert len(calls) == 3
 
 
-@pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("which", ["dense", "varlen"])
 def test_dropout_warns_once(which: str, functions: Functions) -> None:
     q = torch.randn(1, 3, 2, 8, dtype=torch.bfloat16)
@@ -393,7 +387,6 @@ def test_dropout_warns_once(which: str, functions: Functions) -> None:
         call(functions, which, q, q, q, dropout_p=0.5)
 
 
-@pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("which", ["dense", "varlen"])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_determinism_warns_once_where_there_are_gradients(which: str, index: int, functions: Functions) -> None:
@@ -412,7 +405,7 @@ def test_determinism_warns_once_where_there_are_gradients(which: str, index: int
         call(functions, which, *inputs, deterministic=True)
 
 
-@pytest.mark.usefixtures("no_warnings_yet", "deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_determinism_needs_no_warning_where_torch_grants_it(functions: Functions) -> None:
     q = torch.randn(1, 3, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     with warnings.catch_warnings():
@@ -476,12 +469,12 @@ def test_who_has_windows_where_it_has_not(monkeypatch: pytest.MonkeyPatch) -> No
         call(functions, "dense", SOME, SOME, SOME, window_size=(3, 0))
     assert NAME not in str(caught.value).partition("Kernels that do:")[2]
     # Another kernel's message names it where its torch has them.
-    assert NAME not in base.instead("flash_attention_2", "window")
-    assert NAME not in base.instead("flash_attention_2", "paged")
+    assert NAME not in instead("flash_attention_2", "window")
+    assert NAME not in instead("flash_attention_2", "paged")
     monkeypatch.setattr(Environment, "detect", classmethod(lambda cls: environment("2.12.0")))
-    assert NAME in base.instead("flash_attention_2", "window")
-    assert NAME in base.instead("flash_attention_2", "paged")
-    assert NAME not in base.instead(NAME, "window")
+    assert NAME in instead("flash_attention_2", "window")
+    assert NAME in instead("flash_attention_2", "paged")
+    assert NAME not in instead(NAME, "window")
 
 
 def test_fewer_key_heads_are_announced_where_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:

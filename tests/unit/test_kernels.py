@@ -22,9 +22,8 @@ from kernel_compat import (
     UnsupportedFeatureError,
     known_kernels,
 )
-from kernel_compat.kernels import as_kernel
-from kernel_compat.kernels import kernel as base
-from kernel_compat.kernels.kernel import adapt
+from kernel_compat.kernels import Limit, as_kernel
+from kernel_compat.kernels.adapter import adapt
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 KERNELS = (
@@ -308,24 +307,34 @@ def test_refine_lowers_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_features_loaded_are_those_of_the_package_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an environment with another one the kernel knows what its versions let expect."""
-    module = SimpleNamespace(flash_attn_varlen_func=lambda q, **kwargs: q)
+    """Of another version, or on another GPU, the kernel has the features that the provider declares there."""
+    module = SimpleNamespace(flash_attn_varlen_func=lambda q, softcap=0.0: q)
     monkeypatch.setitem(sys.modules, "kc_kernel_module", module)  # type: ignore[arg-type]
-
-    def expected(environment: Environment, features: Features) -> Features:
-        from dataclasses import replace
-
-        return replace(features, window=environment.packages.get("kc-kernel") != "1", softcap=True)
-
-    kernel = Kernel("x", (provider(expected=expected),))
+    features = Features(devices=("cpu",), dtypes=("float32",), softcap=True)
+    limits = (Limit({"softcap": False}, before="2"), Limit({"gqa": False}, capabilities=(12,)))
+    kernel = Kernel("x", (provider(features=features, limits=limits),))
     other = Environment(packages={"torch": "2.11.0", "kc-kernel": "2"}, imports=HERE.imports)
+    blackwell = Environment(packages=HERE.packages, imports=HERE.imports, devices=(Device("GPU", (12, 0)),))
+
+    def some(environment: Environment) -> tuple[bool, bool, bool]:
+        found = kernel.features_in(environment)
+        return found.window, found.softcap, found.gqa
+
+    assert (some(HERE), some(other), some(blackwell)) == ((True, False, True), (True, True, True), (True, False, False))
     kernel.load(HERE)
-    assert (kernel.features_in(HERE).window, kernel.features_in(HERE).softcap) == (True, False)  # as loaded
-    assert (kernel.features_in(other).window, kernel.features_in(other).softcap) == (True, True)
-    kernel = Kernel("x", (provider(expected=expected),))
+    assert (some(HERE), some(other), some(blackwell)) == (
+        (False, False, True),
+        (True, True, True),
+        (True, False, False),
+    )
+    kernel = Kernel("x", kernel.providers)
     kernel.load(other)
-    assert (kernel.features_in(HERE).window, kernel.features_in(HERE).softcap) == (False, True)
-    assert kernel.features.window  # of this process
+    assert (some(HERE), some(other), some(blackwell)) == (
+        (True, False, True),
+        (False, True, True),
+        (True, False, False),
+    )
+    assert kernel.features.softcap  # of this process
 
 
 def test_features_by_name() -> None:
@@ -387,8 +396,9 @@ def test_what_an_object_takes_without_naming_it_is_not_known() -> None:
         kernel.load().flash_attn_func(q, q, q, deterministic=True)
     recorder.features = Features(sinks=True, devices=("cpu",), dtypes=("float32",))  # type: ignore[attr-defined]
     declared = as_kernel(recorder)
-    assert declared is as_kernel(recorder)
-    assert declared is not kernel
+    assert declared == as_kernel(recorder)
+    assert hash(declared) == hash(as_kernel(recorder))
+    assert declared != kernel
     assert optional & set(declared.features.names()) == {"window", "sinks"}
     declared.load().flash_attn_func(q, q, q, window_size=(1, 0), s_aux=torch.zeros(2))
     with pytest.raises(UnsupportedFeatureError, match="softcap"):
@@ -612,7 +622,7 @@ def test_windows_without_a_limit(which: str, unlimited: int | None) -> None:
 )
 def test_a_window_without_a_limit_to_the_right(which: str, options: dict[str, Any], kv_len: int, refused: bool) -> None:
     """Three queries and fewer keys, for a kernel that would put a limit there itself."""
-    _, functions, calls = adapted(OPTIONS, dense=OPTIONS, left_alone=False)
+    _, functions, calls = adapted(OPTIONS, dense=OPTIONS, handles_unbounded_right_window=False)
     kv = Q[:, :kv_len]
     lengths = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 3, "max_seqlen_k": kv_len}
 
@@ -675,10 +685,7 @@ def test_what_it_can_not_honour_is_an_error(
     ("option", "says"),
     [({"dropout_p": 0.1}, "x has no attention dropout"), ({"deterministic": True}, "x has no deterministic backward")],
 )
-def test_dropout_and_determinism_warn_once(
-    which: str, option: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "_warned", set())
+def test_dropout_and_determinism_warn_once(which: str, option: dict[str, Any], says: str) -> None:
     _, functions, calls = adapted("", dense="")
     with pytest.warns(UserWarning, match=says):
         run(functions, which, **option)

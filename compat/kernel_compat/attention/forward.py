@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel
-from ..kernels.kernel import instead
+from ..kernels.catalog import instead
 from .boundaries import Forward, Restarts, Sequences, current, packed_sequences, require_agreement, restarts_of
 from .padding import fixed_shapes, longest, once, padding, query_mask, reduce_mask, require_total, runs
 

@@ -17,7 +17,7 @@ from ..attention.registry import upstream_owner
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, Provider, known_kernels
-from ..kernels.kernel import instead
+from ..kernels.catalog import CATALOG, REFERENCE, TRANSFORMERS, instead
 from .flash_flags import read, require_flash_support, unwrapped
 from .support import beyond_causal_attention, slides
 
@@ -39,34 +39,10 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LADDER = (
-    "flash_attention_4",
-    "flash_attention_3",
-    "flash_attention_2",
-    "flash_attention_torch",
-    "sdpa",
-    "eager",
-)
-"""From the newest FlashAttention to what every model has."""
+LADDER = (*(name for name in CATALOG if name != REFERENCE), *TRANSFORMERS)
+"""From the newest FlashAttention to ``sdpa`` and ``eager``, which every model has."""
 
 _FLASH = LADDER[: LADDER.index("sdpa")]
-
-_ANYWHERE: dict[str, Any] = {
-    "dropout": True,
-    "varlen": False,
-    "dtypes": ("float32", "float64", "bfloat16", "float16"),
-    "devices": ("cpu", "cuda", "xpu", "mps", "npu", "hpu"),
-    "max_head_dim": None,
-    "value_head_dim": True,
-}
-#: What transformers' own two can do. Its sdpa has no softcap, and drops it silently before 5.21.
-_TRANSFORMERS = {
-    "sdpa": Features(**_ANYWHERE),
-    "eager": Features(softcap=True, sinks=True, deterministic=True, **_ANYWHERE),
-}
-
-#: How messages call the features that are not called as they are in `Features`.
-_WORDS = {"window": "sliding windows", "sinks": "attention sinks"}
 
 
 @dataclass(frozen=True)
@@ -174,8 +150,8 @@ def best_available(
             return Choice(step.name, tuple(steps))
     wanted = f"attention with {' and '.join(sorted(requires))}" if requires else "attention"
     advice = "What installs one: kernel-compat explain NAME."
-    if _step("flash_attention_reference", environment, requires).usable:
-        advice += " flash_attention_reference runs here, slowly, where it is asked for."
+    if _step(REFERENCE, environment, requires).usable:
+        advice += f" {REFERENCE} runs here, slowly, where it is asked for."
     raise KernelUnavailableError(wanted, [f"{step.name}: {step.reason}" for step in steps], advice)
 
 
@@ -201,12 +177,12 @@ def _step(name: str, environment: Environment, requires: Collection[str], model_
     features, reasons, on = found
     if reasons:
         return Step(name, False, "; ".join(reasons))
-    if lacking := _lacking(features, requires):
+    if lacking := features.lacking(requires):
         return Step(name, False, f"it has no {', no '.join(lacking)}")
     release = environment.version("transformers")
     if name.startswith("paged|") and release is not None and release.major < 5:
         return Step(name, False, f"transformers {release} has no names with paged|")
-    ours = name not in _TRANSFORMERS and not upstream_owner(name, environment)
+    ours = name not in TRANSFORMERS and not upstream_owner(name, environment)
     if (
         model_type is not None
         and release is not None
@@ -238,10 +214,10 @@ def _unknown(name: str) -> str:
 def _find(name: str, environment: Environment) -> tuple[Features, list[str], str] | None:
     """What a name can do in an environment, why it can't run there, and what it would run on; None where nobody knows."""
     torch = environment.packages.get("torch")
-    if name in _TRANSFORMERS and name not in _names.registered_attention():
+    if name in TRANSFORMERS and name not in _names.registered_attention():
         absent = torch is None and "torch" not in environment.imports
         reasons = ["torch is not installed"] if absent else []
-        return _TRANSFORMERS[name], reasons, f"transformers' own, on torch {torch or 'of unknown version'}"
+        return TRANSFORMERS[name], reasons, f"transformers' own, on torch {torch or 'of unknown version'}"
     found = _provider(name, environment)
     if found is None:
         return None
@@ -263,10 +239,6 @@ def _provider(name: str, environment: Environment) -> tuple[Kernel, Provider] | 
     if entry is None and upstream_owner(name, environment):
         return kernel, kernel.providers[0]  # the package that transformers itself imports
     return kernel, kernel.provider(environment)
-
-
-def _lacking(features: Features, requires: Iterable[str]) -> list[str]:
-    return [_WORDS.get(feature, feature) for feature in sorted(requires) if not getattr(features, feature)]
 
 
 def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: Collection[str] = ()) -> T:
@@ -328,7 +300,7 @@ def _may_be_tried(name: str, environment: Environment, requires: Collection[str]
     ours = _provider(name, environment)
     # One that loads where it can't run would only fail in the first forward.
     late = ours is not None and bool(found[1]) and not ours[1].unloadable_because(environment)
-    return not late and not _lacking(found[0], requires)
+    return not late and not found[0].lacking(requires)
 
 
 def _left_out(loaded: object, asked: str, environment: Environment) -> str | None:
@@ -343,7 +315,7 @@ def _left_out(loaded: object, asked: str, environment: Environment) -> str | Non
     for name, feature in _needs(model):
         found = _find(name.removeprefix("paged|"), environment)
         if found is not None and not getattr(found[0], feature):
-            return f"{kind} needs {_WORDS.get(feature, feature)}, which {name} has not"
+            return f"{kind} needs {Features.word(feature)}, which {name} has not"
     if names and asked not in names:
         _log_once(f"{kind} was loaded with {' and '.join(map(repr, names))} in the place of {asked!r}")
     return None
@@ -591,8 +563,8 @@ def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
             kind,
             f"Load it with attn_implementation='sdpa', set {otherwise}.",
         )
-    sdpa = _TRANSFORMERS["sdpa"]
-    if lacking := _lacking(sdpa, {feature for name, feature in _needs(model) if name == "sdpa"}):
+    sdpa = TRANSFORMERS["sdpa"]
+    if lacking := sdpa.lacking({feature for name, feature in _needs(model) if name == "sdpa"}):
         raise UnsupportedFeatureError(
             need, kind, f"It needs {', '.join(lacking)}, which sdpa has not: set {otherwise}."
         )
@@ -630,7 +602,7 @@ def verify_flash_support(model: Any, name: str, environment: Environment | None 
         features = kernel.features_in(environment)
         for feature in sorted({feature for _, feature in _needs(model)}):
             if not getattr(features, feature):
-                what = f"{_WORDS.get(feature, feature)}, which {type(model).__name__} needs"
+                what = f"{Features.word(feature)}, which {type(model).__name__} needs"
                 raise UnsupportedFeatureError(what, name, f"{instead(kernel.name, feature)} Or use 'eager'.")
     if reasons := provider.unavailable_because(environment):
         raise KernelUnavailableError(name, reasons, provider.install_hint(environment))

@@ -8,20 +8,13 @@ from typing import Literal
 from ..attention.defaults import status
 from ..environment import Environment, torch_flash_backend
 from ..errors import KernelUnavailableError
-from ..kernels import known_kernels
+from ..kernels.catalog import FA3_FWD, TORCH_BACKENDS
 from ..patching.handle import Handle
 
 __all__ = ["use_torch_flash_backend"]
 
 Backend = Literal["FA3", "FA4"]
 
-_KERNELS = {"FA3": "flash_attention_3", "FA4": "flash_attention_4"}
-_INSTALL = {
-    "FA3": "flash-attn-3 is on no package index: build it from the hopper folder of the flash-attention source.",
-    "FA4": "Install it with: pip install --pre flash-attn-4",
-}
-#: Major compute capabilities that torch's backends take, in 2.11 to 2.15.
-_CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}
 #: What the shims replace that FA4 needs.
 _FA4_SEAM = "torch.nn.attention._fa4:_fa4_import_module"
 
@@ -46,11 +39,13 @@ def use_torch_flash_backend(backend: Backend | None) -> Handle:
         KernelUnavailableError: it can't run here; the message says why. What was active stays so.
         ValueError: `backend` is none of these.
     """
-    if backend is not None and backend not in _KERNELS:
+    if backend is not None and backend not in TORCH_BACKENDS:
         raise ValueError(f"{backend!r} is no flash backend of torch; there are: 'FA3', 'FA4', None")
     if backend is not None and (reasons := unavailable_because(backend)):
         absent = any("is not installed" in reason for reason in reasons)
-        raise KernelUnavailableError(f"torch's {backend} backend", reasons, _INSTALL[backend] if absent else "")
+        raise KernelUnavailableError(
+            f"torch's {backend} backend", reasons, TORCH_BACKENDS[backend].install if absent else ""
+        )
     with _lock:
         previous = torch_flash_backend()
         _activate(backend, previous)
@@ -67,14 +62,15 @@ def unavailable_because(backend: Backend, environment: Environment | None = None
     """Why a backend can't be activated here; empty when it can."""
     report = status()
     environment = environment or report.environment
-    provider = known_kernels()[_KERNELS[backend]].providers[0]
-    reasons = provider.unavailable_because(environment)
+    package = TORCH_BACKENDS[backend].package
+    reasons = package.unavailable_because(environment)
     torch = environment.version("torch")
     if torch is not None and torch.release < (2, 11):
         reasons.append(f"torch {torch} is older than 2.11, the first whose backends are supported")
-    if backend == "FA3" and "fa3-fwd" in environment.packages and "flash-attn-3" not in environment.packages:
-        reasons.append("fa3-fwd is FA3's forward alone, and torch needs the full package, flash-attn-3")
-    majors = _CAPABILITIES[backend]
+    forward = FA3_FWD.distribution
+    if backend == "FA3" and forward in environment.packages and package.distribution not in environment.packages:
+        reasons.append(f"{forward} is FA3's forward alone, and torch needs the full package, {package.distribution}")
+    majors = TORCH_BACKENDS[backend].capabilities
     if not reasons and not any(device.capability[0] in majors for device in environment.devices):
         wanted = " or ".join(f"{major}.x" for major in majors)
         found = ", ".join(map(str, environment.devices))

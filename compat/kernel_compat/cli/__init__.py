@@ -500,6 +500,8 @@ def _show_name(console: Console, found: check.Explanation) -> None:
         _print(console, f"{provider.distribution}")
         _print(console, f"  has:   {', '.join(yes)}")
         _print(console, f"  lacks: {', '.join(no) or 'nothing'}")
+        if provider.features.forward_only:
+            _print(console, f"  has no gradients of: {', '.join(provider.features.forward_only)}")
         if provider.reasons:
             why = _why(provider.reasons, provider.install if provider.version is None else "")
             _print(console, f"  not usable: {why}", "yellow")
@@ -577,7 +579,9 @@ def _capability(features: Any) -> str:
 
 
 def _head_dim(features: Any) -> str:
-    return "any" if features.max_head_dim is None else f"up to {features.max_head_dim}"
+    if features.max_head_dim is None:
+        return "any"
+    return " or ".join([f"up to {features.max_head_dim}", *map(str, features.head_dims)])
 
 
 def _find_ops(arguments: argparse.Namespace) -> Table:

@@ -8,32 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .kernel import Features, Kernel, Provider
-
 if TYPE_CHECKING:
     from torch import Tensor
-
-KERNEL = Kernel(
-    "flash_attention_reference",
-    (
-        Provider(
-            module="kernel_compat.kernels.reference",
-            distribution="kernel-compat",
-            features=Features(
-                softcap=True,
-                sinks=True,
-                dropout=True,
-                deterministic=True,
-                dtypes=("float32", "float64", "bfloat16", "float16"),
-                devices=("cpu", "cuda", "xpu", "mps", "npu", "hpu"),
-                max_head_dim=None,
-                value_head_dim=True,
-            ),
-            install="",
-            bundled=True,
-        ),
-    ),
-)
 
 
 def flash_attn_func(
@@ -96,10 +72,10 @@ def flash_attn_varlen_func(
     def positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
         index = torch.arange(total, device=q.device)
         sequence = torch.bucketize(index, cu_seqlens[1:].to(index.dtype), right=True)
-        # Tokens behind the last sequence belong to none and get zeros; the kernels leave them unwritten.
+        # Tokens behind the last sequence get zeros; the other kernels leave them unwritten.
         return sequence, index - cu_seqlens.to(index.dtype)[sequence.clamp(max=cu_seqlens.shape[0] - 1)]
 
-    # Offsets fall back where transformers 5.0 to 5.5 appends padding: these sequences have no token.
+    # Offsets decrease where transformers 5.0 to 5.5 appends padding: such sequences have no token.
     cu_seqlens_q, cu_seqlens_k = (offsets.cummax(0).values for offsets in (cu_seqlens_q, cu_seqlens_k))
     q_sequence, q_position = positions(cu_seqlens_q, q.shape[0])
     k_sequence, k_position = positions(cu_seqlens_k, k.shape[0])
@@ -111,7 +87,7 @@ def flash_attn_varlen_func(
 
 
 def _visible(q_position: Tensor, k_position: Tensor, causal: bool, window: tuple[int, int]) -> Tensor:
-    """(q_len, kv_len): which keys each query sees. Positions count from the bottom right corner's alignment."""
+    """The mask (q_len, kv_len), True where a query sees a key. Positions are aligned to the bottom right corner."""
     import torch
 
     distance = q_position[:, None] - k_position[None]
@@ -138,7 +114,7 @@ def _attention(
 ) -> Tensor:
     import torch
 
-    with torch.autocast(q.device.type, enabled=False):  # which would compute the products in half precision
+    with torch.autocast(q.device.type, enabled=False):  # autocast computes the products in half precision
         dtype = q.dtype if q.dtype == torch.float64 else torch.float32
         groups = q.shape[2] // k.shape[2]
         q_, k_, v_ = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
@@ -154,4 +130,4 @@ def _attention(
             scores = torch.cat([scores, column], dim=-1)
         weights = scores.softmax(dim=-1)[..., : visible.shape[-1]] * visible
         weights = torch.nn.functional.dropout(weights, dropout_p)
-        return (weights @ v_).transpose(1, 2).to(q.dtype).contiguous()  # as FlashAttention's: models call view() on it
+        return (weights @ v_).transpose(1, 2).to(q.dtype).contiguous()  # as FlashAttention's: models call view()

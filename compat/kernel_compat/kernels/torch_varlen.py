@@ -1,12 +1,12 @@
 """FlashAttention from torch itself: ``torch.nn.attention.varlen.varlen_attn``, there from torch 2.10.
 
-What it can do is read from its signature. Every release so far has one of these:
+Its features are read from its signature. Every release so far has one of these:
 
 - 2.10: ``is_causal``; no window, no scale.
 - 2.11: ``scale`` and ``window_size``, of which ``(-1, 0)`` is causal.
 - 2.12 on: ``enable_gqa``, ``num_splits``, and a paged cache by ``seqused_k`` and ``block_table``.
 
-Its maker says so nowhere, but (measured on an H200 with torch 2.11): head dimensions must be multiples of 8, up to 256.
+Head dimensions must be multiples of 8, up to 256 (measured on an H200 with torch 2.11; torch documents no limit).
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..environment import Environment
 from ..errors import SeamError, UnsupportedFeatureError
-from .kernel import Features, Functions, Kernel, Provider, warn_once
+from .adapter import WarnOnce
+from .catalog import TORCH
+from .kernel import Kernel
+from .provider import Features
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 _NAME = "flash_attention_torch"
-_MODULE = "torch.nn.attention.varlen"
 _LEADING = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
-#: Its options, and what each must be when it isn't given for it to change nothing.
+#: Its options, with the default that changes nothing.
 _OFF = {
     "is_causal": False,
     "return_aux": None,
@@ -39,27 +40,14 @@ _OFF = {
     "block_table": None,
     "num_splits": None,
 }
-
-
-def _refused(environment: Environment) -> list[str]:
-    version = environment.version("torch")
-    if version is not None and version.release < (2, 10):
-        return [f"torch {version} is older than 2.10, the first with {_MODULE}"]
-    return []
-
-
-def _expected(environment: Environment, features: Features) -> Features:
-    version = environment.version("torch")
-    if version is None:
-        return features
-    return replace(features, window=version.release >= (2, 11), paged=version.release >= (2, 12))
+_PAGING = frozenset({"seqused_k", "block_table"})
 
 
 def _options(varlen_attn: Any) -> frozenset[str]:
     """The options of a `varlen_attn`, by its signature.
 
     Raises:
-        SeamError: it is none that the adapter knows how to call.
+        SeamError: the signature is unknown.
     """
     from ..patching.seam import parameter_problem
 
@@ -77,16 +65,16 @@ def _options(varlen_attn: Any) -> frozenset[str]:
     import torch
 
     expected = f"parameters ({', '.join(_LEADING)}, ...), and is_causal or window_size for causality"
-    raise SeamError(f"{_MODULE}:varlen_attn", expected, problem, f"torch {torch.__version__}")
+    raise SeamError(f"{TORCH.module}:varlen_attn", expected, problem, f"torch {torch.__version__}")
 
 
 def _refine(module: Any, features: Features) -> Features:
     options = _options(getattr(module, "varlen_attn", None))
-    return replace(features, window="window_size" in options, paged={"seqused_k", "block_table"} <= options)
+    return replace(features, window="window_size" in options, paged=options >= _PAGING)
 
 
 def _runs_on(device: str) -> bool:
-    """Whether torch has a kernel for a device type: CUDA, and what a backend or a test has registered."""
+    """Whether torch has a kernel for a device type: CUDA's, or one that a backend or a test has registered."""
     import torch
 
     key = {"meta": "Meta", "privateuseone": "PrivateUse1"}.get(device, device.upper())
@@ -97,50 +85,35 @@ def _runs_on(device: str) -> bool:
 
 
 def _functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
-    import torch
+    varlen = _Varlen(getattr(module, "varlen_attn", None))
+    return {
+        "flash_attn_func": None,
+        "flash_attn_varlen_func": varlen.flash_attn_varlen_func,
+        "flash_attn_with_kvcache": varlen.flash_attn_with_kvcache if varlen.has_pages else None,
+    }
 
-    varlen_attn: Any = getattr(module, "varlen_attn", None)
-    options = _options(varlen_attn)
-    active_backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
 
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        scale: float | None,
-        causal: bool,
-        window: tuple[int, int],
-        deterministic: bool,
-        **paging: Tensor,
-    ) -> Tensor:
-        chosen: dict[str, Any] = dict(paging)
-        if "scale" not in options:
-            q, k, v = _scaled(q, k, v, scale)
-        elif scale is not None:
-            if scale <= 0:  # torch 2.15 takes positive ones alone
-                q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
-            chosen["scale"] = scale
-        if "is_causal" in options:
-            chosen["is_causal"] = causal
-        else:
-            chosen["window_size"] = (window[0], 0) if causal else window
-        if "enable_gqa" in options and q.shape[-2] != k.shape[-2]:
-            chosen["enable_gqa"] = True
-        if "num_splits" in options:
-            if paging or deterministic or torch.are_deterministic_algorithms_enabled():
-                # No sum in an order that depends on the rest of the batch. In pages torch 2.13 is silently wrong where it
-                # splits (measured).
-                chosen["num_splits"] = 1
-            elif active_backend() is not None and _prefers_flash():
-                chosen["num_splits"] = 0  # as many as it likes; cuDNN, which takes none, is out
-        output: Tensor = varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **chosen)
-        return output
+class _Lengths(NamedTuple):
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class _Varlen:
+    """A `varlen_attn` behind FlashAttention-2's keywords."""
+
+    def __init__(self, varlen_attn: Any) -> None:
+        import torch
+
+        self.options = _options(varlen_attn)
+        self.has_pages = self.options >= _PAGING
+        self._varlen_attn = varlen_attn
+        self._active_backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+        self._warn_once = WarnOnce(_NAME)
 
     def flash_attn_varlen_func(
+        self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -154,22 +127,13 @@ def _functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
         deterministic: bool = False,
     ) -> Tensor:
         if deterministic:
-            _warn_of_backward(q, k, v)
-        return call(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            softmax_scale,
-            causal,
-            window_size,
-            deterministic,
-        )
+            self._warn_of_backward(q, k, v)
+        lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        chosen = self._chosen(causal, window_size, deterministic)
+        return self._call(q, k, v, lengths, softmax_scale, chosen)
 
     def flash_attn_with_kvcache(
+        self,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -182,13 +146,44 @@ def _functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
         window_size: tuple[int, int] = (-1, -1),
         deterministic: bool = False,
     ) -> Tensor:
+        import torch
+
         if cache_seqlens is None or block_table is None:
             raise UnsupportedFeatureError("a cache without block_table and cache_seqlens", _NAME, "Give both.")
+        if (k is None) != (v is None):
+            raise ValueError("k and v are the new tokens' keys and values: give both or neither")
+        backend = self._active_backend()
+        # Checked before anything is written; torch checks afterwards.
+        self._check_paged(q, k_cache, v_cache, k, v)
+        batch, q_len = q.shape[:2]
+        lengths = cache_seqlens
+        if k is not None:
+            assert v is not None
+            _write(k_cache, k, cache_seqlens, block_table)
+            _write(v_cache, v, cache_seqlens, block_table)
+            lengths = torch.where(lengths < 0, lengths, lengths + k.shape[1])
+        lengths = lengths.clamp(min=0).to(torch.int32)
+        # FA2 needs the offsets of the keys as well, and reads `seqused_k`; FA3 and FA4 refuse them beside pages.
+        k_offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        packed = _Lengths(
+            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len,
+            k_offsets if backend is None else None,
+            q_len,
+            block_table.shape[1] * k_cache.shape[1],  # an upper bound: the greatest length is on the device
+        )
+        chosen = self._chosen(causal, window_size, deterministic, paged=True)
+        chosen.update(seqused_k=lengths, block_table=block_table)
+        output = self._call(q.flatten(0, 1), k_cache, v_cache, packed, softmax_scale, chosen)
+        return output.unflatten(0, (batch, q_len))
+
+    def _check_paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Tensor | None) -> None:
+        import torch
+
         if q.shape[-1] % 8:
             raise UnsupportedFeatureError(
                 f"a paged cache of head dimension {q.shape[-1]}", _NAME, "It must be a multiple of 8."
             )
-        if active_backend() == "FA4" and q.is_cuda and not _fa4_has_pages(q.device):
+        if self._active_backend() == "FA4" and q.is_cuda and not _fa4_has_pages(q.device):
             raise UnsupportedFeatureError(
                 "a paged cache while FA4 is active, on this device",
                 _NAME,
@@ -198,48 +193,56 @@ def _functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
             raise UnsupportedFeatureError(
                 "a paged cache whose values have another head dimension than its keys", _NAME, "Pad the values."
             )
-        if (k is None) != (v is None):
-            raise ValueError("k and v are the new tokens' keys and values: give both or neither")
-        # Asked before anything is written, which torch would do afterwards.
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)):
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, *new)):
             raise UnsupportedFeatureError("gradients through a paged cache", _NAME, "Run it under torch.no_grad().")
-        batch, q_len = q.shape[:2]
-        lengths = cache_seqlens
-        if k is not None:
-            _write(k_cache, k, cache_seqlens, block_table)
-            _write(v_cache, v, cache_seqlens, block_table)
-            lengths = torch.where(lengths < 0, lengths, lengths + k.shape[1])
-        lengths = lengths.clamp(min=0).to(torch.int32)
-        # FA2 wants the offsets of the keys as well, and reads `seqused_k`; FA3 and FA4 refuse them beside pages.
-        k_offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        output = call(
-            q.flatten(0, 1),
-            k_cache,
-            v_cache,
-            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len,
-            k_offsets if active_backend() is None else None,
-            q_len,
-            block_table.shape[1] * k_cache.shape[1],  # the greatest there can be: the true one is on the device
-            softmax_scale,
-            causal,
-            window_size,
-            deterministic,
-            seqused_k=lengths,
-            block_table=block_table,
-        )
-        return output.unflatten(0, (batch, q_len))
 
-    paged = {"seqused_k", "block_table"} <= options
-    found = {
-        "flash_attn_func": None,  # made of varlen: torch has none of its own
-        "flash_attn_varlen_func": flash_attn_varlen_func,
-        "flash_attn_with_kvcache": flash_attn_with_kvcache if paged else None,
-    }
-    assert found.keys() == set(Functions._fields)
-    return found
+    def _chosen(
+        self, causal: bool, window_size: tuple[int, int], deterministic: bool, paged: bool = False
+    ) -> dict[str, Any]:
+        """The options of `varlen_attn` for those of a call."""
+        import torch
+
+        chosen: dict[str, Any] = {}
+        if "is_causal" in self.options:
+            chosen["is_causal"] = causal
+        else:
+            chosen["window_size"] = (window_size[0], 0) if causal else window_size
+        if "num_splits" in self.options:
+            if paged or deterministic or torch.are_deterministic_algorithms_enabled():
+                # No sum in an order that depends on the rest of the batch. In pages torch 2.13 is silently wrong where it
+                # splits (measured).
+                chosen["num_splits"] = 1
+            elif self._active_backend() is not None and _prefers_flash():
+                chosen["num_splits"] = 0  # the backend chooses; excludes cuDNN, which takes none
+        return chosen
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, scale: float | None, chosen: dict[str, Any]
+    ) -> Tensor:
+        if "scale" not in self.options:
+            q, k, v = _scaled(q, k, v, scale)
+        elif scale is not None:
+            if scale <= 0:  # torch 2.15 takes positive scales only
+                q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
+            chosen["scale"] = scale
+        if "enable_gqa" in self.options and q.shape[-2] != k.shape[-2]:
+            chosen["enable_gqa"] = True
+        output: Tensor = self._varlen_attn(q, k, v, *lengths, **chosen)
+        return output
+
+    def _warn_of_backward(self, *inputs: Tensor) -> None:
+        import torch
+
+        if torch.are_deterministic_algorithms_enabled() or not torch.is_grad_enabled():
+            return
+        if any(x.requires_grad for x in inputs):
+            consequence = (
+                "gradients vary in their last bits unless torch.use_deterministic_algorithms(True) is in force"
+            )
+            self._warn_once("deterministic backward of its own", consequence)
 
 
-def _unpaged(page_size: int, head_dim: int) -> str | None:
+def _unpaged_because(page_size: int, head_dim: int) -> str | None:
     import torch
 
     if head_dim % 8:
@@ -259,11 +262,11 @@ def _fa4_has_pages(device: torch.device | None) -> bool:
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The scale moved into the query, for a kernel that divides by the square root of the head dimension and by nothing else.
+    """The scale moved into the query, for a kernel that always divides by the square root of the head dimension.
 
     A power of two multiplies a query without rounding it, and zeros behind the head dimension, which the caller cuts
-    off the output, change what the kernel divides by: with the two together the scales of most models are exact. Where no
-    padding makes it so, the query is rounded once.
+    off the output, change the kernel's divisor: with the two together the scales of most models are exact. Where no
+    padding makes them exact, the query is rounded once.
     """
     from torch.nn.functional import pad
 
@@ -282,11 +285,11 @@ def _scaled(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tenso
 
 
 def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor) -> None:
-    """Write the keys or values of new tokens into their pages, behind the `lengths` tokens that are there.
+    """Write the keys or values of new tokens into their pages, behind the first `lengths` tokens.
 
-    Rows with no page or a negative length are padding, of which nothing may be written, nor of tokens behind the last
-    column; and shapes can't depend on which these are: each repeats what some token that is there writes, or writes back
-    what is there.
+    Nothing may be written for padding (rows without a page or with a negative length) and for tokens behind the last
+    column, and shapes can't depend on which these are: each repeats the write of some real token, or writes back the value
+    that the cache has.
 
     Args:
         cache: (pages, page size, kv_heads, head_dim), changed in place.
@@ -308,39 +311,14 @@ def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor) -> 
 
 
 def _prefers_flash() -> bool:
-    """Whether a backend that was activated is what should run: unless the caller's ``sdpa_kernel`` says otherwise."""
+    """Whether an activated backend should run: unless the caller's ``sdpa_kernel`` excludes or reorders it."""
     import torch
 
     ordered = getattr(torch.nn.attention, "_is_sdp_priority_order_active", lambda: False)
     return bool(torch.backends.cuda.flash_sdp_enabled()) and not ordered()
 
 
-def _warn_of_backward(*inputs: Tensor) -> None:
-    import torch
-
-    if torch.are_deterministic_algorithms_enabled() or not torch.is_grad_enabled():
-        return
-    if any(x.requires_grad for x in inputs):
-        consequence = "gradients vary in their last bits unless torch.use_deterministic_algorithms(True) is in force"
-        warn_once(_NAME, "deterministic backward of its own", consequence)
-
-
-KERNEL = Kernel(
+FLASH_ATTENTION_TORCH = Kernel(
     _NAME,
-    (
-        Provider(
-            module=_MODULE,
-            distribution="torch",
-            features=Features(deterministic=True, paged=True, head_dim_multiple=8, min_capability=(8, 0)),
-            install="Install a newer torch: pip install --upgrade 'torch>=2.10'",
-            expected=_expected,
-            refine=_refine,
-            functions=_functions,
-            refused=_refused,
-            unpaged=_unpaged,
-            runs_on=_runs_on,
-            left_alone=False,
-            bundled=True,
-        ),
-    ),
+    (replace(TORCH, refine=_refine, functions=_functions, unpaged_because=_unpaged_because, runs_on=_runs_on),),
 )

@@ -1,0 +1,189 @@
+"""The table of kernels: every attention name with its packages, and the features of each by version and GPU generation.
+
+It holds data alone and imports neither torch nor a kernel. `explain`, the ladder, `check`, error messages and the tables of the
+documentation read it. The modules beside it add to a row the code that its package needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ..environment import SHIPS, Environment
+from .provider import Features, Limit, Provider
+
+__all__ = [
+    "CATALOG",
+    "REFERENCE",
+    "TORCH_BACKENDS",
+    "TRANSFORMERS",
+    "TorchBackend",
+    "instead",
+    "kernels_with",
+]
+
+
+def _package(distribution: str, features: Features, install: str, **facts: Any) -> Provider:
+    return Provider(SHIPS[distribution][0], distribution, features, install, **facts)
+
+
+FLASH_ATTN = _package(
+    "flash-attn",
+    Features(softcap=True, dropout=True, deterministic=True, paged=True, min_capability=(8, 0)),
+    "Install it where torch is installed already: pip install --no-build-isolation flash-attn",
+    minimum=("2.6", "the first with softcap"),
+    handles_unbounded_right_window=False,
+)
+
+_BUILD_FA3 = "flash-attn-3 is on no package index: build it from the hopper folder of the flash-attention source"
+_HOPPER: dict[str, Any] = {"min_capability": (9, 0), "max_capability": (9, 9)}
+
+#: Builds may leave features out: `flash.py` reads which when it is loaded.
+FLASH_ATTN_3 = _package(
+    "flash-attn-3",
+    Features(softcap=True, deterministic=True, paged=True, **_HOPPER),
+    f"{_BUILD_FA3}, or install its forward alone: pip install fa3-fwd",
+    renamed={"block_table": "page_table"},
+)
+FA3_FWD = _package(
+    "fa3-fwd",
+    Features(softcap=True, window=False, backward=False, dtypes=("bfloat16",), **_HOPPER),
+    "Install it with: pip install fa3-fwd",
+    renamed={"block_table": "page_table"},
+)
+
+#: Compute capability 8.x has a forward only. Limits are those of flash_attn/cute/interface.py, unless they say otherwise.
+FLASH_ATTN_4 = _package(
+    "flash-attn-4",
+    Features(
+        softcap=True,
+        sinks=True,
+        deterministic=True,
+        # Measured on sm_90 with 4.0.0b36: the backward is silently wrong for 8, 16, 48 and 80, and right for multiples of 32.
+        head_dim_multiple=32,
+        min_capability=(9, 0),
+    ),
+    "Install it with: pip install --pre flash-attn-4",
+    renamed={"s_aux": "learnable_sink"},
+    unlimited=None,
+    limits=(
+        Limit({"max_capability": (11, 9)}, before="4.0.0b5"),
+        Limit({"deterministic": False}, before="4.0.0b5", capabilities=(9,)),
+        # The dense backward ignores softcap, without an error; the varlen backward refuses it.
+        Limit(forward_only=("softcap",), before="4.0.0b9"),
+        # Their autograd functions return None for the sinks, without an error. The code of 4.0.0b26 is that of 4.0.0b30.
+        Limit(forward_only=("sinks",), before="4.0.0b26"),
+        # Of 192 and more these two alone: (192, 192) is refused.
+        Limit({"max_head_dim": 128, "head_dims": ((192, 128), (256, 256))}, capabilities=(10, 11)),
+        Limit({"head_dims": ((192, 128),)}, before="4.0.0b11", capabilities=(10, 11)),
+        # Sinks are refused by the forward (flash_fwd.py), `deterministic` by the backward; more than 192 doesn't fit into the
+        # 99 KB of shared memory (can_implement in flash_fwd_sm120.py and flash_bwd_sm120.py).
+        Limit({"sinks": False, "deterministic": False, "max_head_dim": 192}, capabilities=(12,)),
+        # The backward takes a window and ignores it, without an error (flash_bwd.py).
+        Limit(forward_only=("window",), before="4.0.0b21", capabilities=(12,)),
+    ),
+)
+
+TORCH = Provider(
+    "torch.nn.attention.varlen",
+    "torch",
+    Features(deterministic=True, paged=True, head_dim_multiple=8, min_capability=(8, 0)),
+    "Install a newer torch: pip install --upgrade 'torch>=2.10'",
+    minimum=("2.10", "the first with torch.nn.attention.varlen"),
+    limits=(Limit({"window": False}, before="2.11"), Limit({"paged": False}, before="2.12")),
+    handles_unbounded_right_window=False,
+    bundled=True,
+)
+
+_ANYWHERE: dict[str, Any] = {
+    "dropout": True,
+    "dtypes": ("float32", "float64", "bfloat16", "float16"),
+    "devices": ("cpu", "cuda", "xpu", "mps", "npu", "hpu"),
+    "max_head_dim": None,
+    "value_head_dim": True,
+}
+
+OWN = Provider(
+    "kernel_compat.kernels.reference",
+    "kernel-compat",
+    Features(softcap=True, sinks=True, deterministic=True, **_ANYWHERE),
+    "",
+    bundled=True,
+)
+
+#: The name of the kernel that runs everywhere.
+REFERENCE = "flash_attention_reference"
+
+#: Kernels by attention name, the newest FlashAttention first, each with its packages in order of preference.
+CATALOG: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
+    {
+        "flash_attention_4": (FLASH_ATTN_4,),
+        "flash_attention_3": (FLASH_ATTN_3, FA3_FWD),
+        "flash_attention_2": (FLASH_ATTN,),
+        "flash_attention_torch": (TORCH,),
+        REFERENCE: (OWN,),
+    }
+)
+
+#: transformers' own two. Its sdpa has no softcap, and drops it silently before 5.21.
+TRANSFORMERS: Mapping[str, Features] = MappingProxyType(
+    {
+        "sdpa": Features(varlen=False, **_ANYWHERE),
+        "eager": Features(varlen=False, softcap=True, sinks=True, deterministic=True, **_ANYWHERE),
+    }
+)
+
+
+@dataclass(frozen=True)
+class TorchBackend:
+    """A FlashAttention that torch's own attention can run on, from torch 2.11 on.
+
+    Attributes:
+        package: the package that torch imports.
+        capabilities: major compute capabilities that torch takes it on, in 2.11 to 2.15.
+        install: a sentence that says how to install it.
+    """
+
+    package: Provider
+    capabilities: tuple[int, ...]
+    install: str
+
+
+TORCH_BACKENDS: Mapping[str, TorchBackend] = MappingProxyType(
+    {
+        "FA3": TorchBackend(FLASH_ATTN_3, (9,), f"{_BUILD_FA3}."),
+        "FA4": TorchBackend(FLASH_ATTN_4, (9, 10), FLASH_ATTN_4.install),
+    }
+)
+
+
+def kernels_with(able: Callable[[Provider, Features], bool], environment: Environment) -> list[str]:
+    """The names of the kernels whose package is `able`, in the version that is installed and on the GPUs that are there.
+
+    Kernels that aren't installed are included, by the features of their newest version; those that run on none of the GPUs
+    are not, where there is a GPU.
+    """
+    names = []
+    for name, packages in CATALOG.items():
+        there = [one for one in packages if not one.absent_because(environment)] or packages
+        fitting = [one for one in there if not (environment.devices and one.no_device_because(environment))]
+        if any(able(one, one.features_in(environment)) for one in fitting):
+            names.append(name)
+    return names
+
+
+def instead(name: str, feature: str, *, gradients: bool = False) -> str:
+    """The sentence that names the kernels with a feature that the kernel `name` lacks, in this environment.
+
+    Args:
+        gradients: whether the feature must have gradients.
+    """
+
+    def able(package: Provider, features: Features) -> bool:
+        has: bool = getattr(features, feature)
+        return has and not (gradients and (not features.backward or feature in features.forward_only))
+
+    names = [other for other in kernels_with(able, Environment.detect()) if other != name]
+    return f"Kernels that do: {', '.join(names)}." if names else "No kernel does."

@@ -1,0 +1,223 @@
+"""The features of a kernel, the package that provides it, and why that package can't run in an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from packaging.version import Version
+
+from ..environment import KNOWN_IMPORTS, Environment, importable
+
+__all__ = ["FUNCTIONS", "Features", "Limit", "Provider", "older"]
+
+#: The functions of a kernel, by the names they have in FlashAttention-2.
+FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+
+#: What messages call the features that have another name there.
+_WORDS = {"window": "sliding windows", "sinks": "attention sinks"}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a kernel can do.
+
+    Attributes:
+        causal: causal masks, aligned to the bottom right where query and key lengths differ.
+        window: sliding windows ``(left, right)``, -1 for no limit.
+        softcap: ``softcap * tanh(scores / softcap)``.
+        sinks: one learnable logit a head that takes part in the softmax and carries no value.
+        dropout: of the attention probabilities.
+        deterministic: a backward whose result doesn't vary from run to run.
+        gqa: fewer key and value heads than query heads.
+        varlen: sequences of different lengths packed along one dimension.
+        paged: key and value cache in pages, addressed by a block table.
+        backward: gradients.
+        forward_only: names of supported features without gradients: for ``sinks`` the gradient of the sinks, for others
+            every gradient of a call that uses the feature.
+        dtypes: names of the torch dtypes of query, key and value.
+        devices: torch device types.
+        max_head_dim: the largest head dimension, None for no limit.
+        head_dims: pairs of query and value head dimensions above `max_head_dim` that are supported; smaller ones are padded
+            to the first pair that holds them.
+        head_dim_multiple: head dimensions are padded to a multiple of this.
+        value_head_dim: the value's head dimension may be smaller than the query's; it is padded where not.
+        min_capability: the least CUDA compute capability, None where none is needed.
+        max_capability: the greatest CUDA compute capability, None for no limit.
+    """
+
+    causal: bool = True
+    window: bool = True
+    softcap: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    gqa: bool = True
+    varlen: bool = True
+    paged: bool = False
+    backward: bool = True
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    devices: tuple[str, ...] = ("cuda",)
+    max_head_dim: int | None = 256
+    head_dim_multiple: int = 1
+    value_head_dim: bool = False
+    min_capability: tuple[int, int] | None = None
+    max_capability: tuple[int, int] | None = None
+    head_dims: tuple[tuple[int, int], ...] = ()
+    forward_only: tuple[str, ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the supported yes-or-no features."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is True)
+
+    def lacking(self, required: Collection[str]) -> list[str]:
+        """The required features that are not supported, as messages name them.
+
+        With ``backward`` among them, a feature that has no gradients counts as not supported.
+        """
+        missing = [self.word(feature) for feature in sorted(required) if not getattr(self, feature)]
+        if "backward" in required and self.backward:
+            used = sorted(set(required) & set(self.forward_only))
+            missing += [f"gradients of {self.word(feature)}" for feature in used if getattr(self, feature)]
+        return missing
+
+    @staticmethod
+    def word(feature: str) -> str:
+        """What messages call a feature."""
+        return _WORDS.get(feature, feature)
+
+
+def older(version: Version, bound: str) -> bool:
+    """Whether a version comes before `bound`. A pre-release counts as its release, unless `bound` is one too."""
+    limit = Version(bound)
+    return version < limit if limit.is_prerelease else version.release < limit.release
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Features that differ in older versions of a package, on some GPUs, or in older versions on some GPUs.
+
+    Attributes:
+        changes: values of the fields of `Features` that differ. Where several limits change a field, the last one counts.
+        forward_only: names of features without gradients, besides those of other limits.
+        before: the limit holds for versions before this one; empty for all versions.
+        capabilities: the limit holds on GPUs of these major compute capabilities; empty for all GPUs.
+    """
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    forward_only: tuple[str, ...] = ()
+    before: str = ""
+    capabilities: tuple[int, ...] = ()
+
+    def holds(self, version: Version | None, capabilities: Collection[int]) -> bool:
+        """Whether it holds for a version, None for an unknown one, on any of some major compute capabilities."""
+        if self.before and (version is None or not older(version, self.before)):
+            return False
+        return not self.capabilities or not set(self.capabilities).isdisjoint(capabilities)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A package that has a kernel's functions.
+
+    Attributes:
+        module: the module to import.
+        distribution: the distribution that ships it.
+        features: the features of its newest version on the GPUs without a limit.
+        install: a sentence with the command that installs it.
+        limits: features that differ by version and GPU.
+        minimum: the oldest version that is supported, and why it is; None where every version is.
+        renamed: the package's keyword for a keyword of FlashAttention-2.
+        unlimited: the package's value for a window side without a limit.
+        handles_unbounded_right_window: whether results are right for a window without a limit to the right over more queries
+            than keys. FlashAttention-2 takes the number of keys for that limit, counted from the diagonal.
+        bundled: the module comes with torch or with this library.
+        declared: whether `features` holds for keywords taken by ``**kwargs`` too. Otherwise a function has the features whose
+            keywords are among its named parameters.
+        refine: lowers `features` by what the imported module says about itself.
+        functions: returns the functions in the imported module, by their names in FlashAttention-2.
+        unpaged_because: returns why pages of so many tokens can't be used with a head dimension; None where they can.
+        runs_on: returns whether there is a kernel for a device type that `features` doesn't name. A provider with this
+            loads without any device, and refuses tensors of other devices when it is called.
+    """
+
+    module: str
+    distribution: str
+    features: Features
+    install: str
+    limits: tuple[Limit, ...] = ()
+    minimum: tuple[str, str] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unlimited: int | None = -1
+    handles_unbounded_right_window: bool = True
+    bundled: bool = False
+    declared: bool = True
+    refine: Callable[[Any, Features], Features] = lambda module, features: features
+    functions: Callable[[Any], Mapping[str, Any]] = lambda module: {f: getattr(module, f, None) for f in FUNCTIONS}
+    unpaged_because: Callable[[int, int], str | None] = lambda page_size, head_dim: None
+    runs_on: Callable[[str], bool] | None = None
+
+    def features_in(self, environment: Environment) -> Features:
+        """The features of the installed version on the GPUs of an environment; of several GPUs, those that all of them have."""
+        version = environment.version(self.distribution)
+        capabilities = {device.capability[0] for device in environment.devices}
+        changes: dict[str, Any] = {}
+        forward_only = dict.fromkeys(self.features.forward_only)
+        for limit in self.limits:
+            if limit.holds(version, capabilities):
+                changes.update(limit.changes)
+                forward_only.update(dict.fromkeys(limit.forward_only))
+        return replace(self.features, **changes, forward_only=tuple(forward_only))
+
+    def install_hint(self, environment: Environment) -> str:
+        """The sentence with the command, where there is something to install."""
+        return self.install if self.absent_because(environment) else ""
+
+    def unavailable_because(self, environment: Environment) -> list[str]:
+        """Why this package can't run in an environment; empty where it can."""
+        return self.absent_because(environment) + self.no_device_because(environment)
+
+    def unloadable_because(self, environment: Environment) -> list[str]:
+        """Why this package can't be loaded in an environment; empty where it can, though perhaps for no device that is there."""
+        if self.runs_on is not None and not environment.devices:
+            return self.absent_because(environment)
+        return self.unavailable_because(environment)
+
+    def absent_because(self, environment: Environment) -> list[str]:
+        """What is missing, too old or overwritten in an environment."""
+        reasons = []
+        owners = environment.imports.get(self.module)
+        if owners is None and self.module not in KNOWN_IMPORTS and importable(self.module.partition(".")[0]):
+            owners = ()  # a package that the environment doesn't describe
+        if not self.bundled and (owners is None or (owners and self.distribution not in owners)):
+            reasons.append(f"{self.distribution} is not installed")
+        else:
+            version = environment.version(self.distribution)
+            if self.minimum is not None and version is not None and older(version, self.minimum[0]):
+                reasons.append(f"{self.distribution} {version} is older than {self.minimum[0]}, {self.minimum[1]}")
+            overwritten = f"has overwritten {self.module.replace('.', '/')} of {self.distribution}"
+            reasons += [problem for problem in environment.problems if overwritten in problem]
+        if "torch" not in environment.packages and "torch" not in environment.imports:
+            reasons.append("torch is not installed")
+        return reasons
+
+    def no_device_because(self, environment: Environment) -> list[str]:
+        """Why no device of an environment will do."""
+        if self.features.devices != ("cuda",):
+            return []
+        if not environment.devices:
+            return ["no CUDA device is visible"]
+        features = self.features_in(environment)
+        low, high = features.min_capability, features.max_capability
+        if any(
+            (low is None or low <= device.capability) and (high is None or device.capability <= high)
+            for device in environment.devices
+        ):
+            return []
+        need = f"{low[0]}.{low[1]}" if low else "any"
+        if high is not None:
+            need += f" to {high[0]}.x"
+        elif low is not None:
+            need += " or greater"
+        return [f"it needs compute capability {need}, and there is {', '.join(map(str, environment.devices))}"]
