@@ -1,20 +1,10 @@
-"""The public names of `kernel_compat.choosing`: the ladder of attention names, and what to settle before a model is loaded."""
+"""Choose an attention: the ladder of names, loading with fallbacks, and settings to decide before a model is loaded."""
 
 from __future__ import annotations
 
-from .choosing.ladder import (
-    LADDER,
-    Choice,
-    Preload,
-    Step,
-    best_available,
-    ladder,
-    load_with_fallback,
-    next_fallback,
-    resolve_preload,
-    verify_flash_support,
-    verify_sdpa_support,
-)
+from .choosing.ladder import LADDER, Choice, Step, best_available, ladder, next_fallback
+from .choosing.loading import load_with_fallback
+from .choosing.preload import Preload, resolve_preload, verify_flash_support, verify_sdpa_support
 
 __all__ = [
     "LADDER",

@@ -6,7 +6,9 @@ import gc
 import json
 import logging
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ from remote_code import saved_remote_code
 from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
 
 import kernel_compat
-from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, policy
+from kernel_compat import KernelUnavailableError, UnsupportedFeatureError
+from kernel_compat.choosing import loading
+from kernel_compat.choosing.support import needs
 from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
 
 #: sdpa drops softcap without a word before.
@@ -37,8 +41,8 @@ class Loader:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_logged", set())
+def _fresh_log() -> None:
+    loading._warn_once.cache_clear()
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -107,7 +111,7 @@ class TestSteps:
             model = load_with_fallback(loader, "sdpa")
         if TRANSFORMERS.release[:2] == (4, 55):  # takes eager by itself
             assert loader.asked == ["sdpa"]
-            assert "was loaded with 'eager' in the place of 'sdpa'" in caplog.text
+            assert "was loaded with 'eager' instead of 'sdpa'" in caplog.text
         else:
             assert loader.asked == ["sdpa", "eager"]
             assert "attn_implementation='sdpa' is not supported here, trying 'eager'" in caplog.text
@@ -125,7 +129,7 @@ class TestSteps:
             model = load_with_fallback(loader, "sdpa")
         assert loader.asked == ["sdpa", "eager"]
         assert model.config._attn_implementation == "eager"
-        assert SDPA_REFUSES_SOFTCAP or "needs softcap, which sdpa has not" in caplog.text
+        assert SDPA_REFUSES_SOFTCAP or "sdpa does not support softcap, which Gemma2ForCausalLM needs" in caplog.text
 
     @pytest.mark.skipif("gpt_oss_sinks" not in CAUSAL_LMS, reason="this release has no GPT-OSS")
     def test_a_config_that_refuses(self, models: Path) -> None:
@@ -323,8 +327,8 @@ class TestVerify:
 
     @pytest.mark.parametrize("name", ["qwen2_window", "mistral_window", "gemma2_softcap"])
     def test_windows_are_seen(self, name: str, models: Path) -> None:
-        assert ("eager", "window") in policy._needs(load(saved(models, name), "eager"))
-        assert policy._needs(load(saved(models, "llama"), "eager")) == []
+        assert ("eager", "window") in needs(load(saved(models, name), "eager"))
+        assert needs(load(saved(models, "llama"), "eager")) == []
 
     def test_the_legacy_flag(self, remote: Path) -> None:
         model = load(saved_remote_code(remote / "legacy"), "eager", trust_remote_code=True)
@@ -477,8 +481,61 @@ class TestContextParallelism:
             verify_sdpa_support(model, 2)
 
 
-def test_every_release_has_the_functions_that_check_a_name() -> None:
-    """Errors are told by them: one that is renamed upstream must be seen here."""
-    functions = vars(transformers.PreTrainedModel)
-    assert {"_check_and_adjust_attn_implementation", "_sdpa_can_dispatch", "_flex_attn_can_dispatch"} <= set(functions)
-    assert {name for name in functions if name.endswith("_can_dispatch") and "attn" in name} <= policy._CHECKS
+class TestModelsAreChecked:
+    """Each part of a model, as it is built: `PreTrainedModel.__init__` is replaced while a model is loaded."""
+
+    def test_before_its_weights(self) -> None:
+        """Softcap is in the config: under sdpa not even the layers are built."""
+        built = []
+
+        class Watched(transformers.Gemma2ForCausalLM):
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                built.append(config._attn_implementation)
+
+        config = CAUSAL_LMS["gemma2_softcap"]()
+        load_with_fallback(lambda name: Watched._from_config(config, attn_implementation=name), "sdpa")
+        assert built == ["eager"]
+
+    def test_a_name_that_is_set_later(self, models: Path) -> None:
+        """4.54 warns where later releases raise; the model keeps the name that it was loaded with."""
+
+        def attempt(name: str) -> Any:
+            model = load(saved(models, "llama"), "eager")
+            model.set_attn_implementation(name)
+            return model
+
+        assert load_with_fallback(attempt, "nothing").config._attn_implementation == "eager"
+
+    def test_the_originals_are_set_again(self, models: Path) -> None:
+        model_class = transformers.PreTrainedModel
+        before = (model_class.__init__, model_class.set_attn_implementation)
+        inside = []
+
+        def attempt(name: str) -> Any:
+            inside.append(model_class.__init__)
+            return load(saved(models, "llama"), name)
+
+        model = load_with_fallback(lambda name: load_with_fallback(attempt, name), "nothing")
+        assert "_check_and_adjust_attn_implementation" not in vars(model)
+        assert before[0] not in inside
+        assert (model_class.__init__, model_class.set_attn_implementation) == before
+
+    def test_two_threads(self, models: Path) -> None:
+        """Each notes its own refusals; a thread that loads by itself gets upstream's error."""
+        path, started, go = saved(models, "llama"), Event(), Event()
+
+        def attempt(name: str) -> Any:
+            started.set()
+            assert go.wait(60)
+            return load(path, name)
+
+        with ThreadPoolExecutor(2) as pool:
+            falling = pool.submit(load_with_fallback, attempt, "nothing")
+            assert started.wait(60)
+            alone = pool.submit(load, path, "nothing")
+            with pytest.raises(ValueError, match="nothing"):
+                alone.result()
+            assert load_with_fallback(lambda name: load(path, name), "nothing").config._attn_implementation == "eager"
+            go.set()
+            assert falling.result().config._attn_implementation == "eager"

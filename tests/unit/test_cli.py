@@ -354,7 +354,7 @@ class TestPlan:
         assert "use_liger_kernel     False\n" in done.stdout
         for reason in (
             "Liger is off: its kernels take one rank's shard for the whole under tensor parallelism (tp_size=2).",
-            "flash_attention_3 is kept: it was asked for, and takes packed sequences.",
+            "flash_attention_3 is kept: it was requested, and takes packed sequences.",
             "flash_attention_3 is not usable here: ",
         ):
             assert reason in done.stdout

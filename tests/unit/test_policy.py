@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kernel_compat
 from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, policy
+from kernel_compat.choosing import loading
 from kernel_compat.policy import (
     LADDER,
     best_available,
@@ -50,8 +50,8 @@ def environment(
 
 
 @pytest.fixture(autouse=True)
-def _fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_logged", set())
+def _fresh_log() -> None:
+    loading._warn_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +243,7 @@ class TestResolvePreload:
         found = plan(name, use_liger_kernel=True)
         assert not any("not usable" in reason for reason in found.reasons)
         assert (found.attn_implementation, found.use_liger_kernel) == (name, True)
-        assert "nothing asks for another" in " ".join(found.reasons)
+        assert "nothing needs another" in " ".join(found.reasons)
 
     @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 4)])
     def test_liger_is_off_under_tensor_or_context_parallelism(self, tp: int, cp: int) -> None:
@@ -417,7 +417,7 @@ class TestVerifySdpa:
             verify_sdpa_support(Model("my_flash"), 2)
 
     def test_softcap(self) -> None:
-        with pytest.raises(UnsupportedFeatureError, match="It needs softcap, which sdpa has not"):
+        with pytest.raises(UnsupportedFeatureError, match="It needs softcap, which sdpa does not support"):
             verify_sdpa_support(Model("sdpa", Layer(attn_logit_softcapping=50.0)), 2)
 
     def test_a_class_with_a_property(self) -> None:
@@ -595,25 +595,37 @@ class TestLoadWithFallback:
         with caplog.at_level(logging.WARNING, "kernel_compat"):
             model = load_with_fallback(load, "sdpa")
         assert model.config._attn_implementation == "eager"
-        assert "Model needs softcap, which sdpa has not" in caplog.text
+        assert "sdpa does not support softcap, which Model needs" in caplog.text
 
-    def test_errors_of_model_patches(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "error",
+        [
+            KernelUnavailableError("liger_kernel", ["it is not installed"]),
+            UnsupportedFeatureError("float64", "rms_norm 'triton'", "Use float32."),
+        ],
+    )
+    def test_errors_of_model_patches(self, error: Exception) -> None:
         """A missing Liger is no reason for another attention."""
-        namespace: dict[str, Any] = {"__name__": "kernel_compat.models.liger"}
-        exec(
-            "from kernel_compat import KernelUnavailableError\n"
-            "def use(model): raise KernelUnavailableError('liger_kernel', ['it is not installed'])\n",
-            namespace,
-        )
         asked = []
 
         def load(name: str) -> None:
             asked.append(name)
-            namespace["use"](None)
+            raise error
 
-        with pytest.raises(KernelUnavailableError, match="liger_kernel"):
+        with pytest.raises(type(error)) as caught:
             load_with_fallback(load, "sdpa")
+        assert caught.value is error
         assert asked == ["sdpa"]
+
+    def test_a_check_made_by_load(self) -> None:
+        """A model class that declares no flash attention is named in the error, and the attention in its feature."""
+
+        def load(name: str) -> Model:
+            if name != "sdpa":
+                verify_flash_support(Old, name)
+            return Model(name)
+
+        assert load_with_fallback(load, "flash_attention_reference").config._attn_implementation == "sdpa"
 
 
 class TestProvenWrong:

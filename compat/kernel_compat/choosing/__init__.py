@@ -1,1 +1,1 @@
-"""Which attention runs here, and what to settle before a model is loaded."""
+"""The attentions that can run here, fallbacks between them, and settings to decide before a model is loaded."""

@@ -1,4 +1,4 @@
-"""What a model class says of its attention: `_supports_flash_attn`, and `_supports_flash_attn_2` before 4.54."""
+"""A model class's declaration of flash attention: `_supports_flash_attn`, and `_supports_flash_attn_2` before 4.54."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = [
     "FLAG",
     "LEGACY",
     "declared_flash_support",
+    "flag_value",
     "is_base",
-    "read",
     "require_flash_support",
     "sets",
     "sparse_attention",
@@ -25,47 +25,49 @@ LEGACY = "_supports_flash_attn_2"
 
 
 def declared_flash_support(owner: type, model: object | None = None) -> bool | None:
-    """Whether a model class declares flash attention; None where no class says.
+    """Whether a model class declares flash attention; None if no class sets a flag.
 
-    The nearest class of the MRO that sets either flag decides, and its `_supports_flash_attn` before its
-    `_supports_flash_attn_2`. `PreTrainedModel`'s own False is what is true of models that say nothing; of the classes
-    behind it the legacy flag alone counts, as it did when upstream read both.
+    The first class of the MRO that sets a flag decides; if it sets both, `_supports_flash_attn` does. `PreTrainedModel`'s
+    own False is ignored: it is the default of models that declare nothing. After `PreTrainedModel` in the MRO only the
+    legacy flag counts, as it did when upstream read both.
 
     Args:
         owner: the model class.
-        model: the instance, where there is one: its own attributes come first, and properties are read on it. Without
-            it a property says False, since what it would say isn't known.
+        model: an instance: its own attributes come first, and properties are read on it. Without an instance a property
+            counts as False.
     """
     if model is not None:
         own = vars(model)
         for flag in (FLAG, LEGACY):
             if flag in own:
                 return bool(own[flag])
-    before_base, everybody = True, None
+    before_base, default = True, None
     for klass in owner.__mro__:
         if is_base(klass):
             before_base = False
-            if sets(klass, FLAG) and vars(klass)[FLAG] is True:  # somebody's word for all models
-                everybody = True
+            if sets(klass, FLAG) and vars(klass)[FLAG] is True:  # set on the base class, for all models
+                default = True
         elif before_base and sets(klass, FLAG):
-            return read(vars(klass)[FLAG], owner, model)
+            return flag_value(vars(klass)[FLAG], owner, model)
         if sets(klass, LEGACY):
-            return read(vars(klass)[LEGACY], owner, model)
-    return everybody
+            return flag_value(vars(klass)[LEGACY], owner, model)
+    return default
 
 
 def require_flash_support(model: Any, name: str, interface: bool = True) -> None:
-    """Check that the attention of a model, or of a model class, can be computed by the flash attention `name`.
+    """Check that a model, or a model class, can compute its attention by the flash attention `name`.
 
-    A model without attention, such as a convolutional backbone, has none that could ignore the name.
+    A model without attention, such as a convolutional backbone, passes.
 
     Args:
-        interface: whether going through transformers' attention interface is enough where no class sets a flag, as it is
+        model: a model or a model class.
+        name: the attention name, for the message.
+        interface: whether a model of which no class sets a flag passes if it calls transformers' attention interface, as
             for registered names.
 
     Raises:
-        UnsupportedFeatureError: a class says that it has no flash attention, no class says that it has and it doesn't go
-            through the interface, or its queries choose their keys.
+        UnsupportedFeatureError: the model declares that it has no flash attention, or declares nothing and does not call
+            the interface, or each of its queries selects its keys.
     """
     owner, instance = (model, None) if isinstance(model, type) else (type(model), model)
     declared = declared_flash_support(owner, instance)
@@ -78,7 +80,7 @@ def require_flash_support(model: Any, name: str, interface: bool = True) -> None
         feature += f": each query chooses its keys ({sparse}), and flash kernels have no such mask"
     elif declared is False:
         feature += f", as its {FLAG} says"
-    sdpa = read(getattr_static(owner, "_supports_sdpa", False), owner, instance)
+    sdpa = flag_value(getattr_static(owner, "_supports_sdpa", False), owner, instance)
     others = "'sdpa' or 'eager'" if sdpa else "'eager'"
     raise UnsupportedFeatureError(
         feature, owner.__name__, f"Use {others}, or a release of transformers whose model supports it."
@@ -86,10 +88,10 @@ def require_flash_support(model: Any, name: str, interface: bool = True) -> None
 
 
 def sparse_attention(model: Any) -> str | None:
-    """The setting or the module by which each query chooses its keys, as DeepSeek-V3.2's indexer does; None without one.
+    """The setting or the module by which each query selects its keys, as DeepSeek-V3.2's indexer does; None without one.
 
-    While a model is being built it has no modules, and the config alone decides. The configs of its parts don't count: a
-    part is checked itself.
+    While a model is being built it has no modules, and its config alone decides. The configs of its parts are ignored: each
+    part is checked when it is built.
     """
     config = getattr(model, "config", None)
     for setting in ("index_topk", "index_topk_blocks", "keep_window_size"):
@@ -100,25 +102,24 @@ def sparse_attention(model: Any) -> str | None:
 
 
 def is_base(klass: type) -> bool:
-    """Whether this is transformers' `PreTrainedModel`, told by its name: transformers may not be imported."""
+    """Whether a class is transformers' `PreTrainedModel`, by its name: transformers may not be imported."""
     return klass.__name__ == "PreTrainedModel" and klass.__module__ == "transformers.modeling_utils"
 
 
 def sets(klass: type, flag: str) -> bool:
-    """Whether the class itself says something by the flag; one that only bridges the two doesn't."""
+    """Whether a class itself sets a flag. A property that only forwards to the other flag doesn't count."""
     return flag in vars(klass) and getattr(vars(klass)[flag], "home", None) is not klass
 
 
-def read(value: Any, owner: type, model: object | None) -> bool:
-    """What an attribute of a class says; False where it is a property that can't be asked: without an instance, or
-    before the parts it asks are built."""
+def flag_value(value: Any, owner: type, model: object | None) -> bool:
+    """The value of a flag as a bool; False for a property without an instance, or before the parts that it reads exist."""
     if isinstance(value, int) or not hasattr(type(value), "__get__"):
         return bool(value)
     try:
-        said = value.__get__(model, owner)
+        result = value.__get__(model, owner)
     except AttributeError:
         return False
-    return said is not value and bool(said)
+    return result is not value and bool(result)
 
 
 def unwrapped(model: Any) -> Any:

@@ -1,35 +1,35 @@
-"""What a model's layers do with a sequence, read off its modules and their configurations."""
+"""How a model's layers attend and what they need of attention, read from its modules and their configs."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["beyond_causal_attention", "has_no_attention", "slides"]
+__all__ = ["beyond_causal_attention", "has_no_attention", "implementations", "needs", "slides"]
 
-#: Parameters that a module mixing tokens takes: a mask, or a cache of the tokens before.
+#: Parameters of modules that mix tokens: a mask, or a cache of earlier tokens.
 _MIXES = re.compile(r"(^|_)mask$|cache|^past_key_values?$|^layer_past$|^state$")
 _PERCEIVES = re.compile(r"pixel|image|video|grid|input_features|audio|speech")
 _MAKES_MASKS = re.compile(r"(create|generate|prepare|make|update|get)_.*mask")
-#: What mask patterns of a model's own are passed as.
+#: Parameters by which a model passes a mask pattern of its own.
 _PATTERNS = frozenset({"or_mask_function", "and_mask_function", "block_sequence_ids", "create_causal_mask_mapping"})
 _SDPA = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention"})
-#: Parameters of state spaces and decaying linear attention.
+#: Weights of state spaces and of linear attention with decay.
 _STATES = re.compile(r"^(A_log|dt_bias)$|slope|decay")
 _LAYER_TYPES = frozenset({"full_attention", "attention", "sliding_attention", "moe", "mlp", "dense"})
 
 
 def beyond_causal_attention(model: Any) -> list[str]:
-    """Parts of a model that need more than full causal attention by ``scaled_dot_product_attention``, as phrases.
+    """Phrases for the parts of a model that are anything but full causal ``scaled_dot_product_attention``.
 
-    Modules are proven, not recognised: one that takes a mask or a cache has to be such an attention or to contain a module
-    that takes one, so that an unknown kind of mixer is listed too. Encoders of images and sound that take no mask and make
-    none may be anything.
+    A module that takes a mask or a cache is listed unless it calls ``scaled_dot_product_attention`` or contains a module that
+    takes one, so that unknown kinds of mixers are listed too. Encoders of images and sound that neither take nor build a
+    mask are left out.
     """
     named = [*_named_modules(model)]
     encoders = _encoders(model, named)
@@ -42,7 +42,7 @@ def beyond_causal_attention(model: Any) -> list[str]:
 
 
 def slides(config: Any) -> bool:
-    """Whether a configuration has layers with a sliding window."""
+    """Whether a config has layers with a sliding window."""
     if not getattr(config, "sliding_window", None) or not getattr(config, "use_sliding_window", True):
         return False
     layers = getattr(config, "layer_types", None)
@@ -58,6 +58,38 @@ def has_no_attention(kind: type) -> bool:
     own = [v for v in vars(sys.modules[kind.__module__]).values() if getattr(v, "__module__", None) == kind.__module__]
     names = {name for value in own for name in (_code_names(value) if isinstance(value, type) else _names_of(value))}
     return names.isdisjoint({*_SDPA, "softmax", "Softmax", "timm"})  # timm's models may be anything
+
+
+def implementations(model: Any) -> list[str]:
+    """The attention names that a model's layers run, sorted; for a composite model, the names of its parts."""
+    layers = [module for module in _modules(model) if not _is_model(module)]
+    names = set(filter(None, map(_implementation, layers)))
+    # Older layers keep no config.
+    return sorted(names or filter(None, [_implementation(model)]))
+
+
+def needs(model: Any) -> list[tuple[str, str]]:
+    """Pairs of an attention name and a feature that a layer under it needs, as far as attributes and configs say."""
+    found = set()
+    for module in _modules(model):
+        name = _implementation(module) or _implementation(model) or ""
+        config = getattr(module, "config", None)
+        if getattr(module, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):
+            found.add((name, "softcap"))
+        if getattr(module, "sinks", None) is not None:
+            found.add((name, "sinks"))
+        if getattr(module, "sliding_window", None) or slides(config):
+            found.add((name, "window"))
+    return sorted(found)
+
+
+def _modules(model: Any) -> Iterable[Any]:
+    return model.modules() if hasattr(model, "modules") else ()
+
+
+def _implementation(module: object) -> str | None:
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name if isinstance(name, str) else None
 
 
 def _named_modules(model: Any) -> Iterator[tuple[str, Any]]:
@@ -97,7 +129,7 @@ def _reasons(module: Any, model: Any) -> Iterator[str]:
         if getattr(module, "is_causal", None) is not True:
             yield "is attention that isn't known to be causal"
     elif _mixes(module) and not any(_mixes(part) for part in module.modules() if part is not module):
-        yield "mixes tokens by something else than scaled_dot_product_attention"
+        yield "mixes tokens by other means than scaled_dot_product_attention"
     elif isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
         yield "mixes tokens"
     if states := sorted(name for name, _ in module.named_parameters(recurse=False) if _STATES.search(name)):
@@ -105,7 +137,7 @@ def _reasons(module: Any, model: Any) -> Iterator[str]:
 
 
 def _encoders(model: Any, named: list[tuple[str, Any]]) -> set[int]:
-    """The modules of encoders of images and sound in which no mask is taken or made."""
+    """The ids of the modules of encoders of images and sound in which no module takes or builds a mask."""
     found: set[int] = set()
     for _, part in named:
         if part is model or not _is_model(part) or _mixes(part):
@@ -125,7 +157,7 @@ def _is_model(module: Any) -> bool:
 def _mixes(module: Any) -> bool:
     from torch import nn
 
-    # Positions may be counted off a mask.
+    # An embedding may count positions from a mask.
     return not isinstance(module, nn.Embedding) and any(map(_MIXES.search, _parameters(type(module).forward)))
 
 
@@ -143,7 +175,7 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 @cache
 def _code_names(kind: type) -> frozenset[str]:
-    """The names and keywords that the functions of a class use, those of torch and of `PreTrainedModel` left out."""
+    """The names, keys and keywords used in a class's functions, up to the first base class from torch or `PreTrainedModel`."""
     names: set[str] = set()
     for ancestor in kind.__mro__:
         if ancestor.__module__.startswith("torch.") or ancestor.__name__ == "PreTrainedModel":
@@ -163,7 +195,7 @@ def _names_in(code: CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             names |= _names_in(constant)
-        else:  # a key, or the keywords of a call
+        else:  # a key, or a call's keywords
             names.update(
                 entry for entry in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(entry, str)
             )

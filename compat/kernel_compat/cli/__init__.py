@@ -19,7 +19,9 @@ from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..attention.defaults import Report, status
-from ..choosing import ladder as policy
+from ..choosing.capabilities import UnknownNameError, require_known
+from ..choosing.ladder import LADDER, Step
+from ..choosing.preload import Preload, resolve_preload
 from ..diagnostics import numerics as check
 from ..environment import DISTRIBUTIONS, Environment
 from ..errors import KernelUnavailableError
@@ -80,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _import(module, parser)
         try:
             found = command.find(arguments)
-        except (check.UnknownNameError, cli_prove.ProveArgumentError, _BadArgumentsError) as error:
+        except (UnknownNameError, cli_prove.ProveArgumentError, _BadArgumentsError) as error:
             parser.error(str(error))
         except _NoAnswerError as error:
             print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -411,7 +413,7 @@ def _find_explanation(arguments: argparse.Namespace) -> _Explained:
     if not name and not model:
         raise _BadArgumentsError("explain takes an attention NAME, or --model")
     explanation = None if name is None else check.explain(name)
-    return _Explained(explanation, model and check.explain_type(_model_type(model), name or policy.LADDER[0]))
+    return _Explained(explanation, model and check.explain_type(_model_type(model), name or LADDER[0]))
 
 
 def _model_type(given: str) -> str:
@@ -509,7 +511,7 @@ def _show_name(console: Console, found: check.Explanation) -> None:
     _print_shims(console, found.shims)
 
 
-def _print_ladder(console: Console, steps: Sequence[policy.Step]) -> None:
+def _print_ladder(console: Console, steps: Sequence[Step]) -> None:
     words = {True: "usable", False: "not usable", None: "not known"}
     rows = [(step.name, words[step.usable], step.reason) for step in steps]
     _print_table(console, "Ladder, tried from the top", ("name", "here", "reason"), rows)
@@ -518,7 +520,7 @@ def _print_ladder(console: Console, steps: Sequence[policy.Step]) -> None:
 class _Plan(NamedTuple):
     """What is planned, or why nothing can be."""
 
-    preload: policy.Preload | None
+    preload: Preload | None
     error: KernelUnavailableError | None
 
     @property
@@ -528,9 +530,9 @@ class _Plan(NamedTuple):
 
 def _find_plan(arguments: argparse.Namespace) -> _Plan:
     if arguments.attn is not None:
-        check.require_known(arguments.attn)
+        require_known(arguments.attn)
     try:
-        preload = policy.resolve_preload(
+        preload = resolve_preload(
             arguments.attn,
             tp_size=arguments.tp,
             cp_size=arguments.cp,

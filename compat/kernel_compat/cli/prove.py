@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..diagnostics.numerics import require_known
+from ..choosing.capabilities import require_known
 
 if TYPE_CHECKING:
     from rich.console import Console

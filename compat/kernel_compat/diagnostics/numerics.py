@@ -14,12 +14,13 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
-from ..attention.registry import UPSTREAM, AttentionName, check_name, upstream_owner
+from ..attention.registry import AttentionName, upstream_owner
+from ..choosing.capabilities import UnknownNameError, require_known
 from ..choosing.ladder import LADDER, Step, ladder
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
 from ..environment import torch_flash_backend as active_backend
-from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
+from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, known_kernels
 from ..kernels.catalog import TRANSFORMERS
 from ..patching.report import ShimReport
@@ -30,10 +31,8 @@ __all__ = [
     "Explanation",
     "NameResult",
     "NameStatus",
-    "UnknownNameError",
     "attention_names",
     "explain",
-    "require_known",
     "run",
 ]
 
@@ -42,10 +41,6 @@ Verdict = Literal["right", "WRONG", "failed", "not usable"]
 CaseVerdict = Literal["right", "WRONG", "failed", "skipped"]
 #: Called with what runs next, how many cases are done and how many there are.
 Progress = Callable[[str, int, int], None]
-
-
-class UnknownNameError(KernelCompatError, ValueError):
-    """No attention name of this environment; the message says which there are."""
 
 
 @dataclass(frozen=True)
@@ -205,28 +200,6 @@ def _owner(name: str) -> Owner:
     if entry is not None:
         return "kernel-compat" if entry.builtin else "registered"
     return "transformers" if upstream_owner(name) else "kernel-compat"
-
-
-def require_known(name: str) -> None:
-    """Check that a name means something: a kernel, a registered name, one of transformers' own or of the hub's.
-
-    Raises:
-        UnknownNameError: it doesn't; the message says which there are.
-        TypeError: `name` is not a string.
-    """
-    name = name.removeprefix("paged|") if isinstance(name, str) else name
-    if isinstance(name, str) and "/" in name:
-        return
-    try:
-        check_name(name)
-    except ValueError as error:
-        raise UnknownNameError(str(error)) from None
-    known = {*known_kernels(), *registered_attention(), *UPSTREAM}
-    if name in known:
-        return
-    if name in LADDER:
-        raise UnknownNameError(f"{name!r} is a kernel that this version of kernel-compat doesn't have")
-    raise UnknownNameError(f"{name!r} is no attention name here; there are: {', '.join(sorted(known))}")
 
 
 def explain_type(model_type: str, name: str = LADDER[0]) -> TypeExplanation:

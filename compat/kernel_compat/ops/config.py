@@ -187,10 +187,11 @@ def _best_attention(environment: Environment, model: Any) -> tuple[str | None, s
     """The first of the ladder that can be had now, and why not those before it."""
     from ..attention import defaults as names
     from ..attention.registry import upstream_owner
-    from ..choosing import ladder as policy
+    from ..choosing.ladder import ladder
+    from ..choosing.preload import verify_flash_support
 
     why: list[str] = []
-    for step in policy.ladder(environment=environment):
+    for step in ladder(environment=environment):
         problem = "" if step.usable else step.reason
         if not problem and step.name == "sdpa" and model is not None and not getattr(model, "_supports_sdpa", True):
             problem = f"{type(model).__name__} doesn't support it"
@@ -200,7 +201,7 @@ def _best_attention(environment: Environment, model: Any) -> tuple[str | None, s
                 problem = "kernel_compat.install() hasn't been called"
             elif model is not None:
                 try:
-                    policy.verify_flash_support(model, step.name, environment)
+                    verify_flash_support(model, step.name, environment)
                 except (KernelUnavailableError, UnsupportedFeatureError) as error:
                     problem = str(error)
         if not problem:
@@ -243,11 +244,11 @@ def _refused(op: str, value: str, model: Any) -> str:
 
 
 def _check_attention(value: str, environment: Environment) -> None:
-    from ..choosing import ladder as policy
-    from ..diagnostics import numerics as check
+    from ..choosing.capabilities import require_known
+    from ..choosing.ladder import ladder
 
-    check.require_known(value)
-    step = policy.ladder(value, environment)[0]
+    require_known(value)
+    step = ladder(value, environment)[0]
     if step.usable is False:
         raise KernelUnavailableError(
             f"attn_implementation={value!r}", [step.reason], "What would work: kernel-compat check."

@@ -1,7 +1,7 @@
 """Proof that a model computes the same under a registered attention name as with eager attention.
 
-A tiny model of every type is built twice with the same weights, and compared case by case: padding, packed sequences, masks,
-caches, generation, gradients, checkpointing.
+A tiny model is built twice with the same weights, with eager attention and under the name, and the two are compared case by
+case: padding, packed sequences, masks, caches, generation, gradients, checkpointing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["CASES", "QUICK", "Outcome", "Proof", "prove_config", "prove_type", "
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need torch, when they are used."""
+    """Imports the names that need torch on first use."""
     import importlib
 
     modules = {"CASES": "cases", "QUICK": "cases", "prove_config": "proof", "prove_type": "proof"}

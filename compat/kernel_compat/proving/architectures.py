@@ -1,4 +1,4 @@
-"""Which model classes a model type has, and which of them are proven."""
+"""The model classes that a model type has, and the classes that are proven."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["MAPPINGS", "classes_of", "model_types"]
 
-#: transformers' mappings from model types to classes, in the order in which a type's class is looked for.
+#: transformers' mappings from model types to classes; the first that has a type gives its main class.
 MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "MODEL_FOR_VISION_2_SEQ_MAPPING_NAMES",
@@ -29,11 +29,11 @@ def _names(mapping: str) -> dict[str, str]:
 
 
 def model_types() -> list[str]:
-    """Every model type of the mappings that transformers has a class for, sorted."""
+    """All model types of the mappings that have a class in transformers, sorted."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    exported = set(dir(transformers))  # nothing is imported for it
+    exported = set(dir(transformers))  # does not import them
     found = {
         model_type
         for mapping in MAPPINGS
@@ -44,7 +44,7 @@ def model_types() -> list[str]:
 
 
 def classes_of(model_type: str) -> list[type[Any]]:
-    """The classes of a type that are proven: its main one, and its decoder alone where that is another."""
+    """The classes of a type that are proven: its main class, and its decoder if that is another class."""
     import transformers
 
     found: list[str] = []

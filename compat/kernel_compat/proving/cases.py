@@ -1,4 +1,4 @@
-"""The cases that are proven. Each is a function from a subject to comparisons; what it can't have raises NotApplicableError."""
+"""The cases of a proof. Each is a function that yields comparisons for a subject, or raises NotApplicableError."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from .subject import NotApplicableError, Subject, accepted, forward, main_output
 
 __all__ = ["CASES", "GRADIENTS", "OUTPUTS", "QUICK", "Comparison"]
 
-#: What is allowed between two orders of the same sums in float32, relative to the whole.
+#: Tolerances for float32 sums computed in another order, relative to the norm of the whole.
 OUTPUTS, GRADIENTS = 1e-5, 1e-4
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two ways to the same numbers. Each is called with a model.
+    """Two functions of a model that must return the same numbers.
 
     Attributes:
         expected: called with the eager model.
-        found: called with the model under the name.
-        tolerance: the relative difference allowed.
-        also: another expectation that is as good, and what it means that eager attention differs from the first.
+        found: called with the model under the attention name.
+        tolerance: the largest relative difference allowed.
+        also: a second expected result; either is accepted.
+        note: reported if the second is nearer than the first.
     """
 
     expected: Callable[[Any], Tensor]
@@ -61,7 +62,7 @@ def _run(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:
 
 
 def _kept(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Tensor]:
-    """The outputs of real tokens."""
+    """A function that returns the outputs of real tokens."""
     return lambda model: main_output(forward(model, inputs))[mask.bool()]
 
 
@@ -89,7 +90,7 @@ def _need_mask(subject: Subject) -> None:
 
 
 def _row(inputs: dict[str, Any], row: int, keep: Tensor) -> dict[str, Any]:
-    """One row's real tokens alone."""
+    """The inputs of one row, without its padding."""
     alone: dict[str, Any] = {}
     shape = inputs["input_ids"].shape[:2]
     for name, value in inputs.items():
@@ -101,7 +102,7 @@ def _row(inputs: dict[str, Any], row: int, keep: Tensor) -> dict[str, Any]:
 
 
 def _each_row(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Tensor]:
-    """The outputs of real tokens, each row computed alone."""
+    """A function that returns the outputs of real tokens, each row computed alone."""
 
     def run(model: Any) -> Tensor:
         rows = [_row(inputs, row, mask[row].bool()) for row in range(len(mask))]
@@ -123,7 +124,7 @@ def _full(subject: Subject) -> Callable[[Any], Tensor]:
 
 
 def _heard(subject: Subject) -> Callable[[Any], Tensor]:
-    """The outputs for sound whose first row is padded, without those of the padding."""
+    """A function that returns the outputs for sound whose first row is padded, without the outputs of the padding."""
     assert subject.sound_frames is not None
     mask = sound_padding(len(next(iter(subject.inputs.values()))), subject.sound_frames)
     inputs = {**subject.inputs, "attention_mask": mask}
@@ -223,7 +224,7 @@ def _positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 
 
 def _apart(subject: Subject, ids: Tensor, lengths: tuple[int, ...], extra: dict[str, Any]) -> Callable[[Any], Tensor]:
-    """The outputs of packed sequences, each computed alone."""
+    """A function that returns the outputs of packed sequences, each computed alone."""
 
     def run(model: Any) -> Tensor:
         parts = []
@@ -244,7 +245,7 @@ def _apart(subject: Subject, ids: Tensor, lengths: tuple[int, ...], extra: dict[
 
 
 def _from_zero(subject: Subject, length: int) -> dict[str, Tensor]:
-    """The positions of one sequence: a model's default ones may begin behind its padding token's."""
+    """Positions of one sequence, from 0: a model's default positions may begin at its padding token's number plus one."""
     return {"position_ids": torch.arange(length)[None]} if "position_ids" in subject.names else {}
 
 
@@ -288,7 +289,7 @@ def packed_positions_cache(subject: Subject) -> Iterator[Comparison]:
 
 @_case
 def packed_mrope(subject: Subject) -> Iterator[Comparison]:
-    """Packed positions of time, height and width, alone and below a row of the text's."""
+    """Packed positions of time, height and width, with a row of text positions above them and without."""
     _need_packing(subject)
     _need(subject.has_sections, "its positions have no sections")
     ids = tokens(subject.vocabulary, 1)
@@ -301,7 +302,7 @@ def packed_mrope(subject: Subject) -> Iterator[Comparison]:
 
 @_case
 def packed_batch(subject: Subject) -> Iterator[Comparison]:
-    """Two rows whose sequences begin at different tokens."""
+    """Two rows, packed with sequences of different lengths."""
     _need_packing(subject)
     ids = tokens(subject.vocabulary, 2)
     others = _others(subject, 2)
@@ -330,13 +331,13 @@ def packed_lengths(subject: Subject) -> Iterator[Comparison]:
 
 @_case
 def packed_lengths_mask(subject: Subject) -> Iterator[Comparison]:
-    """Lengths beside an attention mask of ones, which some collators always make."""
+    """Lengths together with an attention mask of ones, as some collators always pass."""
     yield from _packed(subject, given=("lengths", "mask"))
 
 
 @_case
 def packed_mask(subject: Subject) -> Iterator[Comparison]:
-    """Packed positions beside a 0/1 mask whose tail is padding."""
+    """Packed positions together with a 0/1 mask whose end is padding."""
     _need_packing(subject)
     _need_mask(subject)
     ids = tokens(subject.vocabulary, 1)
@@ -352,7 +353,7 @@ def packed_mask(subject: Subject) -> Iterator[Comparison]:
 
 @_case
 def indexed_mask(subject: Subject) -> Iterator[Comparison]:
-    """A 2D mask that numbers the sequences, from 1, beside matching positions; 0 is padding."""
+    """A 2D mask that numbers the sequences from 1, with matching positions; 0 is padding."""
     _need_packing(subject)
     _need_mask(subject)
     ids = tokens(subject.vocabulary, 1)
@@ -379,7 +380,7 @@ def _need_cache(subject: Subject) -> None:
 def _continued(
     subject: Subject, steps: tuple[int, ...], cache: Callable[[Any], Any] | None, mask: Tensor | None = None
 ) -> Callable[[Any], Tensor]:
-    """The outputs of a prompt and what follows it, step by step against one cache."""
+    """A function that returns the outputs of a sequence computed in steps of these lengths against one cache."""
     ids = subject.inputs["input_ids"]
     others = {n: v for n, v in subject.inputs.items() if n != "input_ids" and isinstance(v, Tensor)}
 
@@ -412,7 +413,7 @@ def _continued(
 
 @_case
 def cached(subject: Subject) -> Iterator[Comparison]:
-    """A prompt, several tokens, then one at a time."""
+    """A prompt, then several tokens at once, then one token at a time."""
     _need_cache(subject)
     full = _full(subject)
     run = _continued(subject, (6, 5, 1, 1, 1), None)
@@ -433,7 +434,7 @@ def _static(model: Any) -> Any:
 
 @_case
 def cached_static(subject: Subject) -> Iterator[Comparison]:
-    """The same against a static cache, padded on the left."""
+    """As `cached`, against a static cache, with padding on the left."""
     _need(subject.has_tokens, "it takes no tokens")
     _need_cache(subject)
     _need_mask(subject)
@@ -514,7 +515,7 @@ def _trained(
     prepare: Callable[[Any], None] | None = None,
     undo: Callable[[Any], None] | None = None,
 ) -> Callable[[Any], Tensor]:
-    """Gradients of a loss that every real token's output counts in, summed over forwards."""
+    """A function that returns the gradients of a loss over all real tokens' outputs, summed over the forwards."""
 
     def run(model: Any) -> Tensor:
         with training(model):
@@ -549,7 +550,7 @@ def gradients(subject: Subject) -> Iterator[Comparison]:
 def _packed_runs(
     subject: Subject,
 ) -> tuple[list[tuple[dict[str, Any], Tensor | None]], list[tuple[dict[str, Any], Tensor | None]]]:
-    """Packed sequences, and the same sequences one by one."""
+    """Inputs of packed sequences, and of the same sequences one by one."""
     ids = tokens(subject.vocabulary, 1)
     others = _others(subject, 1)
     together = {**others, "input_ids": ids, "position_ids": _positions(), **_no_cache(subject)}
@@ -639,7 +640,7 @@ def image(subject: Subject) -> Iterator[Comparison]:
     assert inputs is not None
     cached = _run(inputs)
     inputs = {**inputs, **_no_cache(subject)}
-    # Up to 5.2 eager attention without a cache takes the rows of M-RoPE for packed sequences.
+    # Up to 5.2 eager attention without a cache mistakes the rows of M-RoPE positions for packed sequences.
     alone = _run(inputs)
     yield Comparison(alone, alone, also=cached, note="eager attention with a cache differs")
     if subject.takes("attention_mask"):
@@ -648,5 +649,5 @@ def image(subject: Subject) -> Iterator[Comparison]:
         yield _same(_kept({**inputs, "attention_mask": mask}, mask))
 
 
-#: The cases that are enough to tell whether a model gets its masks and its sequences right.
+#: The few cases that show whether a model treats masks and packed sequences right.
 QUICK = ("plain", "padded_left", "packed_positions", "cached", "gradients", "cross_attention")

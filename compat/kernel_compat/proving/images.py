@@ -1,4 +1,4 @@
-"""Text with an image in it, for models that put an image's features in the place of its tokens."""
+"""Inputs of text with an image, for models that replace image tokens by the image's features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .inputs import BATCH, Maker, filled, tokens, vocabulary_of
 
 __all__ = ["image_inputs"]
 
-#: Arguments that may come with an image.
+#: Sets of arguments that a model may take with an image.
 _WITH_IMAGES = (
     (),
     ("image_grid_thw",),
@@ -23,12 +23,12 @@ _WITH_IMAGES = (
     ("image_position_ids",),
     ("target_sizes",),
 )
-#: More tokens than these would make a case slow.
+#: Images of more tokens make a case slow.
 _MOST_TOKENS = 300
 
 
 def image_inputs(model: Any) -> Iterator[dict[str, Any]]:
-    """Inputs of `BATCH` rows with an image in each, likeliest first; the text around it has six tokens."""
+    """Yields inputs of `BATCH` rows, each with an image within six tokens of text; the most likely to fit come first."""
     token = _image_token(model.config)
     names = list(inspect.signature(model.forward).parameters)
     features = getattr(model, "get_image_features", None) or getattr(
@@ -61,11 +61,11 @@ def _image_token(config: Any) -> int | None:
 
 
 def _features_of(get: Any, images: dict[str, Any]) -> list[int] | None:
-    """How many tokens each image takes."""
+    """The number of tokens of each image; None if the model refuses the images."""
     try:
         with torch.no_grad():
             found = get(**images)
-    except Exception:  # it takes others
+    except Exception:  # other images fit
         return None
     for name in ("pooler_output", "last_hidden_state"):
         if getattr(found, name, None) is not None:
@@ -103,7 +103,7 @@ def _tokens_around(config: Any, side: str) -> list[int]:
 
 
 def _cross_attended(model: Any) -> Iterator[dict[str, Any]]:
-    """Inputs for models whose text attends to images by layers of its own."""
+    """Yields inputs for models whose text attends to images in cross-attention layers."""
     vision = model.config.vision_config
     ids = tokens(vocabulary_of(model.config))
     rows, length = ids.shape

@@ -1,4 +1,4 @@
-"""Inputs for a tiny model of any kind, found by trying what the classes of transformers take."""
+"""Inputs for a tiny model of any kind: values for the parameters of its forward, to be tried one after the other."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 BATCH, LENGTH = 3, 14
-#: Of the sequences that packed inputs have.
+#: Lengths of the sequences in packed inputs.
 LENGTHS = (5, 6, 3)
 _ROWS = BATCH
-#: Grids of patches, of one image each, for models that take images of any size.
+#: One grid of patches (time, height, width) for each image, for models that take images of any size.
 _GRIDS = ([1, 4, 4], [1, 8, 4])
 
-#: Optional arguments that a model may need besides its tokens, alone or beside the image, in the order of trying.
+#: Sets of optional arguments that a model may need besides its tokens, with an image or without, in the order of trying.
 _OPTIONAL = (
     (),
     ("pixel_values",),
@@ -70,26 +70,26 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class Fresh:
-    """A value that a forward changes: each forward gets one of its own."""
+    """A value that a forward modifies, so that each forward gets a new one."""
 
     make: Callable[[], Any]
 
 
 def parameters(model: Any) -> tuple[frozenset[str], bool]:
-    """The names of a forward's parameters, and whether it takes any others."""
+    """The names of the parameters of a model's forward, and whether it also takes ``**kwargs``."""
     found = inspect.signature(model.forward).parameters.values()
     names = frozenset(p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return names, any(p.kind == p.VAR_KEYWORD for p in found)
 
 
 def tokens(vocabulary: int, batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> Tensor:
-    """Random tokens, none of them special."""
+    """Random token ids, none of them special, of shape (rows, length)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(min(5, vocabulary - 2), max(min(vocabulary, 50), 6), (batch, length), generator=generator)
 
 
 def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor:
-    """A 0/1 mask with 6, 1 and 0 tokens of padding; for holes, in the middle."""
+    """A 0/1 mask of shape (rows, length) whose rows have 6, 1 and 0 tokens of padding; for holes, in the middle."""
     mask = torch.ones(batch, length, dtype=torch.long)
     begin, short = (0, 0) if side != "holes" else (4, 9)
     mask[0, begin : begin + (4 if side == "holes" else 6)] = 0
@@ -98,12 +98,12 @@ def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor:
     return mask.flip(1) if side == "right" else mask
 
 
-#: How much of the first row's sound is no padding.
+#: The share of the first row's sound that is not padding.
 SOUND = 0.625
 
 
 def sound_padding(rows: int, frames: int) -> Tensor:
-    """A 0/1 mask over sound: the first row ends in padding."""
+    """A 0/1 mask over sound of shape (rows, frames); the first row ends in padding."""
     mask = torch.ones(rows, frames, dtype=torch.long)
     mask[0, int(frames * SOUND) :] = 0
     return mask
@@ -116,21 +116,21 @@ def vocabulary_of(config: Any) -> int:
 
 
 def has_decoder(config: Any) -> bool:
-    """Whether it is an encoder-decoder's; where it doesn't say, whether it takes anything but text."""
+    """Whether a config is an encoder-decoder's; if it doesn't say, whether the model takes anything but text."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     said = [getattr(one, "is_encoder_decoder", None) for one in (config, text)]
     return any(said) or not hasattr(config, "vision_config")
 
 
 def number(config: Any, *names: str, default: int) -> int:
-    """The first of these attributes that the config or a nested one has as a positive number."""
+    """The first of these attributes that is a positive integer in the config or in a nested one, else the default."""
     queue = [config]
     while queue:
         one = queue.pop(0)
         for name in names:
             try:
                 value = getattr(one, name, None)
-            except Exception:  # one that differs by layer
+            except Exception:  # the value differs by layer
                 value = vars(one).get(name)
             if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
                 value = value[0]
@@ -141,7 +141,7 @@ def number(config: Any, *names: str, default: int) -> int:
 
 
 def candidates(model: Any) -> Iterator[dict[str, Any]]:
-    """Inputs a model may take, likeliest first. Those with tokens have `LENGTH` of them in `BATCH` rows."""
+    """Yields inputs that a model may take, the most likely first. Inputs of tokens have `BATCH` rows of `LENGTH`."""
     found = inspect.signature(model.forward).parameters.values()
     named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [p.name for p in named]
@@ -152,13 +152,13 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     for optional in _OPTIONAL:
         if all(name in names for name in optional):
             wanted = list(dict.fromkeys([*needed, *optional]))
-            # What others are made from comes first.
+            # Arguments that others are made from come first.
             wanted.sort(key=lambda name: ("mask" in name, "padding" in name, name != "input_ids"))
             yield from filled(Maker(model.config, names), wanted, {})
 
 
 def filled(maker: Maker, names: list[str], chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of the options for these names."""
+    """Yields every combination of the options for these names."""
     if not names:
         if chosen:
             yield chosen
@@ -168,7 +168,7 @@ def filled(maker: Maker, names: list[str], chosen: dict[str, Any]) -> Iterator[d
 
 
 class Maker:
-    """Makes values for arguments by their names."""
+    """Values for a forward's arguments: the method ``_NAME`` yields options for the argument NAME, the most likely first."""
 
     def __init__(self, config: Any, names: list[str]) -> None:
         self.config = config
@@ -229,7 +229,7 @@ class Maker:
     _image = _pixel_values
 
     def _inference_session(self, chosen: dict[str, Any]) -> Iterator[Any]:
-        """A video of two frames, with a prompt in the second one, or with a memory of the first one."""
+        """A session on a video of two frames, with a prompt in the second frame or a memory of the first."""
         module = sys.modules[type(self.config).__module__.replace("configuration_", "modeling_")]
         session_class = getattr(module, type(self.config).__name__.replace("Config", "InferenceSession"))
         width = number(self.config, "memory_encoder_output_channels", default=64)
@@ -262,7 +262,7 @@ class Maker:
         return any("grid_thw" in name for name in self.names)
 
     def _patches(self, chosen: dict[str, Any]) -> Iterator[Any]:
-        """The patches of all images of `_GRIDS`, one after the other."""
+        """Patches of all images of `_GRIDS`, concatenated."""
         channels = number(self.config, "in_channels", "in_chans", "num_channels", default=3)
         patch = number(self.config, "patch_size", default=4)
         frames = number(self.config, "temporal_patch_size", default=1)
@@ -310,7 +310,7 @@ class Maker:
 
     def _pixel_attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield torch.ones(_ROWS, 16, dtype=torch.long)
-        if chosen["pixel_values"].ndim == 5:  # of an image and not of its patches
+        if chosen["pixel_values"].ndim == 5:  # a mask over images, not over patches
             yield torch.ones(chosen["pixel_values"].shape[:2], dtype=torch.bool)
 
     def _image_embeds_position_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
@@ -398,7 +398,7 @@ class Maker:
 
     def _audio_mel_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
         for mask in self._input_features_mask(chosen):
-            yield mask == 0  # it says what is padding
+            yield mask == 0  # 1 is padding
 
     def _attention_mask(self, chosen: dict[str, Any]) -> Iterator[Any]:
         yield from self._input_features_mask(chosen)

@@ -1,4 +1,4 @@
-"""A model that is loaded under a registered name must be of a proven type: by the table, or proven now."""
+"""Refuses models that are wrong under a registered name as they are loaded: by the table, or by a proof made then."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,37 +28,37 @@ __all__ = ["require_proof"]
 _SECONDS = 180
 _logger = logging.getLogger(__name__)
 _seen: dict[Any, Proof] = {}
-_here = threading.local()
+_proving: ContextVar[bool] = ContextVar("proving", default=False)
 
 
 @contextmanager
 def nothing_to_prove() -> Iterator[None]:
-    """For models that are built to be proven."""
-    before, _here.proving = getattr(_here, "proving", False), True
+    """Models that this thread builds in the block pass `require_proof`: they are built to be proven."""
+    token = _proving.set(True)
     try:
         yield
     finally:
-        _here.proving = before
+        _proving.reset(token)
 
 
 def require_proof(model: Any, name: str, unproven: str) -> None:
-    """Refuse a model whose type is known to be wrong under a registered name, and prove one that nothing is known of.
+    """Refuse a model that is proven wrong under a registered name.
 
-    A type that isn't in the table is proven on a tiny model of its own class, in a process of its own on the CPU. That takes
-    some seconds, once: what comes out is kept in the user's cache.
+    A type that isn't in the table is proven on a tiny model of its own class, in another process on the CPU. That takes some
+    seconds, once: the proof is kept in the user's cache.
 
     Args:
-        model: a model that is being built; its config and its class count.
+        model: a model that is being built; only its class and its config are read.
         name: the attention name.
-        unproven: what to do where no tiny model can be made: ``"warn"`` once, ``"refuse"``, or ``"allow"`` it, and then
-            nothing is proven either.
+        unproven: for a type of which no tiny model can be made: ``"warn"`` warns, ``"refuse"`` raises; ``"allow"`` accepts
+            every type that isn't in the table, and proves nothing.
 
     Raises:
         UnsupportedFeatureError: the type is wrong in some case, or can't be proven and `unproven` is ``"refuse"``.
     """
     import transformers
 
-    if getattr(_here, "proving", False):
+    if _proving.get():
         return
     owner = type(model)
     known = _in_table(owner, str(getattr(model.config, "model_type", "")), str(transformers.__version__))
@@ -72,7 +72,7 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
     if not proof.no_recipe:
         return
     message = (
-        f"{owner.__name__} isn't proven to compute under {name!r} what eager attention does: no tiny model of it could be "
+        f"{owner.__name__} isn't proven to compute the same under {name!r} as with eager attention: no tiny model of it could be "
         f"made ({proof.no_recipe})"
     )
     if unproven == "refuse":
@@ -86,7 +86,7 @@ def _in_table(owner: type, model_type: str, version: str) -> tuple[str, ...] | N
     if not owner.__module__.startswith("transformers.models."):
         return None
     known = wrong_cases(model_type, version)
-    # A part of a model, such as its vision tower, is proven with the whole.
+    # A part of a model, such as its vision tower, is proven with the whole model.
     return wrong_cases(owner.__module__.split(".")[2], version) if known is None else known
 
 
@@ -94,15 +94,15 @@ def _wrong(owner: type, name: str, cases: Any) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(
         f"the attention name {name!r}",
         owner.__name__,
-        f"It computes something else than eager attention ({', '.join(cases)}). Use 'eager', or 'sdpa' if the model has it; "
+        f"Its outputs differ from eager attention's ({', '.join(cases)}). Use 'eager', or 'sdpa' if the model has it; "
         "`kernel-compat prove` shows by how much.",
     )
 
 
 def _proof(owner: type, config: Any) -> Proof:
-    """The proof of a class: of this process, of the user's cache, or made now.
+    """The proof of a class: from this process, from the user's cache, or made now.
 
-    What a module defines besides, such as the model within a head's, is proven with the class that is loaded first.
+    The other classes of its module, such as the base model of a model with a head, share the proof of the first one loaded.
     """
     key = owner if owner.__module__ == "__main__" else owner.__module__
     if key not in _seen:
@@ -123,7 +123,7 @@ def _keep(proof: Proof, path: Path) -> None:
         written = path.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(proof.to_json()))
         written.replace(path)
-    except OSError as error:  # a home that can't be written: it is proven again next time
+    except OSError as error:  # a home that can't be written: the type is proven again next time
         _logger.info("the proof could not be kept: %s", error)
 
 
@@ -132,7 +132,7 @@ def _cache_folder() -> Path:
 
 
 def _fingerprint(owner: type) -> str:
-    """Of the class's source, that of what it inherits, and the versions that it runs on."""
+    """A hash of the source of a class and of its base classes, and of the versions of the packages."""
     parts = [owner.__qualname__]
     for klass in owner.__mro__:
         if not klass.__module__.startswith(("torch.", "builtins")):
@@ -145,10 +145,10 @@ def _fingerprint(owner: type) -> str:
 
 
 def _prove_elsewhere(owner: type, config: Any) -> Proof:
-    """Prove a class in a process of its own, which nothing of this one reaches: devices, default dtypes, patches."""
+    """Prove a class in another process, unaffected by this one's devices, default dtype and patches."""
     model_type = str(getattr(config, "model_type", ""))
     with tempfile.TemporaryDirectory() as folder:
-        given, answer = Path(folder, "given"), Path(folder, "answer.json")
+        given, result = Path(folder, "given"), Path(folder, "result.json")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -158,27 +158,16 @@ def _prove_elsewhere(owner: type, config: Any) -> Proof:
         try:
             given.write_bytes(pickle.dumps((owner, config)))
             subprocess.run(
-                [sys.executable, "-m", __name__, str(given), str(answer)],
+                [sys.executable, "-m", __package__, str(given), str(result)],
                 env=environment,
                 check=True,
                 capture_output=True,
                 text=True,
                 timeout=_SECONDS,
             )
-            return Proof.from_json(json.loads(answer.read_text()))
+            return Proof.from_json(json.loads(result.read_text()))
         except subprocess.CalledProcessError as error:
             problem = (error.stderr or "").strip().rpartition("\n")[2]
         except Exception as error:  # a class that can't be pickled, a proof that takes too long
             problem = f"{type(error).__name__}: {error}"
     return Proof(model_type, metadata.version("transformers"), no_recipe=problem)
-
-
-def _main(given: str, answer: str) -> None:
-    from . import QUICK, prove_config
-
-    owner, config = pickle.loads(Path(given).read_bytes())
-    Path(answer).write_text(json.dumps(prove_config(config, owner, QUICK).to_json()))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What proving finds: an outcome for each case, and all of a model type as one document."""
+"""The results of proving: an outcome for each case, and a proof with all outcomes of a model type."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _WORST_FIRST: tuple[Verdict, ...] = ("wrong", "crashed", "refused", "equal", "no
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case of one model class.
+    """The result of one case of one model class.
 
     Attributes:
         model: the model class.
         case: the case's name.
-        verdict: equal; refused, by an error of this library that says why; wrong; crashed, by any other error where eager
-            attention works; not applicable, because eager attention or the model can't do it.
+        verdict: ``equal``; ``refused``, with an error of this library that says why; ``wrong``; ``crashed``, with any other
+            error where eager attention works; ``not applicable``, if eager attention or the model can't do the case.
         difference: the largest relative difference that was measured.
-        tolerance: what was allowed for it.
-        reason: why it isn't equal, or what should be known about it.
+        tolerance: the relative difference that was allowed.
+        reason: why it isn't equal, or a remark.
     """
 
     model: str
@@ -39,14 +39,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Proof:
-    """A model type, proven case by case.
+    """The outcomes of a model type.
 
     Attributes:
-        model_type: as in its config.
+        model_type: ``config.model_type``.
         transformers: the release it was proven on.
         outcomes: in the order of the cases.
-        no_recipe: why no tiny model could be made, where none could.
-        seconds: what it took.
+        no_recipe: why no tiny model could be made; empty if one was made.
+        seconds: the time it took.
     """
 
     model_type: str
@@ -57,7 +57,7 @@ class Proof:
 
     @property
     def verdict(self) -> Verdict | Literal["no recipe"]:
-        """The worst of its outcomes."""
+        """The worst verdict of its outcomes."""
         if self.no_recipe:
             return "no recipe"
         found = {outcome.verdict for outcome in self.outcomes}
@@ -69,10 +69,10 @@ class Proof:
         return self.verdict not in ("wrong", "crashed")
 
     def to_json(self, exact: bool = False) -> dict[str, Any]:
-        """A document with the same content on every machine.
+        """A JSON document, the same on every machine.
 
         Args:
-            exact: with every digit of the differences, and the time it took.
+            exact: with all digits of the differences, and the time it took.
         """
         if exact:
             return {
@@ -96,7 +96,7 @@ class Proof:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Proof:
-        """The proof that `to_json` wrote."""
+        """The proof in a document of `to_json`."""
         outcomes = tuple(Outcome(**outcome) for outcome in document["outcomes"])
         return cls(
             document["model_type"],
@@ -108,14 +108,14 @@ class Proof:
 
 
 def _rounded(value: float | None, verdict: Verdict) -> float | None:
-    """One digit of what is wrong; of what is equal the digits are noise."""
+    """The first digit of a difference that is wrong; None for others, whose digits are noise."""
     if value is None or verdict != "wrong" or not math.isfinite(value):
         return None
     return float(f"{value:.0e}") if value < 0.1 else round(value, 1)
 
 
 def summary(proofs: Iterable[Proof]) -> dict[str, int]:
-    """How many model types were tried, and how many have each verdict."""
+    """The number of model types tried, and the number with each verdict."""
     proofs = list(proofs)
     counts = Counter(proof.verdict for proof in proofs)
     return {"tried": len(proofs)} | {

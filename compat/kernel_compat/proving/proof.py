@@ -1,4 +1,4 @@
-"""The proof of one model type, or of any config."""
+"""Prove one model type, or the model of any config."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from typing import Any
 
 import torch
 
+from ..attention.defaults import installed, register_attention, unregister_attention
 from ..errors import KernelCompatError
+from ..kernels import known_kernels
 from . import recipes
 from .architectures import classes_of
-from .calls import Counted
 from .cases import CASES, Comparison
 from .loading import nothing_to_prove
 from .outcomes import Outcome, Proof
-from .subject import NoRecipeError, NotApplicableError, RefusedToLoadError, Subject, describe, distance
+from .subject import CountedKernel, NoRecipeError, NotApplicableError, RefusedToLoadError, Subject, describe, distance
 from .tiny import LEVELS, shrink
 
 __all__ = ["UnknownCaseError", "prove_config", "prove_type"]
 
-#: The attention name that is proven where none is given; bound to the reference kernel.
+#: The attention name that is registered and proven if none is passed; its kernel is the reference kernel.
 NAME = "kernel_compat_proof_flash"
-#: How many times as wrong as eager attention with rounding errors in its weights a model may be.
+#: The tolerance, as a multiple of the change that rounding errors in the weights make in the eager model.
 _SENSITIVITY = 10
-#: Where rounding alone makes a larger difference, nothing can be told.
+#: If rounding errors alone make a larger difference, the case is not applicable.
 _UNDECIDABLE = 1e-2
-#: Where attention makes less of the output, its mistakes may not be seen.
+#: If attention changes the output by less, errors in attention may go unseen.
 _SHARE_TO_SEE = 1e-3
-#: transformers' own refusals, by what they say.
+#: transformers' own refusals, by their text.
 _NAMES_ATTENTION = re.compile(r"attn_implementation|[Ff]lash attention cannot")
 _OURS = str(Path(__file__).parents[1])
 
 
 class UnknownCaseError(ValueError):
-    """A case of this name doesn't exist."""
+    """No case has this name."""
 
 
 def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_implementation: str | None = None) -> Proof:
     """Prove a model type of transformers on tiny models of its classes.
 
     Args:
-        model_type: as in ``config.model_type``.
+        model_type: ``config.model_type``.
         cases: names of `CASES`; None for all.
-        attn_implementation: the registered attention name to prove; None for one of the reference kernel.
+        attn_implementation: the registered attention name to prove; None for the reference kernel.
 
     Raises:
-        ValueError: transformers has no such model type, or a case doesn't exist.
+        ValueError: transformers has no such model type, or no case has one of the names.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -83,16 +84,16 @@ def prove_config(
     *,
     attn_implementation: str | None = None,
 ) -> Proof:
-    """Prove a config's model class on a tiny model with the config's own kinds of layers.
+    """Prove a model class on a tiny model with the same kinds of layers as a config.
 
     Args:
-        config: of any class, also of remote code; it stays as it is.
-        model_class: the class to prove; None for the one that transformers has for the config.
+        config: of any class, also of remote code; it is not modified.
+        model_class: the class to prove; None for the class that transformers has for the config.
         cases: names of `CASES`; None for all. `QUICK` takes a second or two.
-        attn_implementation: the registered attention name to prove; None for one of the reference kernel.
+        attn_implementation: the registered attention name to prove; None for the reference kernel.
 
     Raises:
-        ValueError: a case doesn't exist.
+        ValueError: no case has one of the names.
     """
     require_cases(cases)
     start = time.perf_counter()
@@ -112,20 +113,24 @@ def prove_config(
 
 
 def warm_up() -> None:
-    """Import what every proof needs, in the process that others are forked from."""
+    """Import the modules that every proof needs, before processes are forked."""
     with _quiet(), _under_proof(None):
         pass
 
 
 def require_cases(cases: Iterable[str] | None) -> None:
-    """Check that cases of these names exist."""
+    """Check that cases of these names exist.
+
+    Raises:
+        UnknownCaseError: one does not; the message lists the cases.
+    """
     for case in cases or ():
         if case not in CASES:
             raise UnknownCaseError(f"unknown case {case!r}; there are {', '.join(CASES)}")
 
 
 def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], list[Any]]]:
-    """The classes of a type, each with configs of defaults that may be its own, likeliest first."""
+    """Yields the classes of a type, each with default configs that may belong to it, the most likely first."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
@@ -137,7 +142,7 @@ def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], 
     for model_class in classes:
         try:
             own = getattr(model_class, "config_class", None) or config_class
-        except ImportError as error:  # a stand-in for a class that needs another library
+        except ImportError as error:  # a placeholder for a class that needs another library
             problems.append(describe(error))
             continue
         order = (config_class, own) if issubclass(config_class, own) else (own, config_class)
@@ -171,9 +176,10 @@ def _prove(
 
 
 def _by_sdpa(subject: Subject, label: str, wrong: Outcome) -> Outcome:
-    """A case of a model that computes its attention itself, where eager's form of a mask may be what it gets wrong.
+    """The outcome against sdpa of a model that computes its attention itself; `wrong` if that isn't equal either.
 
-    Gemma 4's audio tower negates its mask, which is right for booleans alone, from 5.5 to 5.19.
+    Such a model may be right except with eager's additive masks: Gemma 4's audio tower negates its mask, which is right only
+    for booleans, from 5.5 to 5.19.
     """
     try:
         outcome = _outcome(subject.against("sdpa"), label, wrong.case)
@@ -189,12 +195,12 @@ def make_subject(
     config: Any,
     attn_implementation: str,
     model_type: str = "",
-    counted: Counted | None = None,
+    counted: CountedKernel | None = None,
 ) -> Subject:
     """The tiny model, of the smallest level that works.
 
     Raises:
-        NoRecipeError: none does.
+        NoRecipeError: no level works.
         RefusedToLoadError: it can't be built under the name.
     """
     problems: dict[str, None] = {}
@@ -213,7 +219,7 @@ def make_subject(
 
 
 def _has_sections(model_class: type[Any], config: Any) -> bool:
-    """Whether the code of a class, or of a nested model's, divides rotary channels into sections."""
+    """Whether the source of a class, or of a nested model's class, divides rotary channels into sections."""
     classes: list[Any] = [model_class]
     for value in vars(config).values():
         model_type = getattr(value, "model_type", "")
@@ -238,7 +244,7 @@ def _outcome(subject: Subject, label: str, case: str) -> Outcome:
     except NotApplicableError as error:
         if worst is None or worst.verdict == "equal":
             return worst or Outcome(label, case, "not applicable", reason=str(error))
-    except Exception as error:  # of the eager model, as the case is prepared
+    except Exception as error:  # raised by the eager model as the case is prepared
         if worst is None:
             return Outcome(label, case, "not applicable", reason=f"eager: {describe(error)}")
     assert worst is not None
@@ -307,7 +313,7 @@ def _judge(
 
 
 def _allowed(subject: Subject, comparison: Comparison, expected: torch.Tensor, difference: float) -> float:
-    """The tolerance, or more where eager attention itself is that sensitive to rounding."""
+    """The tolerance of a comparison, raised if the eager model itself is more sensitive to rounding."""
     if difference <= comparison.tolerance:
         return comparison.tolerance
     try:
@@ -318,7 +324,7 @@ def _allowed(subject: Subject, comparison: Comparison, expected: torch.Tensor, d
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether this library raised the error on purpose, or transformers did because of the attention's name."""
+    """Whether this library raised the error on purpose, or transformers refused the attention name."""
     if isinstance(error, KernelCompatError):
         return True
     if isinstance(error, ValueError) and _NAMES_ATTENTION.search(str(error)):
@@ -334,7 +340,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """The last file and line of transformers or this library that an error went through."""
+    """The last file and function of transformers or this library in an error's traceback."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if re.search(r"transformers|kernel_compat", frame.filename):
             return f"{Path(frame.filename).name}:{frame.name}"
@@ -349,10 +355,10 @@ def _transformers() -> str:
 
 @dataclass(frozen=True)
 class _Name:
-    """An attention name under proof, and its kernel where that counts its calls."""
+    """An attention name under proof, and its kernel if that counts its calls."""
 
     name: str
-    counted: Counted | None
+    counted: CountedKernel | None
 
     @property
     def calls(self) -> int:
@@ -361,26 +367,22 @@ class _Name:
 
 @contextmanager
 def _under_proof(name: str | None) -> Iterator[_Name]:
-    """The name, with the library installed; a name of its own for the reference kernel where there is none."""
-    import kernel_compat
-
-    from ..kernels import known_kernels
-
+    """Install the library for the block, and yield the name; without one, a temporary name for the reference kernel."""
     counted = None
     if name is None:
-        counted = Counted(known_kernels()["flash_attention_reference"])
-        kernel_compat.register_attention(NAME, kernel=counted.kernel)
+        counted = CountedKernel(known_kernels()["flash_attention_reference"])
+        register_attention(NAME, kernel=counted.kernel)
     try:
-        with kernel_compat.installed(), nothing_to_prove():
+        with installed(), nothing_to_prove():
             yield _Name(name or NAME, counted)
     finally:
         if name is None:
-            kernel_compat.unregister_attention(NAME)
+            unregister_attention(NAME)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing of what models say at every forward; torch's random state and transformers' verbosity as before."""
+    """Silence warnings and logs for the block; afterwards restore torch's random state and transformers' verbosity."""
     import warnings
 
     import transformers

@@ -1,4 +1,4 @@
-"""What the rules of `tiny` don't get right, by model type."""
+"""Values for tiny configs of model types that the rules of `tiny` get wrong."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .tiny import WINDOW
 
 __all__ = ["GENTLE", "constructor", "overrides"]
 
-#: Model types whose lengths grow with their weights: they keep those that they begin with.
+#: Model types whose output lengths grow with their weights: they keep their initial weights.
 GENTLE = frozenset({"vits"})
 
 
 def _resnet(stages: int = 4) -> dict[str, Any]:
-    """A backbone of transformers' own where the default is another library's, with its last stages' feature maps."""
+    """A backbone of transformers instead of another library's, which returns the feature maps of its last stages."""
     from transformers import ResNetConfig
 
     features = ["stage1", "stage2", "stage3", "stage4"][-stages:]
@@ -27,7 +27,7 @@ def _resnet(stages: int = 4) -> dict[str, Any]:
 
 
 def _siglip() -> dict[str, Any]:
-    """A vision tower of transformers' own where the default is another library's."""
+    """A vision tower of transformers instead of another library's."""
     from transformers import SiglipVisionConfig
 
     return {"vision_config": SiglipVisionConfig()}
@@ -75,7 +75,7 @@ def _omdet() -> dict[str, Any]:
 
 
 def _edgetam() -> dict[str, Any]:
-    """A vision tower whose default asks a model hub."""
+    """A vision tower that is not downloaded from a model hub."""
     from transformers import TimmWrapperConfig
 
     stages = {"in_chans": 3, "features_only": True, "out_indices": [1, 2, 3, 4]}
@@ -93,7 +93,7 @@ def _edgetam_tower() -> dict[str, Any]:
 
 
 def _every_stage(backbone: str, stages: list[int], **more: Any) -> Callable[[], dict[str, Any]]:
-    """A backbone that returns what its default doesn't: the feature maps of these stages."""
+    """A function that returns arguments for a backbone which returns the feature maps of these stages."""
 
     def arguments() -> dict[str, Any]:
         from transformers import AutoConfig
@@ -114,7 +114,7 @@ _INTRACLASS = {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]} | {
     )
 }
 
-#: Arguments for a config class whose defaults don't make a model that can be built here.
+#: Constructor arguments for config classes whose defaults make no model that can be built here.
 _CONSTRUCTOR: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "autoformer": {"prediction_length": 4, "context_length": 8, "num_time_features": 1},
     "informer": {"prediction_length": 4, "context_length": 8, "num_time_features": 1},
@@ -198,7 +198,7 @@ _INDEXER = {
 }
 _SLIDING_AND_FULL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
-#: Values of the tiny config, those of nested configs under their names.
+#: Values for the tiny config; a nested config is a mapping under its name.
 _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
     "cohere_compass": lambda: {"text_config": _compass()},
     "cohere_compass_text": _compass,
@@ -270,12 +270,12 @@ _OVERRIDES: Mapping[str, Mapping[str, Any] | Callable[[], dict[str, Any]]] = {
 
 
 def constructor(model_type: str, config_class: type[Any]) -> dict[str, Any]:
-    """Arguments that the config class needs, those that this release of it takes."""
+    """Constructor arguments for a config class, without arguments that this release of it does not take."""
     recipe = _CONSTRUCTOR.get(model_type, {})
     values = dict(recipe() if callable(recipe) else recipe)
     names = inspect.signature(config_class.__init__).parameters
     if dataclasses.is_dataclass(config_class):
-        # transformers 5.4 says that some flags are numbers, and newer releases of its hub library check that.
+        # transformers 5.4 annotates some flags as int, and newer releases of its hub library check the type.
         for field in dataclasses.fields(config_class):
             if isinstance(field.default, bool) and "int" in str(field.type) and "bool" not in str(field.type):
                 values.setdefault(field.name, int(field.default))
@@ -283,6 +283,6 @@ def constructor(model_type: str, config_class: type[Any]) -> dict[str, Any]:
 
 
 def overrides(model_type: str) -> dict[str, Any]:
-    """Values of the tiny config that its rules don't get right."""
+    """Values for the tiny config of a model type."""
     recipe = _OVERRIDES.get(model_type, {})
     return dict(recipe() if callable(recipe) else recipe)

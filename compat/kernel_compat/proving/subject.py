@@ -1,8 +1,9 @@
-"""A tiny model twice, with the same weights: with eager attention, and under the attention name that is proven."""
+"""A subject: a tiny model built twice with the same weights, with eager attention and under the attention name to prove."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import time
@@ -14,30 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import Counted
+from ..kernels import Functions, Kernel
 from .images import image_inputs
 from .inputs import LENGTH, Fresh, candidates, parameters, sound_padding, vocabulary_of
 from .recipes import GENTLE
 from .weights import perturbed, randomize
 
-__all__ = ["NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
+__all__ = ["CountedKernel", "NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
 
-#: How sharp the weights are, at first; None for those that the model begins with.
+#: Scales of the random weights, in the order of trying; None keeps the initial weights.
 _SCALES = (2.0, 1.0, 0.5, None)
-#: Logits beyond this are masked.
+#: Logits of a larger magnitude are masked.
 _MASKED = 1e30
 _NOT_FINITE = "its output is zero or isn't finite"
-#: The share of the output that must come from attention. Below it, an error in attention barely changes the output.
+#: The least share of the output that must come from attention. Below it, an error in attention barely changes the output.
 _LEAST_SHARE = 1e-2
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: How long inputs are looked for.
+#: The time spent on finding inputs.
 _SEARCH_SECONDS = 15
-#: The most parameters a model may have that is proven in a second.
+#: The most parameters of a model that can be proven in a second.
 _LARGEST = 40_000_000
 
 
 class NoRecipeError(Exception):
-    """No tiny model could be made, or no inputs that it takes."""
+    """No tiny model could be made, or no inputs were found that it takes."""
 
 
 class NotApplicableError(Exception):
@@ -52,26 +53,53 @@ class RefusedToLoadError(Exception):
         self.cause = cause
 
 
+class CountedKernel:
+    """A copy of a kernel that counts its calls and can be silenced, to find models that never call it or ignore its output.
+
+    Attributes:
+        kernel: the copy; it computes the same as the original.
+        calls: number of calls of its functions.
+        silent: whether its outputs are multiplied by zero.
+    """
+
+    def __init__(self, original: Kernel) -> None:
+        self.calls = 0
+        self.silent = False
+        functions = original.load()
+        self.kernel = Kernel(original.name, original.providers)
+        counted = (None if function is None else self._count(function) for function in functions)
+        self.kernel.preload(original.features, Functions(*counted))  # type: ignore[arg-type]
+
+    def _count(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            output = function(*args, **kwargs)
+            return output * 0 if self.silent else output
+
+        return call
+
+
 class Subject:
     """A tiny model under proof.
 
     Attributes:
-        eager: with eager attention.
-        named: the same weights under the attention name.
-        inputs: what the model takes, one batch; with `LENGTH` tokens to a row where it takes tokens.
+        eager: the model with eager attention.
+        named: the model with the same weights under the attention name.
+        inputs: keyword arguments of one forward; rows of `LENGTH` tokens for a model of tokens.
         config: the tiny config.
-        attention_share: how much the output changes without attention; None where it isn't known.
+        attention_share: the relative change of the output without attention; None if it can't be measured.
     """
 
     def __init__(
-        self, model_class: type[Any], config: Any, attn_implementation: str, counted: Counted | None = None
+        self, model_class: type[Any], config: Any, attn_implementation: str, counted: CountedKernel | None = None
     ) -> None:
         self.config = config
         self.model_class = model_class
         try:
             with torch.device("meta"):
                 skeleton = model_class(copy.deepcopy(config))
-        except Exception:  # a model that computes something as it is built
+        except Exception:  # a model that computes with its weights as it is built
             skeleton = nn.Module()
         if (size := sum(p.numel() for p in skeleton.parameters())) > _LARGEST:
             raise NoRecipeError(f"the smallest model has {size:,} parameters")
@@ -88,7 +116,7 @@ class Subject:
         self._known: dict[Any, Tensor] = {}
 
     def against(self, attn_implementation: str) -> Subject:
-        """The same subject with another implementation in eager's place."""
+        """The same subject with another attention instead of eager."""
         other = copy.copy(self)
         other.eager = build(self.model_class, self.config, attn_implementation)
         other.eager.load_state_dict(self.named.state_dict())
@@ -96,7 +124,7 @@ class Subject:
         return other
 
     def once(self, key: Any, run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """The same function, whose result for the eager model is kept: many cases expect it."""
+        """The function `run`, memoised for the eager model: many cases expect the same outputs."""
 
         def known(model: Any) -> Tensor:
             if model is not self.eager:
@@ -107,8 +135,8 @@ class Subject:
 
         return known
 
-    def _working(self, counted: Counted | None) -> tuple[dict[str, Any], float | None]:
-        """Sharp weights that attention makes a difference with, and inputs; the weights are loaded into both models."""
+    def _working(self, counted: CountedKernel | None) -> tuple[dict[str, Any], float | None]:
+        """Find inputs, and weights under which attention changes the output; load the weights into both models."""
         problems: dict[str, None] = {}
         deadline = time.monotonic() + _SEARCH_SECONDS
         begun = copy.deepcopy(self.eager.state_dict())
@@ -137,7 +165,7 @@ class Subject:
         return best[1], best[0]
 
     def _find_inputs(self, problems: dict[str, None], deadline: float) -> dict[str, Any] | None:
-        """The first inputs that the eager model takes; why it takes none is added to the problems."""
+        """The first inputs that the eager model takes; None, with reasons added to `problems`, if it takes none."""
         for inputs in itertools.chain(candidates(self.eager), image_inputs(self.eager)):
             if time.monotonic() > deadline:
                 break
@@ -153,8 +181,8 @@ class Subject:
             break
         return None
 
-    def _share_of_attention(self, counted: Counted | None, inputs: dict[str, Any]) -> float | None:
-        """How much the output changes without attention; None where that can't be measured."""
+    def _share_of_attention(self, counted: CountedKernel | None, inputs: dict[str, Any]) -> float | None:
+        """The relative change of the output without attention; None if it can't be measured."""
         if counted is None:
             return None
         calls = counted.calls
@@ -164,13 +192,13 @@ class Subject:
                 return None
             counted.silent = True
             return distance(main_output(forward(self.named, inputs)), expected)
-        except Exception:  # the cases will tell
+        except Exception:  # the cases will show the error
             return None
         finally:
             counted.silent = False
 
     def _first_forward(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """The output, and the inputs it took: without a cache where none can be made."""
+        """The output, and the inputs it took: with ``use_cache=False`` if no cache can be made."""
         try:
             return inputs, forward(self.eager, inputs)
         except Exception:
@@ -180,17 +208,17 @@ class Subject:
         return inputs, forward(self.eager, inputs)
 
     def takes(self, name: str) -> bool:
-        """Whether the forward takes this argument."""
+        """Whether the model's forward takes this argument."""
         return name in self.names or self.takes_any
 
     @cached_property
     def vocabulary(self) -> int:
-        """The number of tokens."""
+        """The size of the vocabulary."""
         return vocabulary_of(self.config)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and tokens of the inputs."""
+        """The inputs' number of rows and of tokens in a row."""
         if "input_ids" not in self.inputs:
             raise NotApplicableError("it takes no tokens")
         rows, length = self.inputs["input_ids"].shape[:2]
@@ -206,7 +234,7 @@ class Subject:
 
     @cached_property
     def has_sequence(self) -> bool:
-        """Whether there is an output for every token."""
+        """Whether the model has an output for every token."""
         if not self.has_tokens:
             return False
         output = main_output(forward(self.eager, self.inputs))
@@ -214,7 +242,7 @@ class Subject:
 
     @cached_property
     def is_causal(self) -> bool:
-        """Whether the first tokens' outputs don't depend on the last token, as measured with eager attention."""
+        """Whether the outputs of the first tokens are independent of the last token, measured with eager attention."""
         if not self.has_sequence or self.is_encoder_decoder:
             return False
         ids = self.inputs["input_ids"]
@@ -225,7 +253,7 @@ class Subject:
 
     @cached_property
     def has_positions_of_its_own(self) -> bool:
-        """Whether it embeds positions but ignores `position_ids`, which only its ``**kwargs`` take."""
+        """Whether the model embeds positions but ignores `position_ids`, which it takes only by ``**kwargs``."""
         if "position_ids" in self.names:
             return False
         embeds = any("position" in type(m).__name__.lower() for m in self.eager.modules())
@@ -241,7 +269,7 @@ class Subject:
 
     @cached_property
     def inputs_with_images(self) -> dict[str, Any] | None:
-        """Text with an image in every row; None where the model takes none."""
+        """Inputs of text with an image in every row; None if the model takes none."""
         if not self.has_tokens or "pixel_values" in self.inputs:
             return None
         for inputs in itertools.islice(image_inputs(self.eager), 8):
@@ -255,7 +283,7 @@ class Subject:
 
     @cached_property
     def sound_frames(self) -> int | None:
-        """How many columns the model expects in a padding mask for sound; None where it takes no such mask."""
+        """The number of columns of a padding mask for sound; None if the model takes no such mask."""
         names = ("input_features", "input_values", "audio_values")
         sound = next((self.inputs[name] for name in names if name in self.inputs), None)
         if self.has_tokens or "attention_mask" not in self.names or sound is None:
@@ -264,20 +292,20 @@ class Subject:
             try:
                 forward(self.eager, {**self.inputs, "attention_mask": sound_padding(len(sound), length)})
                 return int(length)
-            except Exception:  # it is over another dimension
+            except Exception:  # the mask is over another dimension
                 continue
         return None
 
     @cached_property
     def perturbed(self) -> Any:
-        """The eager model with rounding errors in its weights: what it makes of them is no one's mistake."""
+        """The eager model with rounding errors in its weights, to measure how sensitive its outputs are."""
         model = copy.deepcopy(self.eager)
         model.load_state_dict(perturbed(self.eager))
         return model
 
 
 def build(model_class: type[Any], config: Any, attn_implementation: str) -> Any:
-    """A model as ``from_config`` of the auto classes builds it, in float32 and for inference."""
+    """A model as ``from_config`` of the auto classes builds it, in float32 and in evaluation mode."""
     torch.default_generator.manual_seed(0)
     config = copy.deepcopy(config)
     make = getattr(model_class, "_from_config", None)
@@ -285,7 +313,7 @@ def build(model_class: type[Any], config: Any, attn_implementation: str) -> Any:
         raise NoRecipeError(f"{model_class.__name__} is no model")
     model = make(config, attn_implementation=attn_implementation, **_float32(make))
     for module in model.modules():
-        if isinstance(module, _DROPOUTS):  # of a probability that isn't in the config
+        if isinstance(module, _DROPOUTS):  # a dropout whose probability is not in the config
             module.p = 0.0
     return model.float().eval()
 
@@ -298,7 +326,7 @@ def _float32(make: Any) -> dict[str, Any]:
 
 
 def forward(model: Any, inputs: dict[str, Any], gradients: bool = False) -> Any:
-    """The model's output; what it draws at random is the same each time."""
+    """The model's output, with the same random seed each time."""
     torch.default_generator.manual_seed(0)
     given = {name: value.make() if isinstance(value, Fresh) else value for name, value in inputs.items()}
     with torch.set_grad_enabled(gradients):
@@ -306,13 +334,13 @@ def forward(model: Any, inputs: dict[str, Any], gradients: bool = False) -> Any:
 
 
 def main_output(output: Any) -> Tensor:
-    """Logits, else hidden states, else the first tensor of numbers."""
+    """An output's logits, else its hidden states, else its first floating-point tensor."""
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "last_hidden_state", "prediction_logits", "logits_per_image", "pooler_output"):
         value = output.get(name) if hasattr(output, "get") else None
         if isinstance(value, Tensor):
-            # Tokens that must not be predicted would drown all others.
+            # The masked logits of tokens that must not be predicted would dominate the norm.
             return value.masked_fill(value.abs() > _MASKED, 0)
     values = list(output.values() if hasattr(output, "values") else output)
     values += [inner for value in values if isinstance(value, (list, tuple)) for inner in value]
@@ -323,7 +351,7 @@ def main_output(output: Any) -> Tensor:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, relative to that of the expected values."""
+    """The norm of the difference, relative to the norm of the expected values."""
     if found.shape != expected.shape:
         raise ValueError(f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
     difference = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
@@ -338,7 +366,7 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def training(model: Any) -> Iterator[None]:
-    """The model in training mode, except for norms over the batch."""
+    """Set the model to training mode for the block, except for norms over the batch."""
     model.train()
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -351,6 +379,6 @@ def training(model: Any) -> Iterator[None]:
 
 
 def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that a function takes."""
+    """The arguments that a function takes; the others are dropped."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in names}

@@ -1,4 +1,4 @@
-"""Proofs of many model types, each in a process of its own, so that one that crashes or hangs is one row."""
+"""Prove many model types, each in its own process, so that a type that crashes or hangs doesn't stop the others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..attention.defaults import installed
 from .outcomes import Outcome, Proof
 
 __all__ = ["sweep"]
@@ -28,18 +29,18 @@ def sweep(
     torch and transformers are imported once; each type's process is forked from this one.
 
     Args:
-        workers: how many processes at a time.
-        seconds: what one type may take before it counts as crashed.
-        attn_implementation: the registered attention name to prove; None for one of the reference kernel.
-        progress: called with each proof, how many there are, and how many there will be.
+        model_types: names of model types.
+        cases: names of `CASES`; None for all.
+        workers: number of processes at a time.
+        seconds: time limit for one type; a type that takes longer counts as crashed.
+        attn_implementation: the registered attention name to prove; None for the reference kernel.
+        progress: called with each proof, the number of proofs so far, and their number at the end.
 
     Returns:
-        The proofs, in the order of their model types' names.
+        The proofs, sorted by model type.
     """
-    import kernel_compat
-
     _import()
-    with kernel_compat.installed():  # once, and not in every process
+    with installed():  # once, and not in every process
         return _run(model_types, cases, workers, seconds, attn_implementation, progress)
 
 
@@ -86,7 +87,7 @@ def _run(
 
 
 def _import() -> None:
-    """What most types need, imported before the processes are forked."""
+    """Import the modules that most types need, before the processes are forked."""
     import transformers.generation.utils
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -106,7 +107,7 @@ def _work(model_type: str, cases: Sequence[str] | None, name: str | None, sender
         os.dup2(nowhere.fileno(), 2)
     try:
         proof = prove_type(model_type, cases, attn_implementation=name)
-    except Exception as error:  # of the prover itself: its other types go on
+    except Exception as error:  # an error of the prover itself: the other types go on
         proof = _crashed(model_type, f"the proof failed: {type(error).__name__}: {error}")
     sender.send(proof.to_json(exact=True))
     sender.close()

@@ -1,4 +1,4 @@
-"""What is proven of transformers' own model types, as it ships: a table that `record` makes of proofs."""
+"""The table of proofs that ships with the library: for each release and model type of transformers, the cases not equal."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["PATH", "WORSE", "known", "minor", "record", "releases", "wrong_cases
 
 PATH = Path(str(resources.files(__package__))) / "table.json"
 
-#: The verdicts whose cases are kept, the worst first.
+#: The verdicts whose cases the table has, the worst first.
 WORSE = ("wrong", "crashed", "refused")
 
-#: By release and model type: by verdict, the cases that aren't equal.
+#: Release -> model type -> verdict -> cases.
 Table = dict[str, dict[str, dict[str, list[str]]]]
 
 
@@ -32,7 +32,7 @@ def _table() -> Table:
 
 
 def _read(path: Path) -> Table:
-    """The file has for each type the runs of releases that are alike: ``{"llama": {"4.54-5.23": {}}}``."""
+    """Read a table. In the file, a type has one entry for consecutive releases alike: ``{"llama": {"4.54-5.23": {}}}``."""
     document = json.loads(path.read_text())
     order: list[str] = document["releases"]
     table: Table = {release: {} for release in order}
@@ -60,7 +60,7 @@ def _write(table: Table, path: Path) -> None:
 
 
 def minor(version: str) -> str:
-    """``5.23`` of ``5.23.0``."""
+    """The minor release of a version: ``5.23`` for ``5.23.0``."""
     return ".".join(map(str, Version(version).release[:2]))
 
 
@@ -70,27 +70,27 @@ def releases() -> list[str]:
 
 
 def wrong_cases(model_type: str, version: str) -> tuple[str, ...] | None:
-    """The cases in which a model type computes something else than eager attention; None where it isn't in the table.
+    """The cases in which a model type is proven wrong; None if it isn't in the table.
 
     Args:
-        model_type: as in a config.
-        version: of transformers; a patch release counts as its minor release.
+        model_type: ``config.model_type``.
+        version: the version of transformers; all patch releases of a minor release share its entries.
     """
     cases = _table().get(minor(version), {}).get(model_type)
     return None if cases is None or "no recipe" in cases else tuple(cases.get("wrong", ()))
 
 
 def known(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Of each model type of a release the cases that aren't equal, by verdict; none where all are.
+    """For each model type of a release: by verdict, the cases that aren't equal.
 
-    Where no tiny model could be made, ``no recipe`` is there without cases.
+    A type of which no tiny model could be made has the verdict ``no recipe``, without cases.
     """
     types = _table().get(minor(version), {})
     return {name: {verdict: tuple(cases) for verdict, cases in types[name].items()} for name in sorted(types)}
 
 
 def record(proofs: Iterable[Proof], path: Path = PATH) -> None:
-    """Enter proofs in a table, in the place of those of the same release."""
+    """Enter proofs in a table; they replace all entries of the same release."""
     table = _read(path) if path.exists() else {}
     made: Table = {}
     for proof in proofs:

@@ -1,7 +1,7 @@
-"""Tiny configs: a model's own config with every size cut down, so that a model of its class is built in milliseconds.
+"""Tiny configs: a model's own config with all sizes reduced, so that a model of its class is built in milliseconds.
 
-The sizes are chosen by the names of the config's attributes. All configs of one model get the same sizes, so that a vision
-tower's width still fits its text model's. Every kind of layer stays: one of each is picked.
+Sizes are chosen by the names of the config's attributes. All configs of one model get the same sizes, so that a vision tower
+still fits its text model. One layer of each kind is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY_VALUE_HEADS = 2
 INTERMEDIATE = 96
 EXPERTS = 4
 VOCABULARY = 100
-#: Positions a model can tell apart: more than any case has tokens.
+#: The number of positions: more than any case has tokens.
 POSITIONS = 128
 WINDOW = 5
 CHUNK = 6
@@ -31,25 +31,25 @@ PATCH = 4
 #: The largest number of layers of one config.
 MOST_LAYERS = 6
 
-#: Names of the number of layers.
+#: Names of attributes with a number of layers.
 _LAYERS = re.compile(
     r"^(num_hidden_layers|n_layers?|num_layers|depth|layers|num_blocks|(\w+_)?(en|de)coder_layers|num_(en|de)coder_layers|num_self_attends_per_block|num_res_blocks|"
     r"\w+_num_hidden_layers|\w+_num_layers|num_(global|spatial|temporal|auxiliary|residual|adapter|lstm)_layers|"
     r"(\w+_)?depth|num_encoder_blocks|num_mel_attn_blocks|lqe_layers|\w+_predictor_layers|resampler_depth|"
     r"num_timestamp_prediction_layers|speech_decoder_postnet_layers|parcae_num_coda_layers|num_loops|inference_num_steps)$"
 )
-#: Names of lists of layers' numbers.
+#: Names of attributes with a list of layer indices.
 _INDICES = re.compile(r"(index|indexes|indices|idxs|_ids|_layers|layers_idx|_layer_list)$")
-#: Lists of layers' numbers of which each is needed, because other parts have as many.
+#: Lists of layer indices that must keep their length, because other parts have as many entries.
 _EACH_INDEX = re.compile(
     r"^_?(backbone_)?out_indices$|^intermediate_(layers|hidden_state)_ind\w+$|^intermediate_hook_ids$"
 )
 
-#: The size for an attribute's name; the first that matches. A size is never made larger.
+#: Patterns for attribute names, and the size; the first match counts. A size is never increased.
 _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
     (re.compile(pattern), size)
     for pattern, size in (
-        # Experts: all of them see every token, so that rounding never changes which do.
+        # Experts: every token goes to all of them, so that rounding never changes the routing.
         (r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts)$", EXPERTS),
         (r"^(n_group|topk_group|num_expert_groups?|num_expert_group)$", 1),
         (r"^(moe_intermediate_size|\w*expert_(intermediate_size|dim)|\w*expert_ffn\w*|moe_hidden_size)$", 32),
@@ -60,7 +60,7 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
             VOCABULARY,
         ),
         (r"^(codebook_size|num_codes|n_codes_total|num_embeds|num_embeddings|num_quantizers_size)$", 32),
-        # Multi-head latent attention, and the like.
+        # Multi-head latent attention and similar.
         (r"^q_lora_rank$|^o_lora_rank$", 32),
         (r"^(kv_lora_rank|\w*lora_rank\w*|laurel_rank|gated_norm_rank|hc_lowrank|moe_latent_size)$", 16),
         (r"^(qk_nope_head_dim|qk_rope_head_dim|v_head_dim|linear_(key|value)_head_dim|index_head_dim)$", HEAD_DIM),
@@ -154,7 +154,7 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"^num_hash_buckets$", 64),
     )
 )
-#: How many experts see a token.
+#: Names of the number of experts for a token.
 _EXPERTS_PER_TOKEN = re.compile(
     r"^(num_experts_per_tok|num_experts_per_token|moe_top_?k|moe_k|top_k_experts|num_selected_experts|router_top_k|"
     r"num_experts_per_topk|moe_num_active_primary_experts|experts_top_k)$"
@@ -162,7 +162,7 @@ _EXPERTS_PER_TOKEN = re.compile(
 _KEY_VALUE_HEADS = re.compile(
     r"(^|_)(num_key_value_heads|num_kv_heads|kv_n_heads|n_head_kv|num_global_key_value_heads)$"
 )
-#: Every how many layers another kind comes.
+#: Names of the period in which kinds of layers alternate.
 _PERIODS = re.compile(
     r"^(\w+_period|full_attention_interval|global_attn_every_n_layers|_?sliding_window_pattern|layer_group_size)$"
 )
@@ -170,12 +170,12 @@ _OFFSETS = re.compile(
     r"^(attn_layer_offset|expert_layer_offset|max_window_layers|num_dense_layers|first_k_dense_replace)$"
 )
 _RANDOM = re.compile(r"drop|^mask_(time|feature)_prob$|^router_jitter_noise$|^layerdrop$|jitter")
-#: The values of layers that differ from the config's, by the layers' numbers; from transformers 5.20 on.
+#: The attribute with values of single layers that differ from the config's, by layer index; from transformers 5.20 on.
 _PER_LAYER = "per_layer_config"
 _TOKEN = re.compile(r"(^|_)(token_(id|index)s?|token_ids)$|^(bos|eos|pad|sep|cls|mask|unk)_(index|id)$")
 
 
-#: What may be None in a config that no model can be built from.
+#: Values for attributes that are None in configs from which no model can be built.
 _MISSING: Mapping[str, Any] = {
     "head_dim": HEAD_DIM,
     "num_key_value_heads": HEADS,
@@ -195,18 +195,18 @@ _MISSING: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """How far a config is shrunk.
+    """The extent to which a config is shrunk.
 
     Attributes:
-        widths: whether layers become narrower, not fewer alone: convolutions that feed each other often must fit.
-        missing: whether numbers that a config leaves open are filled in.
+        widths: whether layers also become narrower: the widths of consecutive convolutions often have to fit each other.
+        missing: whether numbers that are None in the config are filled in.
     """
 
     widths: bool = True
     missing: bool = False
 
 
-#: The levels to try, smallest models first.
+#: The levels in the order of trying, smallest models first.
 LEVELS = (Level(), Level(missing=True), Level(widths=False), Level(widths=False, missing=True))
 
 
@@ -217,14 +217,14 @@ def shrink(
     level: Level = LEVELS[0],
     multimodal_rope: bool = False,
 ) -> Any:
-    """A config of the same class and kinds of layers, with small sizes and no randomness.
+    """A config of the same class and kinds of layers, with small sizes and without dropout.
 
     Args:
-        config: an instance of any config class, with nested ones or without. It stays as it is.
-        overrides: values that win over the rules; those of a nested config as a mapping under its name.
-        level: how far.
-        multimodal_rope: whether the model's code divides rotary channels into sections, so that every config that
-            doesn't say how needs sections that fit the smaller heads.
+        config: an instance of any config class, with or without nested configs. It is not modified.
+        overrides: values that take precedence over the rules; for a nested config, a mapping under its name.
+        level: the extent to which sizes are reduced.
+        multimodal_rope: whether the model divides rotary channels into sections; then each config without sections gets
+            sections that fit the smaller heads.
     """
     tiny = _shrink(config, overrides or {}, _Tokens(_vocabulary_of(config)), level)
     if multimodal_rope:
@@ -233,7 +233,7 @@ def shrink(
 
 
 def _add_sections(config: Any) -> None:
-    """Give every rope of a text model its sections, where it has none."""
+    """Add sections to each rope of a text model that has none."""
     for value in vars(config).values():
         if _is_config(value):
             _add_sections(value)
@@ -253,7 +253,7 @@ def _add_sections(config: Any) -> None:
 
 
 def _with_sections(rope: dict[str, Any], head_dim: int, partial: float) -> dict[str, Any]:
-    """The parameters of a rope, or of one for each kind of layer, with sections that fit."""
+    """Parameters of a rope, or of one rope for each kind of layer, with sections that fit."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {k: _with_sections(v, head_dim, partial) if isinstance(v, dict) else v for k, v in rope.items()}
     partial = rope.get("partial_rotary_factor") or partial
@@ -261,15 +261,15 @@ def _with_sections(rope: dict[str, Any], head_dim: int, partial: float) -> dict[
 
 
 def _get(config: Any, name: str) -> Any:
-    """The attribute, or None; where each layer has its own, that of the config."""
+    """The attribute, or None; if layers have their own values, the value of the config."""
     try:
         return getattr(config, name, None)
-    except Exception:  # releases from 5.20 on refuse some that differ by layer
+    except Exception:  # from 5.20 on some that differ by layer raise
         return vars(config).get(name)
 
 
 class _Tokens:
-    """New numbers for special tokens: the same for the same token, wherever a config names it."""
+    """New ids for special tokens; one token gets the same id in all configs of a model."""
 
     def __init__(self, vocabulary: int) -> None:
         self._next = min(vocabulary, VOCABULARY) - 1
@@ -305,7 +305,7 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
         new = _smaller(name, value, values, picks, experts, tokens, level)
         if new is not value and (type(new) is not type(value) or new != value):
             changed[name] = new
-    if isinstance(values.get("architecture"), str):  # another library's, by name
+    if isinstance(values.get("architecture"), str):  # a name of another library's model
         changed.update(_timm(values))
     if values.get("use_sliding_window") is False and "sliding_window" in values:
         changed.update(use_sliding_window=True, sliding_window=WINDOW)
@@ -316,17 +316,17 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
     changed.update({name: value for name, value in overrides.items() if not _is_config(values.get(name))})
     new = _rebuilt(config, values, changed)
     if not hasattr(new, "pad_token_id"):
-        _set(new, "pad_token_id", None)  # some classes of transformers 5.0 leave it to the checkpoint
+        _set(new, "pad_token_id", None)  # some classes of transformers 5.0 take it from the checkpoint
     for name, value in overrides.items():
         if _is_config(value):
-            vars(new)[name] = changed[name]  # of another class than the constructor would make it
+            vars(new)[name] = changed[name]  # the constructor would make it of another class
     if "_out_indices" in vars(config):
         _set_outputs(config, new)
     return new
 
 
 def _timm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The smallest of timm's architectures of the same family."""
+    """The smallest architecture of timm in the same family."""
     arguments = values.get("model_args") or {}
     if values["architecture"].startswith("vit"):
         return {"architecture": "test_vit", "model_args": {**arguments, "img_size": 64}}
@@ -334,7 +334,7 @@ def _timm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_outputs(config: Any, new: Any) -> None:
-    """Let a backbone return as many feature maps as before, from stages that it has."""
+    """Make a backbone return as many feature maps as before, from stages that it still has."""
     wanted = len(vars(config)["_out_indices"] or [-1])
     number = _layers_of(new)
     if not _has_stages(vars(config)) and number is not None:
@@ -349,7 +349,7 @@ def _set_outputs(config: Any, new: Any) -> None:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """What the constructor takes, as the config has it, and then every other attribute."""
+    """The values of the constructor's parameters, then of all other public attributes."""
     found: dict[str, Any] = {}
     for name in _parameters(type(config)):
         if name in vars(config):
@@ -389,29 +389,29 @@ def _layers_of(config: Any) -> int | None:
 
 
 def _picked_layers(config: Any, values: Mapping[str, Any]) -> list[int] | None:
-    """The numbers of the layers that stay: one of each kind, at least two. None where they are all alike."""
+    """The indices of the layers that are kept: one of each kind, at least two. None if all layers are alike."""
     number = _layers_of(config)
     if not number or number < 2 or _has_stages(values):
         return None
     kinds: list[list[Any]] = [[] for _ in range(number)]
     wanted: set[int] = set()
-    told = False
+    found = False
     for name, value in values.items():
         if not isinstance(value, (list, tuple)) or not value:
             continue
         if _EACH_INDEX.search(name) and all(_is_int(v) for v in value):
             if len(value) > 1 and max(value) <= number:
                 wanted |= {min(v, number - 1) for v in value if v >= 0}
-                told = True
+                found = True
         elif len(value) == number and not _is_stages(name):
-            told = True
+            found = True
             for kind, v in zip(kinds, value, strict=True):
                 kind.append(repr(v))
         elif _is_indices(name, value, number):
-            told = True
+            found = True
             for index, kind in enumerate(kinds):
                 kind.append(index in value)
-    if not told:
+    if not found:
         return None
     seen: list[list[Any]] = []
     picks = []
@@ -467,7 +467,7 @@ def _smaller(
     if name == "apply_spec_augment":
         return False
     if name == "use_mamba_kernels":
-        return False  # their pure torch path runs everywhere
+        return False  # the torch path runs on all devices
     if not _is_int(value):
         return value
     if _TOKEN.search(name):
@@ -477,7 +477,7 @@ def _smaller(
     return _smaller_int(name, value, values, picks, experts)
 
 
-#: Sizes that are cut down at every level.
+#: Sizes that are reduced at every level.
 _NEVER_WIDTHS = ("vocab_size", "image_size", "max_position_embeddings", "sliding_window", "num_experts_per_tok")
 
 
@@ -517,7 +517,7 @@ def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[i
     if name == "window_size" and "attention_types" in values:  # of local attention
         return min(value, WINDOW)
     if name == "window_size":
-        # In pixels, in patches of one stage after the other, or in tokens.
+        # In pixels, in patches, or in tokens.
         return 16 if value >= 64 else min(value, 2 if _has_stages(values) else 4)
     for pattern, size in _SIZES:
         if pattern.search(name):
@@ -610,12 +610,12 @@ def _smaller_list(
 
 
 def _single(name: str) -> str:
-    """The name of one layer's value in a list with one for each."""
+    """The attribute name of a single layer's value, for a list with a value for each layer."""
     return re.sub(r"_per_layer$", "", name)
 
 
 def _sections(value: list[int], total: int) -> list[int]:
-    """Numbers in about the same proportion with this sum."""
+    """Positive numbers in about the same proportion whose sum is `total`."""
     old = sum(value)
     new = [max(1, v * total // old) for v in value]
     new[-1] += total - sum(new)
@@ -623,7 +623,7 @@ def _sections(value: list[int], total: int) -> list[int]:
 
 
 def _smaller_layers(value: dict[Any, Any], values: Mapping[str, Any], picks: list[int] | None) -> dict[int, Any]:
-    """What single layers have instead of the config's own values, for the layers that stay."""
+    """The values of single layers that differ from the config's, for the layers that are kept."""
     new = {}
     for key, layer in value.items():
         if str(key).isdecimal() and int(key) in (picks or ()):
@@ -647,7 +647,7 @@ def _smaller_mapping(name: str, value: dict[Any, Any], values: Mapping[str, Any]
 
 
 def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) -> Any:
-    """A config of the same class with these values: made by its constructor where that takes them."""
+    """A config of the same class with these values: by its constructor if that takes them, else by setting attributes."""
     klass = type(config)
     parameters = _parameters(klass)
     given = {
@@ -658,10 +658,10 @@ def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) ->
     for nested in (_plain, _same):
         try:
             new = klass(**{name: nested(value) for name, value in copy.deepcopy(given).items()})
-        except Exception:  # somebody else's constructor
+        except Exception:  # a constructor may raise anything
             continue
         for name, value in rest.items():
-            # What the constructor works out of the new sizes is right as it is.
+            # Values that the constructor derives from the new sizes are kept.
             if _is_config(value) or vars(new).get(name) == vars(config).get(name):
                 _set(new, name, value)
         for name, value in vars(config).items():

@@ -1,4 +1,4 @@
-"""Random weights that make mistakes visible: attention patterns are sharp, and nothing is zero that could hide a layer."""
+"""Random weights that make errors visible: attention is sharp, and no scale that could hide a layer is zero."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch import nn
 __all__ = ["perturbed", "randomize"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-#: Parameters of one dimension that scale a branch, and often start at zero.
+#: Names of one-dimensional parameters that scale a branch and often start at zero.
 _BRANCH_SCALES = re.compile(r"gate|gamma|lambda|layer_?scale|logit_scale|alpha")
 
 
 def randomize(model: nn.Module, scale: float = 2.0, seed: int = 0) -> None:
-    """Overwrite the weights in place. Norms and biases stay as they are.
+    """Overwrite a model's weights in place, except norms and biases.
 
     Args:
-        scale: the standard deviation of what a linear layer makes of unit inputs.
+        model: its floating-point parameters of two or more dimensions are overwritten.
+        scale: the standard deviation of a linear layer's output for inputs of unit variance.
+        seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     owners = dict(model.named_modules())
@@ -32,20 +34,20 @@ def randomize(model: nn.Module, scale: float = 2.0, seed: int = 0) -> None:
                 fan_in = parameter.shape[1:].numel() if convolution else parameter.shape[-1]
                 values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
                 if not name.endswith("A_log"):
-                    # Convolutions follow one another without norms.
+                    # There are no norms between convolutions.
                     parameter.copy_(values * ((1.0 if convolution else scale) / max(fan_in, 1) ** 0.5))
             elif "sinks" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
             elif not bool(parameter.isfinite().all()):
                 parameter.fill_(1.0)
             elif isinstance(owners[name.rpartition(".")[0]], nn.BatchNorm2d) and name.endswith("weight"):
-                parameter.fill_(1.0)  # some begin near zero, and one follows another
+                parameter.fill_(1.0)  # some start near zero, several in a row
             elif _BRANCH_SCALES.search(name) and float(parameter.abs().max()) < 0.05:
                 parameter.fill_(0.5)
 
 
 def perturbed(model: nn.Module, relative: float = 1e-7, seed: int = 1) -> dict[str, torch.Tensor]:
-    """The model's weights with random relative errors of float32's rounding size, as a state dict."""
+    """A state dict of the model's weights with random relative errors, by default of the size of float32 rounding."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor * (1 + relative * torch.randn(tensor.shape, generator=generator))

@@ -1,0 +1,237 @@
+"""Settle the attention and Liger before a model is loaded, and verify a loaded model."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+from ..attention.defaults import registered_attention
+from ..environment import Environment
+from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from ..kernels import known_kernels
+from ..kernels.catalog import TRANSFORMERS
+from .capabilities import kernel_of, require_features, require_string, unknown_because
+from .flash_flags import flag_value, require_flash_support, unwrapped
+from .ladder import LADDER, best_available, step_of
+from .support import beyond_causal_attention, implementations, needs
+
+__all__ = ["Preload", "resolve_preload", "verify_flash_support", "verify_sdpa_support"]
+
+_FLASH = LADDER[: LADDER.index("sdpa")]
+
+
+@dataclass(frozen=True)
+class Preload:
+    """The arguments to load a model with.
+
+    Attributes:
+        attn_implementation: None leaves the choice to transformers: sdpa if the model supports it, else eager.
+        use_liger_kernel: whether to patch the model with `kernel_compat.models.use_liger_kernel`.
+        reasons: one sentence for each decision.
+    """
+
+    attn_implementation: str | None
+    use_liger_kernel: bool
+    reasons: tuple[str, ...]
+
+
+def resolve_preload(
+    attn_implementation: str | None,
+    *,
+    tp_size: SupportsIndex = 1,
+    cp_size: SupportsIndex = 1,
+    packed_sequence: bool = False,
+    use_liger_kernel: bool = False,
+    environment: Environment | None = None,
+    model_type: str | None = None,
+) -> Preload:
+    """Settle the attention and Liger before a model is loaded, from the way it will be trained.
+
+    - Liger is switched off under tensor or context parallelism: its kernels take one shard for the whole.
+    - Context parallelism needs ``sdpa``; names registered with ``handles_context_parallel=True`` are kept.
+    - Packed sequences need a varlen kernel. FlashAttention-2, -3, -4, torch's, a flash attention of the hub and
+      registered names are kept; any other name is replaced by the best varlen kernel that can be used and has gradients.
+      If none can be used, ``sdpa`` is kept if it was requested: it separates sequences by ``position_ids`` alone, with
+      ``use_cache=False`` and without an ``attention_mask``.
+
+    Args:
+        attn_implementation: the requested name; None for transformers' own choice.
+        tp_size: number of tensor parallel ranks, 1 for none.
+        cp_size: number of context parallel ranks, 1 for none.
+        packed_sequence: whether several sequences share a row, separated by ``position_ids`` or ``cu_seq_lens_*``.
+        use_liger_kernel: whether Liger is requested.
+        environment: default: this one.
+        model_type: ``config.model_type`` of the model: see `ladder`.
+
+    Raises:
+        ValueError: an empty name, a size below 1, or packed sequences together with context parallelism.
+        TypeError: an argument of another type.
+        KernelUnavailableError: packed sequences, a name that doesn't take them, and no varlen kernel can be used; the
+            message has the reason for each.
+    """
+    if attn_implementation is not None and not isinstance(attn_implementation, str):
+        raise TypeError(f"attn_implementation must be a string or None, not {attn_implementation!r}")
+    if attn_implementation is not None and not attn_implementation.strip():
+        raise ValueError("attn_implementation must not be empty; None leaves it to transformers")
+    tp, cp = _size("tp_size", tp_size), _size("cp_size", cp_size)
+    if packed_sequence and cp > 1:
+        raise ValueError(
+            f"packed sequences can't be split over context parallel ranks (cp_size={cp}): set cp_size=1, or don't pack"
+        )
+    environment = environment or Environment.detect()
+    reasons: list[str] = []
+    if use_liger_kernel and (tp > 1 or cp > 1):
+        use_liger_kernel = False
+        how = " and ".join(
+            f"{word} parallelism ({size_name}={size})"
+            for word, size_name, size in (("tensor", "tp_size", tp), ("context", "cp_size", cp))
+            if size > 1
+        )
+        reasons.append(f"Liger is off: its kernels take one rank's shard for the whole under {how}.")
+    elif use_liger_kernel:
+        reasons.append("Liger is on: nothing is sharded.")
+    requested = attn_implementation or "transformers' own choice"
+    if cp > 1:
+        entry = None if attn_implementation is None else registered_attention().get(attn_implementation)
+        if entry is not None and entry.handles_context_parallel:
+            reasons.append(f"{entry.name} is kept: it was registered as handling context parallelism.")
+        elif attn_implementation == "sdpa":
+            reasons.append("sdpa is kept: context parallelism needs it.")
+        else:
+            reasons.append(f"sdpa instead of {requested}: context parallelism (cp_size={cp}) needs it.")
+            attn_implementation = "sdpa"
+    elif packed_sequence:
+        if attn_implementation is not None and _takes_packed(attn_implementation):
+            reasons.append(f"{attn_implementation} is kept: it was requested, and takes packed sequences.")
+        else:
+            attn_implementation = _best_packed(attn_implementation, environment, reasons, model_type)
+    else:
+        reasons.append(f"{requested} is kept: nothing needs another.")
+    if attn_implementation is not None:
+        step = step_of(attn_implementation, environment, (), model_type)
+        if step.usable is False:
+            reasons.append(f"{attn_implementation} is not usable here: {step.reason}.")
+        elif step.usable is None:
+            reasons.append(f"{attn_implementation} is for transformers to load: {step.reason}.")
+    return Preload(attn_implementation, bool(use_liger_kernel), tuple(reasons))
+
+
+def _best_packed(requested: str | None, environment: Environment, reasons: list[str], model_type: str | None) -> str:
+    """The attention for packed sequences when the requested one doesn't take them; adds to the reasons."""
+    try:
+        choice = best_available(environment, {"varlen", "backward"}, model_type)
+    except KernelUnavailableError:
+        if requested != "sdpa":
+            raise
+        reasons.append(
+            "sdpa is kept: no varlen kernel is usable here, and it was requested. It separates packed sequences by "
+            "position_ids alone, with use_cache=False and without an attention_mask."
+        )
+        return requested
+    reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
+    instead_of = requested or "transformers' own choice"
+    if requested is not None and step_of(requested, environment).usable is None:
+        instead_of += f" ({unknown_because(requested)})"
+    reasons.append(f"{choice.name} instead of {instead_of}: packed sequences need a varlen kernel.")
+    return choice.name
+
+
+def _size(name: str, value: SupportsIndex) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = None
+    if size is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if size < 1:
+        raise ValueError(f"{name} counts ranks, and is 1 without parallelism; it can't be {size}")
+    return size
+
+
+def _takes_packed(name: str) -> bool:
+    entry = registered_attention().get(name)
+    if entry is not None:
+        return entry.kernel.features.varlen
+    return name in known_kernels() or name in _FLASH or ("/" in name and "flash" in name)
+
+
+def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
+    """Verify that a model can run under context parallelism of `cp_size` ranks; a single rank passes.
+
+    torch's context parallelism reaches ``scaled_dot_product_attention`` alone, and drops its mask. With any other attention or
+    mixer each rank would see its own shard, and windows, chunks and other patterns would be lost, both without an error.
+
+    Args:
+        model: a model, or a model class; of a class only its declaration is verified.
+        cp_size: number of context parallel ranks.
+
+    Raises:
+        UnsupportedFeatureError: the model class has no sdpa, the model was loaded with another attention that doesn't
+            handle context parallelism itself, it needs softcap or sinks, which sdpa does not support, or a part of it is
+            anything but full causal attention.
+        ValueError, TypeError: `cp_size` is no number of ranks.
+    """
+    if _size("cp_size", cp_size) == 1:
+        return
+    need = f"sdpa, which context parallelism (cp_size={cp_size}) needs"
+    otherwise = "cp_size=1, or register an attention name with handles_context_parallel=True"
+    if isinstance(model, type):
+        if not flag_value(inspect.getattr_static(model, "_supports_sdpa", False), model, None):
+            raise UnsupportedFeatureError(need, model.__name__, f"Set {otherwise}.")
+        return
+    model = unwrapped(model)
+    kind = type(model).__name__
+    registered = registered_attention()
+    running = implementations(model)
+    names = [name for name in running if name not in registered or not registered[name].handles_context_parallel]
+    if running and not names:
+        return
+    if not getattr(model, "_supports_sdpa", False):
+        raise UnsupportedFeatureError(need, kind, f"Set {otherwise}.")
+    if names != ["sdpa"]:
+        raise UnsupportedFeatureError(
+            f"context parallelism (cp_size={cp_size}) with attn_implementation={' and '.join(map(repr, names))}",
+            kind,
+            f"Load it with attn_implementation='sdpa', set {otherwise}.",
+        )
+    if missing := TRANSFORMERS["sdpa"].lacking({feature for name, feature in needs(model) if name == "sdpa"}):
+        raise UnsupportedFeatureError(
+            need, kind, f"It needs {', '.join(missing)}, which sdpa does not support: set {otherwise}."
+        )
+    if beyond := beyond_causal_attention(model):
+        raise UnsupportedFeatureError(
+            f"context parallelism (cp_size={cp_size}), which drops masks and reaches scaled_dot_product_attention alone",
+            kind,
+            f"It isn't full causal attention throughout: {'; '.join(beyond)}. Set {otherwise}.",
+        )
+
+
+def verify_flash_support(model: Any, name: str, environment: Environment | None = None) -> None:
+    """Verify that a model can run with the flash attention `name`: by its declaration, by its layers, and here.
+
+    Args:
+        model: a model, or a model class; of a class only its declaration is verified.
+        name: a kernel's name or a registered one.
+        environment: default: this one.
+
+    Raises:
+        UnsupportedFeatureError: the model class declares no flash attention, or a layer needs a feature (windows, softcap,
+            sinks) that `name` does not have.
+        KernelUnavailableError: `name` can't run here.
+        ValueError: `name` is no flash attention.
+        TypeError: `name` is not a string.
+    """
+    environment = environment or Environment.detect()
+    found = kernel_of(require_string(name), environment)
+    if found is None:
+        known = {*_FLASH, *known_kernels(), *registered_attention()}
+        raise ValueError(f"{name!r} is no flash attention; there are: {', '.join(sorted(known))}")
+    provider = found[1]
+    model = model if isinstance(model, type) else unwrapped(model)
+    require_flash_support(model, name, interface=name in registered_attention())
+    if not isinstance(model, type):
+        require_features(name, {feature for _, feature in needs(model)}, type(model).__name__, environment)
+    if reasons := provider.unavailable_because(environment):
+        raise KernelUnavailableError(name, reasons, provider.install_hint(environment))
