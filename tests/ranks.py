@@ -25,7 +25,7 @@ from torch import Tensor
 
 import kernel_compat
 from kernel_compat.attention.forward import attention_forward
-from kernel_compat.attention.sequence_parallel.all_to_all import gathering_mask_function
+from kernel_compat.attention.sequence_parallel.ulysses import gathering_mask_function
 
 KERNEL = "flash_attention_reference"
 #: The kernel over all ranks, over the ranks of a mesh, and without an exchange.

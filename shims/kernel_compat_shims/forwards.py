@@ -17,7 +17,7 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 
 def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    from kernel_compat.attention.boundaries import calling
+    from kernel_compat.attention.forward_context import with_context
 
     met: WeakSet[Any] = WeakSet()
 
@@ -25,10 +25,10 @@ def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         if model not in met:
             met.add(model)
             _look_at_checkpoints(model)
-        _mixers().look_at(model)
+        _mixers().patch(model)
         _refuse_weights(model, given.get("output_attentions"))
 
-    return {"__call__": calling(originals["__call__"], before)}
+    return {"__call__": with_context(originals["__call__"], before)}
 
 
 def _look_at_checkpoints(model: Any) -> None:
@@ -43,9 +43,9 @@ def _of_forward(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> An
     """A checkpoint of a function that is computed again within the forward in progress now."""
     import torch
 
-    from kernel_compat.attention.boundaries import resuming
+    from kernel_compat.attention.forward_context import in_current_context
 
-    return checkpoint(function if torch.compiler.is_compiling() else resuming(function), *args, **kwargs)
+    return checkpoint(function if torch.compiler.is_compiling() else in_current_context(function), *args, **kwargs)
 
 
 def _refuse_weights(model: Any, asked: bool | None) -> None:
@@ -67,7 +67,7 @@ def _replace_post_init(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _mixers().look_at(self)  # before its first call, which torch.compile may be tracing
+        _mixers().patch(self)  # before its first call, which torch.compile may be tracing
         return original(self, *args, **kwargs)
 
     return {"post_init": post_init}
@@ -81,16 +81,16 @@ def _mixers() -> Any:
 
 
 def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    from kernel_compat.attention.boundaries import resuming
+    from kernel_compat.attention.forward_context import in_current_context
 
     init = originals["__init__"]
     reentrant = originals["forward"].__func__
 
     def __init__(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, resuming(recompute_fn), *args, **kwargs)
+        init(self, in_current_context(recompute_fn), *args, **kwargs)
 
     def forward(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
-        return reentrant(ctx, resuming(run_function), preserve_rng_state, *args)
+        return reentrant(ctx, in_current_context(run_function), preserve_rng_state, *args)
 
     return {"__init__": __init__, "forward": staticmethod(forward)}
 
@@ -100,12 +100,12 @@ def _prove_checkpoint() -> Callable[[], None]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from kernel_compat.attention.boundaries import calling, current
+    from kernel_compat.attention.forward_context import current_context, with_context
 
     seen: list[Any] = []
 
     def layer(x: Any) -> Any:
-        seen.append(current())
+        seen.append(current_context())
         return x * x
 
     class Model(torch.nn.Module):  # type: ignore[misc]
@@ -114,7 +114,7 @@ def _prove_checkpoint() -> Callable[[], None]:
 
     for use_reentrant in (False, True):
         with torch.enable_grad():
-            calling(Model.forward, lambda *_: None)(Model(), use_reentrant).backward()
+            with_context(Model.forward, lambda *_: None)(Model(), use_reentrant).backward()
         first, again = seen[-2:]
         if first is None or again is not first:
             raise SeamError(

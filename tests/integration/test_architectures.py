@@ -99,11 +99,11 @@ class TestBart:
         assert torch.equal(found, expected)
 
     def test_one_mask_is_proved_once(self, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        from kernel_compat.attention import padding as masks
+        from kernel_compat.attention import mask_reduction
 
         proved: list[int] = []
-        reduce = masks._reduce
-        monkeypatch.setattr(masks, "_reduce", lambda *a: (proved.append(1), reduce(*a))[1])
+        reduce = mask_reduction._reduce
+        monkeypatch.setattr(mask_reduction, "_reduce", lambda *a: (proved.append(1), reduce(*a))[1])
         pair[1](**self.inputs(), use_cache=False)
         # One for the encoder, the decoder and the cross-attention, whose layers are two each.
         assert len(proved) == (3 if TRANSFORMERS.major < 5 else 0)

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kernel_compat
 from kernel_compat import UnsupportedFeatureError, ulysses
-from kernel_compat.attention.sequence_parallel import all_to_all as exchange
-from kernel_compat.attention.sequence_parallel.all_to_all import gathering_mask_function
+from kernel_compat.attention.sequence_parallel.all_to_all import collectives
+from kernel_compat.attention.sequence_parallel.ulysses import gathering_mask_function
 
 RANK, RANKS, LENGTH = 1, 4, 6
 TOKENS = RANKS * LENGTH
@@ -28,8 +28,10 @@ BIDIRECTIONAL.is_causal = False  # type: ignore[assignment]
 @pytest.fixture(autouse=True)
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ranks = getattr(request, "param", RANKS)
-    # The fake group's exchange leaves memory as it is.
-    monkeypatch.setattr(exchange, "_all_to_all", lambda x, group: x[dist.get_rank(group)].expand_as(x).clone())
+    # The fake group's all-to-all leaves memory as it is.
+    monkeypatch.setattr(
+        collectives, "all_to_all_single", lambda x, _, __, group: x[dist.get_rank(group)].expand_as(x).clone()
+    )
     dist.init_process_group("fake", store=FakeStore(), rank=min(RANK, ranks - 1), world_size=ranks)
     yield
     dist.destroy_process_group()
@@ -213,7 +215,7 @@ def test_a_mask_for_each_head() -> None:
 
 
 def test_an_output_in_another_layout() -> None:
-    with pytest.raises(ValueError, match=r"answers the shape \(1, 2, 24, 8\)"):
+    with pytest.raises(ValueError, match=r"returns the shape \(1, 2, 24, 8\)"):
         ulysses(lambda module, query, *args: (query, None))(CAUSAL, *qkv(), None)
 
 
