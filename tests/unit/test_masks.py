@@ -133,7 +133,7 @@ def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
         refusal = error
     if refusal is not None:
         holes = any("FT" in "".join("FT"[key] for key in row).lstrip("F") for row in keys.tolist())
-        # What can't be told apart from something else may be refused; nothing that models make may be.
+        # Ambiguous masks may be refused, but none that models make.
         assert (holes and (left, right) != (None, None)) or one_sided, refusal
         return
     expected = attention_by_hand(q, k, v, visible)
@@ -143,7 +143,7 @@ def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
-    """Masks of no shape in particular: never an answer that is wrong for a query whose key somebody sees."""
+    """Random masks: the result is right for every query whose key is visible to some query."""
     q_len = data.draw(st.integers(1, 4), "q_len")
     kv_len = q_len + data.draw(st.integers(0, 3), "cached")
     bits = data.draw(st.lists(st.booleans(), min_size=q_len * kv_len, max_size=q_len * kv_len), "visible")
@@ -165,7 +165,7 @@ def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
     real = torch.ones(1, q_len, dtype=torch.bool)
     if reduced.padded_queries:
         real = shown[:, reduced.kv_len - q_len : reduced.kv_len]
-        # A query is left out where it is padding, and padding sees nothing, or what it would see if it weren't.
+        # A query is left out if it is padding; padding sees nothing, or the keys that a token there would see.
         alike = (visible == described).all(-1) | ~visible.any(-1) | visible.all(-1)
         assert alike.all(), (visible.int(), reduced)
     assert torch.equal(visible[real], described[real])
@@ -427,7 +427,7 @@ def test_packing(data: st.DataObject) -> None:
         rows.append(positions)
         starts += begins
     ids = torch.tensor(rows)
-    assume(bool((ids.amax(1) > 0).all()))  # nothing but zeros tells nothing
+    assume(bool((ids.amax(1) > 0).all()))  # zeros throughout separate nothing
     form = data.draw(st.sampled_from(["plain", "one row of one dimension", "with three more of Qwen2-VL"]), "form")
     if form == "one row of one dimension":
         assume(batch == 1)
@@ -479,7 +479,7 @@ def test_positions_of_an_encoder_are_not_read_that_way() -> None:
     assert packing(restarted.repeat(2, 1), 2, False) is None
 
 
-# what is worked out once
+# computed once a tensor
 
 
 @pytest.fixture
@@ -640,21 +640,21 @@ def test_an_error_is_not_remembered_as_an_answer() -> None:
     assert reduce_mask(mask, 5, 5).causal
 
 
-# what create_causal_mask and its like are given
+# the mask function that create_causal_mask and its like call
 
 
-def told(**changes: Any) -> Tensor | None:
+def made(**changes: Any) -> Tensor | None:
     return attention_mask_function(**{"batch_size": 2, "kv_length": 6, "q_length": 6, **changes})
 
 
 def test_a_mask_without_padding_is_none() -> None:
-    assert told() is None
-    assert told(attention_mask=torch.ones(2, 6, dtype=torch.bool)) is None
-    assert told(attention_mask=None, cache_position=torch.arange(6), q_length=None) is None
+    assert made() is None
+    assert made(attention_mask=torch.ones(2, 6, dtype=torch.bool)) is None
+    assert made(attention_mask=None, cache_position=torch.arange(6), q_length=None) is None
 
 
 def test_a_mask_with_padding_is_handed_on() -> None:
-    found = told(attention_mask=a_2d_mask())
+    found = made(attention_mask=a_2d_mask())
     assert found is not None
     assert torch.equal(found, a_2d_mask())
 
@@ -662,7 +662,7 @@ def test_a_mask_with_padding_is_handed_on() -> None:
 def test_a_cache_that_keeps_the_last_keys_alone() -> None:
     longer = torch.ones(2, 9, dtype=torch.bool)
     longer[0, :4] = False
-    found = told(attention_mask=longer, kv_offset=3)
+    found = made(attention_mask=longer, kv_offset=3)
     assert found is not None
     assert found.shape == (2, 6)
     assert found[0].tolist() == [False, *[True] * 5]
@@ -672,7 +672,7 @@ def test_a_mask_with_more_columns_than_keys() -> None:
     """As eager attention, which reads the first: Voxtral's encoder halves its frames and not their mask."""
     longer = torch.ones(2, 9, dtype=torch.bool)
     longer[0, 4:] = False
-    found = told(attention_mask=longer)
+    found = made(attention_mask=longer)
     assert found is not None
     assert found[0].tolist() == [True] * 4 + [False] * 2
 
@@ -682,8 +682,8 @@ def test_the_room_of_a_static_cache_is_not_attended(by: str) -> None:
     where: dict[str, Any] = {"q_length": 2, "q_offset": 3}
     if by == "cache_position":
         where = {"cache_position": torch.tensor([3, 4]), "q_length": None}
-    found = told(kv_length=12, **where)
+    found = made(kv_length=12, **where)
     assert found is not None
     assert found.shape == (2, 5)
     assert found.all()
-    assert told(kv_length=5, **where) is None  # full
+    assert made(kv_length=5, **where) is None  # full

@@ -1,4 +1,4 @@
-"""What a rank refuses by itself, and what it hands on: as rank 1 of 4, where the others send what it sends itself."""
+"""Errors and arguments of a single rank: rank 1 of 4, to which the others send its own values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 class Inner:
-    """An attention function that keeps what it is called with."""
+    """An attention function that keeps the arguments of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[SimpleNamespace] = []
@@ -135,7 +135,7 @@ def test_refused(name: str) -> None:
             spread(module, *tensors, mask, **given)
     assert inner.calls == []
     spread(CAUSAL, *qkv(), None)
-    with pytest.raises(error, match=message):  # what is asked of later calls is asked without the others
+    with pytest.raises(error, match=message):  # later calls are checked without the other ranks
         spread(module, *tensors, mask, **given)
 
 
@@ -267,7 +267,7 @@ def test_masks_of_the_full_sequence() -> None:
 
 
 def test_masks_with_a_cache_stay_local() -> None:
-    """For layers that skip the exchange; the others refuse a cache."""
+    """For layers that skip the all-to-alls; the others refuse a cache."""
     mask = torch.ones(2, LENGTH + 2, dtype=torch.bool)
     mask[0, 0] = False
     found = mask_of(attention_mask=mask, kv_length=LENGTH + 2, q_offset=2)

@@ -56,7 +56,7 @@ class Packing(NamedTuple):
 
 
 class Restarts(NamedTuple):
-    """Position ids, by which sequences are told apart.
+    """Position ids that separate packed sequences.
 
     Attributes:
         order: (batch, length), the positions along the sequence.

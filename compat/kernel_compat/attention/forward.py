@@ -30,8 +30,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
     Args:
         kernel: what computes it; loaded at the first call.
         name: for error messages.
-        records_masks: whether the name's mask function is `attention_mask_function`, which records every mask, also those that
-            are None.
+        records_masks: whether the name's mask function is `attention_mask_function`, which records every mask, None included.
     """
 
     def forward(
@@ -122,8 +121,8 @@ def _require_mask(
     context = current_context()
     if causal and q_len != kv_len and (context is None or context.cache is None):  # Kosmos-2's over its image
         raise ValueError(
-            f"a causal layer with {q_len} queries, {kv_len} keys, no cache and no mask: there is nothing to tell which query "
-            "sees which key. Pass a 4D mask, or use attn_implementation='eager'"
+            f"a causal layer with {q_len} queries, {kv_len} keys, no cache and no mask: nothing says which query sees which "
+            "key. Pass a 4D mask, or use attn_implementation='eager'"
         )
     if not records_masks or context is None or context.has_record(q_len, kv_len):
         return
@@ -188,7 +187,7 @@ def target_dtype(query: Tensor, module: torch.nn.Module) -> torch.dtype | None:
 
 
 def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
-    """Compute a call by a kernel, with what is known of the model's forward in progress.
+    """Compute a call by a kernel, with the masks and sequences of the model's forward in progress.
 
     Returns:
         (batch, q_len, heads, value's head_dim). Padding queries are zero.
@@ -265,7 +264,7 @@ def _require_known_end(context: ForwardContext) -> None:
 
 
 def _default_causal(context: ForwardContext | None, mask: Tensor | None, q_len: int, kv_len: int) -> bool:
-    """Whether a layer is causal that doesn't say so itself. Its mask overrides the answer; without one it must not matter.
+    """Whether a layer without ``is_causal`` is causal: True, which its mask overrides, and which makes no difference to a single query.
 
     Outside of a model's forward it is causal over its own keys, as in upstream's flash attention.
 

@@ -144,7 +144,7 @@ class ForwardContext:
         return not outer.encoder_decoder
 
     def _inherit(self, outer: ForwardContext) -> None:
-        """Take from the outer call what it didn't pass on."""
+        """Take over the arguments that the outer call didn't pass on."""
         self.mask = outer.mask if self.mask is None else self.mask
         # M-RoPE's rows that the outer model computed, from its images, don't separate packed sequences.
         computed = self.positions is not None and self.positions.ndim == 3

@@ -1,4 +1,4 @@
-"""Reading values of tensors: at most once a tensor, and without waiting for the device where a check can be left to it."""
+"""Values read from tensors, at most once a tensor, and checks of tensors that don't synchronise."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def require(holds: Tensor, message: str, wait: bool = False) -> None:
 
     Args:
         holds: one bool.
-        wait: whether to wait for a GPU's answer. Never done where shapes are fixed.
+        wait: whether to synchronise with a GPU and raise. Ignored where shapes are fixed.
 
     Raises:
         ValueError: it doesn't hold. On a GPU without `wait`, and where shapes are fixed, an assertion of the device fails

@@ -1,4 +1,4 @@
-"""What must hold of a call before the all-to-all: a rank that raises inside of it leaves the others waiting."""
+"""Checks of a call before the all-to-all: a rank that raises inside of it leaves the others waiting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Slice(NamedTuple):
     Attributes:
         rank, ranks: of the group.
         batch, length: of the rank's tokens.
-        wait: whether checks wait for the device's answer.
+        wait: whether checks synchronise with the device and raise.
     """
 
     rank: int

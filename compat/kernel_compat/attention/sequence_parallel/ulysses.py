@@ -104,7 +104,7 @@ def gathering_mask_function(group: ProcessGroup | None) -> Callable[..., Tensor 
     """`plain_mask_function` for tokens spread over a group: slices of a padding mask are gathered to the full sequence's.
 
     Every rank must get a mask, or none: the mask functions are called at the same places on every rank, so the ranks
-    communicate there. A rank alone can't tell whether another's slice has padding.
+    communicate there. A rank alone doesn't know whether another's slice has padding.
     """
     import torch.distributed as dist
 
