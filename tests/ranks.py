@@ -1,6 +1,6 @@
 """Tiny models over a sequence that is spread over processes, and over the same sequence in one.
 
-As a program: `ranks.py FOLDER BACKEND RANKS...` runs all cases on so many processes each, and leaves what came out in FOLDER.
+As a program: `ranks.py FOLDER BACKEND RANKS...` runs all cases on each number of processes, and saves the results in FOLDER.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 
 import kernel_compat
 from kernel_compat.attention.forward import attention_forward
-from kernel_compat.attention.sequence_parallel.all_to_all import gathering_mask_function
+from kernel_compat.attention.sequence_parallel.ulysses import gathering_mask_function
 
 KERNEL = "flash_attention_reference"
-#: The kernel over all ranks, over the ranks of a mesh, and without an exchange.
+#: The kernel over all ranks, over the ranks of a mesh, and without all-to-alls.
 SPREAD, MESH, ALONE, OWN = "my_flash_spread", "my_flash_mesh", "my_flash_alone", "my_flash_own"
 WRAPPED = "my_flash_wrapped"
 LENGTH = 24
@@ -109,7 +109,7 @@ def reference() -> kernel_compat.Kernel:
 
 
 def cases(ranks: int) -> dict[str, Case]:
-    """Those for so many ranks: what is compiled on two is not compiled on more."""
+    """The cases for a number of ranks: compiled ones run on two ranks alone."""
     return {n: case for n, case in CASES.items() if case.model in CAUSAL_LMS and (ranks == 2 or not case.compiled)}
 
 
@@ -127,7 +127,7 @@ class Here:
 
     @property
     def slice(self) -> slice:
-        """Of all tokens, those that are here."""
+        """The slice of all tokens that is here."""
         return slice(self.rank * self.length, (self.rank + 1) * self.length)
 
     def slices(self, *qkv: Tensor) -> list[Tensor]:
@@ -168,7 +168,7 @@ def judged(case: Case, name: str, models: Path, here: Here) -> tuple[Tensor, Any
             given[key] = (value[:, here.slice] if sliced else value).to(here.device)
     call: Callable[..., Any] = model
     if case.compiled and here.ranks > 1:
-        # The graph is what is tested; inductor would spend a minute on compiling C++ for it.
+        # The graph is tested; inductor would spend a minute on compiling C++ for it.
         call = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     logits = call(**given, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits[real], labels[real], reduction="sum").backward()
@@ -208,7 +208,7 @@ def assert_same_as_alone(results: dict[str, Any]) -> None:
 
 
 def start(folder: Path, backend: str, *ranks: int) -> dict[int, dict[str, Any]]:
-    """Run this program; what came out, by the number of ranks."""
+    """Run this program; returns its results by the number of ranks."""
     for name in CAUSAL_LMS:
         saved(folder, name)
     done = subprocess.run(
@@ -295,7 +295,7 @@ def kernels(here: Here) -> Pairs:
         if kernel.unavailable_because(kernel_compat.Environment.detect()):
             continue
         inner = attention_forward(kernel, kernel.name)
-        for batch in (1, 2):  # one row is handed over as it came, in strides that no other attention has
+        for batch in (1, 2):  # one row is passed on in its own strides, which no other attention has
             qkv = [x.to(torch.bfloat16).requires_grad_() for x in here.random(batch, 8, 2, 2)]
             ours, _ = kernel_compat.ulysses(inner)(MODULE, *here.slices(*qkv), None)
             alone, _ = inner(MODULE, *qkv, None)
@@ -324,7 +324,7 @@ def masks(here: Here) -> Pairs:
 
 
 def derivatives(here: Here) -> Pairs:
-    """Second ones, and those of a compiled function over packed sequences."""
+    """Second derivatives, and gradients of a compiled function over packed sequences."""
     inner = attention_forward(reference(), KERNEL)
     spread = kernel_compat.ulysses(inner)
     q = here.random(2, 8)[0].double().requires_grad_()
@@ -348,7 +348,7 @@ def derivatives(here: Here) -> Pairs:
 
 
 def skipped(folder: Path, here: Here) -> list[float]:
-    """How far a skipped exchange is from attention without one, over each rank's own tokens."""
+    """The distance of attention that skips the all-to-alls from attention without them, over each rank's own tokens."""
     differences = []
     given = {key: value[:, here.slice].to(here.device) for key, value in CASES["padded"].inputs().items()}
     ours, alone = (load(saved(folder, "llama_gqa"), name).to(here.device) for name in (SPREAD, ALONE))
@@ -382,7 +382,7 @@ def refused(folder: Path, here: Here) -> dict[str, str]:
             model(**given)
         except kernel_compat.UnsupportedFeatureError as error:
             messages[name] = str(error)
-    # What one rank alone can see, and in the first call all are told.
+    # Mistakes that one rank alone can see, and that all ranks raise in the first call.
     last = here.rank == here.ranks - 1
     for name, length, given in (
         ("default positions", here.length, {"position_ids": ids}),

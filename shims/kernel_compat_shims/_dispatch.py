@@ -66,27 +66,25 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
             return others(*args, **kwargs) if output is None else output
         if entry.forward is None:  # a model that calls this function itself, not the library's attention function
             require_whole_sequences(entry)
+        from kernel_compat.attention.call import AttentionCall, PackedLengths
         from kernel_compat.attention.forward import flash_attention
 
-        return flash_attention(
-            entry.kernel,
+        call = AttentionCall(
             query,
             key,
             value,
+            given["is_causal"],
             given.get("attention_mask"),
-            causal=given["is_causal"],
             scale=given.get("softmax_scale"),
-            dropout=given.get("dropout") or 0.0,
-            sliding_window=given.get("sliding_window"),
             softcap=given.get("softcap"),
             sinks=given.get("s_aux"),
+            dropout=given.get("dropout") or 0.0,
             deterministic=given.get("deterministic"),
+            sliding_window=given.get("sliding_window"),
             position_ids=given.get("position_ids"),
-            cu_seq_lens_q=given.get("cu_seq_lens_q"),
-            cu_seq_lens_k=given.get("cu_seq_lens_k"),
-            max_length_q=given.get("max_length_q"),
-            max_length_k=given.get("max_length_k"),
+            lengths=PackedLengths.of(given),
         )
+        return flash_attention(entry.kernel, call)
 
     return _flash_attention_forward
 

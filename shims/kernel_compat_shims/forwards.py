@@ -25,7 +25,7 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 
 def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    from kernel_compat.attention.boundaries import calling
+    from kernel_compat.attention.forward_context import with_context
 
     called: WeakSet[Any] = WeakSet()
 
@@ -33,10 +33,10 @@ def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         if model not in called:
             called.add(model)
             _replace_enabled_checkpoints(model)
-        _mixers().look_at(model)
+        _mixers().patch(model)
         _refuse_attention_weights(model, arguments.get("output_attentions"))
 
-    return {"__call__": calling(originals["__call__"], before)}
+    return {"__call__": with_context(originals["__call__"], before)}
 
 
 def _replace_enabled_checkpoints(model: Any) -> None:
@@ -51,9 +51,9 @@ def _checkpointed(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> 
     """Call a checkpoint function so that it recomputes `function` with the arguments of the current forward."""
     import torch
 
-    from kernel_compat.attention.boundaries import resuming
+    from kernel_compat.attention.forward_context import in_current_context
 
-    return checkpoint(function if torch.compiler.is_compiling() else resuming(function), *args, **kwargs)
+    return checkpoint(function if torch.compiler.is_compiling() else in_current_context(function), *args, **kwargs)
 
 
 def _refuse_attention_weights(model: Any, requested: bool | None) -> None:
@@ -73,7 +73,7 @@ def _replace_post_init(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _mixers().look_at(self)  # before the first call, which torch.compile may be tracing
+        _mixers().patch(self)  # before the first call, which torch.compile may be tracing
         return original(self, *args, **kwargs)
 
     return {"post_init": post_init}
@@ -87,16 +87,16 @@ def _mixers() -> Any:
 
 
 def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    from kernel_compat.attention.boundaries import resuming
+    from kernel_compat.attention.forward_context import in_current_context
 
     init = originals["__init__"]
     reentrant = originals["forward"].__func__
 
     def __init__(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, resuming(recompute_fn), *args, **kwargs)
+        init(self, in_current_context(recompute_fn), *args, **kwargs)
 
     def forward(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
-        return reentrant(ctx, resuming(run_function), preserve_rng_state, *args)
+        return reentrant(ctx, in_current_context(run_function), preserve_rng_state, *args)
 
     return {"__init__": __init__, "forward": staticmethod(forward)}
 
@@ -110,12 +110,12 @@ def _prove_checkpoint() -> Callable[[], None]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from kernel_compat.attention.boundaries import calling, current
+    from kernel_compat.attention.forward_context import current_context, with_context
 
     seen: list[Any] = []
 
     def layer(x: Any) -> Any:
-        seen.append(current())
+        seen.append(current_context())
         return x * x
 
     class Model(torch.nn.Module):  # type: ignore[misc]
@@ -124,7 +124,7 @@ def _prove_checkpoint() -> Callable[[], None]:
 
     for use_reentrant in (False, True):
         with torch.enable_grad():
-            calling(Model.forward, lambda *_: None)(Model(), use_reentrant).backward()
+            with_context(Model.forward, lambda *_: None)(Model(), use_reentrant).backward()
         first, recomputed = seen[-2:]
         if first is None or recomputed is not first:
             raise SeamError(

@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 
 
 class TestBart:
-    """S8: up to 4.57 BART compares the name with a literal, and hands every other name 4D masks."""
+    """S8: up to 4.57 BART compares the name with a literal, and makes 4D masks for every other name."""
 
     @pytest.fixture
     def pair(self, models: Path, loaded: Callable[..., Any]) -> tuple[Any, Any]:
@@ -99,11 +99,11 @@ class TestBart:
         assert torch.equal(found, expected)
 
     def test_one_mask_is_proved_once(self, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        from kernel_compat.attention import padding as masks
+        from kernel_compat.attention import mask_reduction
 
         proved: list[int] = []
-        reduce = masks._reduce
-        monkeypatch.setattr(masks, "_reduce", lambda *a: (proved.append(1), reduce(*a))[1])
+        reduce = mask_reduction._reduce
+        monkeypatch.setattr(mask_reduction, "_reduce", lambda *a: (proved.append(1), reduce(*a))[1])
         pair[1](**self.inputs(), use_cache=False)
         # One for the encoder, the decoder and the cross-attention, whose layers are two each.
         assert len(proved) == (3 if TRANSFORMERS.major < 5 else 0)
@@ -197,7 +197,7 @@ def test_a_mask_no_flash_kernel_has_is_refused(models: Path) -> None:
     visible = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     visible[..., :4, :4] = True
     ids = torch.randint(3, VOCAB, (1, 8))
-    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    mask = torch.zeros(visible.shape).mrequested_fill(~visible, torch.finfo(torch.float32).min)
     load(saved(models, "llama"), "eager")(input_ids=ids, attention_mask=mask)
     with pytest.raises(ValueError, match="4D attention mask.*sdpa"):
         load(saved(models, "llama"), NAME)(input_ids=ids, attention_mask=mask)
@@ -207,7 +207,7 @@ def test_a_4d_mask_of_padding_and_causality_is_honoured(models: Path) -> None:
     visible = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
     visible[0, :, :, :3] = False
     ids = torch.randint(3, VOCAB, (2, 8))
-    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    mask = torch.zeros(visible.shape).mrequested_fill(~visible, torch.finfo(torch.float32).min)
     real = torch.ones(2, 8, dtype=torch.bool)
     real[0, :3] = False
     expected, found = (
@@ -238,7 +238,7 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
     assert mask.shape == (1, 1, 6, 6)
     assert mask[0, 0, 0].tolist() == [True, True, True, False, False, False]
     plain = masking_utils.sliding_window_causal_mask_function(3)
-    windowed = attention_mask_function(mask_function=plain, **arguments)  # a mask of its own, which tells it apart
+    windowed = attention_mask_function(mask_function=plain, **arguments)  # a mask of its own, by which it is recognised
     assert windowed is not None
     assert windowed.tolist() == [[True] * 6]
     assert attention_mask_function(mask_function=masking_utils.causal_mask_function, **arguments) is None
@@ -248,13 +248,13 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 3), reason="ModernBERT has attention functions of its own")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_encoder_with_windows_to_both_sides(models: Path, side: str) -> None:
-    path = save(models, "modernbert", transformers.AutoModelForMaskedLM, modernbert())
+    path = save(models, "modernbert", transformers.AutoModelForMrequestedLM, modernbert())
     ids = torch.randint(3, VOCAB, (2, 12))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     mask = mask if side == "left" else mask.flip(1)
     expected, found = (
-        load(path, name, transformers.AutoModelForMaskedLM)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        load(path, name, transformers.AutoModelForMrequestedLM)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
         for name in ("eager", NAME)
     )
     assert distance(found, expected) < TOLERANCE
@@ -286,7 +286,7 @@ def test_a_window_the_model_does_not_pass(models: Path) -> None:
 
 
 def test_a_mask_as_long_as_a_static_cache(models: Path) -> None:
-    """Its zeros for what is to come are no padding."""
+    """Its zeros for tokens to come are no padding."""
     path = saved(models, "llama")
     ids = torch.randint(3, VOCAB, (1, 10))
     expected = load(path, "eager")(input_ids=ids, use_cache=False).logits
@@ -375,8 +375,8 @@ _OPT = {"vocab_size": VOCAB, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_
     ],
 )
 def test_output_attentions_are_refused(name: str, settings: dict[str, Any], how: str) -> None:
-    asked = {"output_attentions": True}
-    config = getattr(transformers, name)(**settings, **(asked if how == "config" else {}))
+    requested = {"output_attentions": True}
+    config = getattr(transformers, name)(**settings, **(requested if how == "config" else {}))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match="output_attentions=True.*eager"):
-        model(input_ids=torch.randint(3, VOCAB, (1, 5)), **(asked if how == "argument" else {}))
+        model(input_ids=torch.randint(3, VOCAB, (1, 5)), **(requested if how == "argument" else {}))

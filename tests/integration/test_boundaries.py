@@ -1,4 +1,4 @@
-"""Where sequences begin is known to every attention layer, whatever its model hands on, and masks decide over modules."""
+"""Every attention layer knows where sequences begin, whatever its model passes on; masks override the layers' arguments."""
 
 from __future__ import annotations
 
@@ -148,22 +148,22 @@ def test_padded(pair: tuple[Any, Any], side: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "given_as",
     ["positions", "lengths", "lengths beside a mask", "numbers", "positions beside padding", "a bool mask of ones"],
 )
 @pytest.mark.parametrize("compute", ["forward", "non-reentrant", "reentrant", "composable", "a framework's"])
-def test_packed(pair: tuple[Any, Any], told: str, compute: str) -> None:
+def test_packed(pair: tuple[Any, Any], given_as: str, compute: str) -> None:
     """W3 and W9: the gradients too, where a layer is computed again in the backward pass."""
     eager, ours = pair
     ids, real = tokens(), torch.ones(1, TOKENS, dtype=torch.bool)
     given: dict[str, Any] = {"position_ids": positions()}
-    if told.startswith("lengths"):
+    if given_as.startswith("lengths"):
         given |= lengths()
-    if "ones" in told or "mask" in told:
-        given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.bool if "bool" in told else torch.long)
-    if told == "numbers":
+    if "ones" in given_as or "mask" in given_as:
+        given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.bool if "bool" in given_as else torch.long)
+    if given_as == "numbers":
         given["attention_mask"] = numbered()
-    if told == "positions beside padding":
+    if given_as == "positions beside padding":
         real[0, -3:] = False
         given["attention_mask"] = real.long()
     if compute == "composable":

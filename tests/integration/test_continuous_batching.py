@@ -38,7 +38,7 @@ torch_pages = pytest.mark.skipif(TORCH < (2, 12), reason="varlen_attn takes a bl
 
 
 class InPages:
-    """A kernel of somebody's with a paged cache, in plain torch, for the block table with any torch."""
+    """A user's kernel with a paged cache, in plain torch, which takes block tables with any torch."""
 
     __name__ = "in_pages"
     flash_attn_func = staticmethod(reference.flash_attn_func)
@@ -124,23 +124,23 @@ def config(name: str, **changes: Any) -> Any:
     return config
 
 
-def decided(name: str, asked: int | None = 4, page_size: int = 256, **changes: Any) -> int:
-    """For how many blocks a request upstream makes a block table, when it is asked for four; 0 is none."""
+def decided(name: str, requested: int | None = 4, page_size: int = 256, **changes: Any) -> int:
+    """For how many blocks a request upstream makes a block table, if `requested` are requested; 0 is none."""
     from transformers.generation import continuous_batching
 
     if RELEASE < (5, 9):
-        options = SimpleNamespace(max_blocks_per_request=asked, fallback_max_blocks_per_request=16)
+        options = SimpleNamespace(max_blocks_per_request=requested, fallback_max_blocks_per_request=16)
         slides = changes.get("sliding_window") is not None
         pool = SimpleNamespace(
-            max_blocks_per_request=asked or 0, num_sliding_attention_groups=int(slides), block_size=page_size
+            max_blocks_per_request=requested or 0, num_sliding_attention_groups=int(slides), block_size=page_size
         )
         processor = SimpleNamespace(config=config(name, **changes), cache=pool, cb_config=options)
         decide = continuous_batching.continuous_api.ContinuousBatchProcessor._ensure_decode_fast_path_is_available
         decide(processor)
         return pool.max_blocks_per_request
-    options = transformers.ContinuousBatchingConfig(max_blocks_per_request=asked, **{PAGE: page_size})
+    options = transformers.ContinuousBatchingConfig(max_blocks_per_request=requested, **{PAGE: page_size})
     decide = continuous_batching.initialization.ensure_decode_fast_path_is_available
-    decide(config(name, **changes), options, asked is not None)
+    decide(config(name, **changes), options, requested is not None)
     blocks = options.max_blocks_per_request
     return 32 if blocks is None else blocks
 
@@ -247,13 +247,13 @@ class TestDecision:
             assert decided(name, **changes) == 0
 
     @block_tables
-    def test_asked_for_none(self) -> None:
-        assert decided("pages_flash", asked=0) == 0
+    def test_none_requested(self) -> None:
+        assert decided("pages_flash", requested=0) == 0
 
     @pytest.mark.skipif(RELEASE < (5, 8), reason="the block table is the default from 5.8 on")
-    def test_not_asked(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert decided("pages_flash", asked=None) > 0
-        assert decided("plain_flash", asked=None) == 0
+    def test_not_requested(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert decided("pages_flash", requested=None) > 0
+        assert decided("plain_flash", requested=None) == 0
         assert not [record for record in caplog.records if record.name.startswith("kernel_compat")]
 
     @block_tables
@@ -271,7 +271,7 @@ class TestDecision:
 
     @block_tables
     def test_forward_of_the_users_own(self) -> None:
-        """Whether it knows of block tables can't be told: it gets what upstream gives it."""
+        """Nothing says whether it takes block tables: it gets those that upstream makes."""
         assert decided("forward_flash") == 0
         assert decided("forward_flash_3") == 4
 
@@ -389,11 +389,11 @@ def test_as_prompt_by_prompt(
     assert [alone(model, prompt).sequences[0, len(prompt) :].tolist() for prompt in prompts] == expected
     before = len(calls)
     assert written(model, prompts) == expected
-    asked = calls[before:]
+    new = calls[before:]
     if name == "flash_attention_torch":
-        assert len(asked) >= NEW * model.config.num_hidden_layers  # 5.0 takes one step more
-    assert all(call.get("block_table") is None for call in asked)  # there is no CUDA
-    assert all(call["heads"] == (8, 2) for call in asked)
+        assert len(new) >= NEW * model.config.num_hidden_layers  # 5.0 takes one step more
+    assert all(call.get("block_table") is None for call in new)  # there is no CUDA
+    assert all(call["heads"] == (8, 2) for call in new)
 
 
 @pytest.fixture
@@ -417,14 +417,14 @@ PAGED = pytest.mark.parametrize(
 @block_tables
 @DTYPES
 @PAGED
-@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "by default"])
-def test_in_pages(paged: tuple[str, Callable[[], int]], dtype: torch.dtype, asked: bool) -> None:
+@pytest.mark.parametrize("requested", [True, False], ids=["requested", "by default"])
+def test_in_pages(paged: tuple[str, Callable[[], int]], dtype: torch.dtype, requested: bool) -> None:
     name, count = paged
-    if not asked and RELEASE < (5, 8):
+    if not requested and RELEASE < (5, 8):
         pytest.skip("the block table is the default from transformers 5.8 on")
     prompts, expected = clear_prompts(dtype)
     model = made("llama_gqa", name, dtype)
-    assert written(model, prompts, **({"max_blocks_per_request": 4} if asked else {})) == expected
+    assert written(model, prompts, **({"max_blocks_per_request": 4} if requested else {})) == expected
     assert count() == (NEW - 1) * model.config.num_hidden_layers  # every step but the prompts' own
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
-#: Variants of a test whose other variants tell a release from the next just as well.
+#: Variants of a test whose other variants distinguish releases just as well.
 MORE = pytest.mark.thorough
 
-# Both compute in float32: what differs is the order of sums, a few units in the last place a layer.
+# Both compute in float32: only the order of sums differs, by a few units in the last place a layer.
 LOGITS, GRADIENTS = 1e-5, 1e-4
 
 BATCH, LENGTH = 3, 14

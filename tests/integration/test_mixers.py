@@ -52,7 +52,7 @@ def _config(name: str, **options: Any) -> Any:
     return lambda: getattr(transformers, name)(**options)
 
 
-#: A model of each way to mix tokens, those that the installed release has. All have all experts compute every token.
+#: A model for each way of mixing tokens, as far as the installed release has them. All experts compute every token.
 MODELS = there(
     tuple(
         (name, _config(config, **options), config)

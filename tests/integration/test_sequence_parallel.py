@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, dict[str, Any]]:
-    """Everything that needs ranks is run once; the tests look at what came out."""
+    """Everything that needs ranks is run once; the tests compare the results."""
     return start(folder, "gloo", *RANKS)
 
 

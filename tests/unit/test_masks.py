@@ -12,17 +12,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernel_compat import known_kernels
-from kernel_compat.attention import forward as attention
-from kernel_compat.attention import padding as masks
-from kernel_compat.attention.boundaries import Sequences
-from kernel_compat.attention.forward import _padded, _padded_by_sorting, _sequences_of_positions, flash_attention
+from kernel_compat.attention import boundaries, forward, mask_reduction
+from kernel_compat.attention import padding as padding_module
+from kernel_compat.attention.boundaries import Sequences, sequences_of_positions
+from kernel_compat.attention.call import AttentionCall
 from kernel_compat.attention.mask_function import attention_mask_function
-from kernel_compat.attention.padding import padding, reduce_mask
+from kernel_compat.attention.mask_reduction import reduce_mask
+from kernel_compat.attention.padding import padding
+from kernel_compat.attention.tensors import memoised
+from kernel_compat.attention.varlen import _padded_by_sorting, padded_attention
 
 REFERENCE = known_kernels()["flash_attention_reference"]
 
 
-# padding of keys: which are there, in every form it comes in
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool) -> Tensor:
+    return forward.flash_attention(REFERENCE, AttentionCall(q, k, v, causal, mask))
+
+
+# padding of keys, in every form it comes in
 
 
 @st.composite
@@ -121,12 +128,12 @@ def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
     real = keys[:, kv_len - q_len :]
     refusal: ValueError | None = None
     try:
-        out = flash_attention(REFERENCE, q, k, v, mask, causal=data.draw(st.booleans(), "what the model says"))
+        out = attention(q, k, v, mask, causal=data.draw(st.booleans(), "the layer's is_causal"))
     except ValueError as error:
         refusal = error
     if refusal is not None:
         holes = any("FT" in "".join("FT"[key] for key in row).lstrip("F") for row in keys.tolist())
-        # What can't be told apart from something else may be refused; nothing that models make may be.
+        # Ambiguous masks may be refused, but none that models make.
         assert (holes and (left, right) != (None, None)) or one_sided, refusal
         return
     expected = attention_by_hand(q, k, v, visible)
@@ -136,7 +143,7 @@ def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
-    """Masks of no shape in particular: never an answer that is wrong for a query whose key somebody sees."""
+    """Random masks: the result is right for every query whose key is visible to some query."""
     q_len = data.draw(st.integers(1, 4), "q_len")
     kv_len = q_len + data.draw(st.integers(0, 3), "cached")
     bits = data.draw(st.lists(st.booleans(), min_size=q_len * kv_len, max_size=q_len * kv_len), "visible")
@@ -152,13 +159,13 @@ def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
     assert torch.equal(shown, keys)
     left, right = (None if limit < 0 else limit for limit in reduced.window)
     described = visible_by_hand(shown[:, : reduced.kv_len], q_len, reduced.causal, left, right, kv_len - reduced.kv_len)
-    if reduced.numbers is not None:  # padding goes with the sequence before it
-        running = reduced.numbers.cummax(1).values
+    if reduced.segment_ids is not None:  # padding goes with the sequence before it
+        running = reduced.segment_ids.cummax(1).values
         described &= running[:, :, None] == running[:, None]
     real = torch.ones(1, q_len, dtype=torch.bool)
     if reduced.padded_queries:
         real = shown[:, reduced.kv_len - q_len : reduced.kv_len]
-        # A query is left out where it is padding, and padding sees nothing, or what it would see if it weren't.
+        # A query is left out if it is padding; padding sees nothing, or the keys that a token there would see.
         alike = (visible == described).all(-1) | ~visible.any(-1) | visible.all(-1)
         assert alike.all(), (visible.int(), reduced)
     assert torch.equal(visible[real], described[real])
@@ -172,7 +179,7 @@ def test_a_static_cache_with_room_for_more_than_the_queries() -> None:
     assert (reduced.kv_len, reduced.causal, reduced.window) == (3, True, (-1, -1))
     assert reduced.padding is None
     q, k, v = tensors(1, 3, 8)
-    out = flash_attention(REFERENCE, q, k, v, visible, causal=True)
+    out = attention(q, k, v, visible, causal=True)
     torch.testing.assert_close(out, attention_by_hand(q, k, v, visible[:, 0]))
 
 
@@ -257,7 +264,7 @@ def test_packed_sequences(make: Any, form: str, padded: bool, window: int | None
         real[1, 4] = False
         visible &= real[:, None]
     q, k, v = tensors(2, 5, 5)
-    out = flash_attention(REFERENCE, q, k, v, FORMS[form](visible)[:, None], causal=True)
+    out = attention(q, k, v, FORMS[form](visible)[:, None], causal=True)
     torch.testing.assert_close(out[real], attention_by_hand(q, k, v, visible)[real])
 
 
@@ -267,7 +274,7 @@ def test_patterns_that_a_window_may_make(make: Any) -> None:
     visible = make()[None]
     q, k, v = tensors(1, 5, 5)
     try:
-        out = flash_attention(REFERENCE, q, k, v, visible[:, None], causal=True)
+        out = attention(q, k, v, visible[:, None], causal=True)
     except ValueError:
         return
     torch.testing.assert_close(out, attention_by_hand(q, k, v, visible))
@@ -309,7 +316,7 @@ def test_a_mask_that_is_longer_than_the_keys_is_cut() -> None:
 def test_keys_that_a_cache_has_dropped_are_missed() -> None:
     """Qwen2-MoE's masks up to 4.57 are as long as the text, and its cache keeps a window."""
     longer = torch.ones(1, 1, 3, 8, dtype=torch.bool).tril(5)
-    with pytest.raises(ValueError, match="which key is which"):
+    with pytest.raises(ValueError, match="which key each column stands for"):
         reduce_mask(longer, 3, 5)
 
 
@@ -347,7 +354,7 @@ def test_padding(data: st.DataObject) -> None:
     assert (found.max_seqlen_q, found.max_seqlen_k) == (max(map(sum, queries)), max(map(sum, rows)))
     assert type(found.max_seqlen_q) is type(found.max_seqlen_k) is int
     holes = any("FT" in "".join("FT"[there] for there in row).lstrip("F") for row in rows)
-    assert found.holes is holes
+    assert found.interior is holes
 
 
 @pytest.mark.parametrize("number", [2, -1, 0.5, torch.nan, -torch.inf])
@@ -378,7 +385,8 @@ def test_padded_attention(data: st.DataObject) -> None:
     holes = any("FT" in "".join("FT"[key] for key in row).lstrip("F") for row in keys.tolist())
     kernel_window = (-1, -1) if window is None else (window - 1, 0 if causal else window - 1)
     options = {"causal": causal, "window_size": kernel_window, "dropout_p": 0.0}
-    padded = functools.partial(_padded, REFERENCE.load(), q, k, v, keys, not cross, options)
+    call = AttentionCall(q, k, v, causal)
+    padded = functools.partial(padded_attention, REFERENCE.load(), call, keys, not cross, options)
     if holes and window is not None:
         with pytest.raises(ValueError, match="padding between tokens"):
             padded()
@@ -388,7 +396,7 @@ def test_padded_attention(data: st.DataObject) -> None:
     out = padded()
     torch.testing.assert_close(out[real], expected[real], rtol=1e-9, atol=1e-9)
     assert (out[~real] == 0).all()
-    shaped = _padded_by_sorting(REFERENCE.load(), q, k[:, :kv_len], v[:, :kv_len], keys, not cross, options)
+    shaped = _padded_by_sorting(REFERENCE.load(), (q, k[:, :kv_len], v[:, :kv_len]), keys, not cross, options)
     torch.testing.assert_close(shaped, out, rtol=1e-9, atol=1e-9)
 
 
@@ -396,7 +404,7 @@ def test_padded_attention(data: st.DataObject) -> None:
 
 
 def packing(ids: Tensor, batch: int, causal: bool) -> Sequences | None:
-    return _sequences_of_positions(ids, batch, ids.shape[-1], causal)
+    return sequences_of_positions(ids, batch, ids.shape[-1], causal)
 
 
 @settings(max_examples=150, deadline=None)
@@ -419,7 +427,7 @@ def test_packing(data: st.DataObject) -> None:
         rows.append(positions)
         starts += begins
     ids = torch.tensor(rows)
-    assume(bool((ids.amax(1) > 0).all()))  # nothing but zeros tells nothing
+    assume(bool((ids.amax(1) > 0).all()))  # zeros throughout separate nothing
     form = data.draw(st.sampled_from(["plain", "one row of one dimension", "with three more of Qwen2-VL"]), "form")
     if form == "one row of one dimension":
         assume(batch == 1)
@@ -471,12 +479,13 @@ def test_positions_of_an_encoder_are_not_read_that_way() -> None:
     assert packing(restarted.repeat(2, 1), 2, False) is None
 
 
-# what is worked out once
+# computed once a tensor
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    calls = {"_reduce": 0, "_padding": 0, "packed_sequences": 0}
+    owners = {"_reduce": mask_reduction, "_padding": padding_module, "find_packing": boundaries}
+    calls = dict.fromkeys(owners, 0)
 
     def counted(name: str, original: Any) -> Any:
         def count(*args: Any) -> Any:
@@ -485,8 +494,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return count
 
-    for name in calls:
-        owner = attention if name == "packed_sequences" else masks
+    for name, owner in owners.items():
         monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
     return calls
 
@@ -504,7 +512,7 @@ def a_4d_mask() -> Tensor:
 CASES = {
     "_padding": (a_2d_mask, lambda mask: padding(mask, 6, True)),
     "_reduce": (a_4d_mask, lambda mask: reduce_mask(mask, 6, 6)),
-    "packed_sequences": (lambda: torch.tensor([[0, 1, 2, 0, 1, 2]]), lambda ids: packing(ids, 1, True)),
+    "find_packing": (lambda: torch.tensor([[0, 1, 2, 0, 1, 2]]), lambda ids: packing(ids, 1, True)),
 }
 
 
@@ -588,12 +596,12 @@ def test_inference_tensors_are_not_remembered(counts: dict[str, int]) -> None:
     with torch.inference_mode():
         mask = a_2d_mask()
         assert mask.is_inference()
-        size = len(masks._memo)
+        size = len(memoised.values)
         first = padding(mask, 6, True)
         mask[1, 0] = False
         second = padding(mask, 6, True)
     assert counts["_padding"] == 2
-    assert len(masks._memo) == size
+    assert len(memoised.values) == size
     assert first is not None
     assert second is not None
     assert first.cu_seqlens_k.tolist() != second.cu_seqlens_k.tolist()
@@ -603,16 +611,16 @@ def test_inference_tensors_are_not_remembered(counts: dict[str, int]) -> None:
 def test_nothing_outlives_the_tensor(name: str) -> None:
     make, ask = CASES[name]
     gc.collect()
-    size = len(masks._memo)
+    size = len(memoised.values)
     mask = make()
     ask(mask)
     ask(mask[:])
-    assert len(masks._memo) == size + 1
+    assert len(memoised.values) == size + 1
     gone = weakref.ref(mask)
     del mask
     gc.collect()
     assert gone() is None
-    assert len(masks._memo) == size
+    assert len(memoised.values) == size
 
 
 def test_a_long_lived_tensor_does_not_collect_answers() -> None:
@@ -620,7 +628,7 @@ def test_a_long_lived_tensor_does_not_collect_answers() -> None:
     mask[0, 0] = False
     for length in range(1, 65):
         padding(mask[:, :length], length, True)
-    assert len(masks._memo[mask]) <= masks._MEMO_SIZE
+    assert len(memoised.values[mask]) <= memoised.limit
 
 
 def test_an_error_is_not_remembered_as_an_answer() -> None:
@@ -632,21 +640,21 @@ def test_an_error_is_not_remembered_as_an_answer() -> None:
     assert reduce_mask(mask, 5, 5).causal
 
 
-# what create_causal_mask and its like are given
+# the mask function that create_causal_mask and its like call
 
 
-def told(**changes: Any) -> Tensor | None:
+def made(**changes: Any) -> Tensor | None:
     return attention_mask_function(**{"batch_size": 2, "kv_length": 6, "q_length": 6, **changes})
 
 
 def test_a_mask_without_padding_is_none() -> None:
-    assert told() is None
-    assert told(attention_mask=torch.ones(2, 6, dtype=torch.bool)) is None
-    assert told(attention_mask=None, cache_position=torch.arange(6), q_length=None) is None
+    assert made() is None
+    assert made(attention_mask=torch.ones(2, 6, dtype=torch.bool)) is None
+    assert made(attention_mask=None, cache_position=torch.arange(6), q_length=None) is None
 
 
 def test_a_mask_with_padding_is_handed_on() -> None:
-    found = told(attention_mask=a_2d_mask())
+    found = made(attention_mask=a_2d_mask())
     assert found is not None
     assert torch.equal(found, a_2d_mask())
 
@@ -654,7 +662,7 @@ def test_a_mask_with_padding_is_handed_on() -> None:
 def test_a_cache_that_keeps_the_last_keys_alone() -> None:
     longer = torch.ones(2, 9, dtype=torch.bool)
     longer[0, :4] = False
-    found = told(attention_mask=longer, kv_offset=3)
+    found = made(attention_mask=longer, kv_offset=3)
     assert found is not None
     assert found.shape == (2, 6)
     assert found[0].tolist() == [False, *[True] * 5]
@@ -664,7 +672,7 @@ def test_a_mask_with_more_columns_than_keys() -> None:
     """As eager attention, which reads the first: Voxtral's encoder halves its frames and not their mask."""
     longer = torch.ones(2, 9, dtype=torch.bool)
     longer[0, 4:] = False
-    found = told(attention_mask=longer)
+    found = made(attention_mask=longer)
     assert found is not None
     assert found[0].tolist() == [True] * 4 + [False] * 2
 
@@ -674,8 +682,8 @@ def test_the_room_of_a_static_cache_is_not_attended(by: str) -> None:
     where: dict[str, Any] = {"q_length": 2, "q_offset": 3}
     if by == "cache_position":
         where = {"cache_position": torch.tensor([3, 4]), "q_length": None}
-    found = told(kv_length=12, **where)
+    found = made(kv_length=12, **where)
     assert found is not None
     assert found.shape == (2, 5)
     assert found.all()
-    assert told(kv_length=5, **where) is None  # full
+    assert made(kv_length=5, **where) is None  # full

@@ -170,7 +170,7 @@ def raised(error: Exception) -> Exception:
 
 
 def test_refusals_are_the_librarys_own() -> None:
-    from kernel_compat.attention.padding import reduce_mask
+    from kernel_compat.attention.mask_reduction import reduce_mask
 
     assert is_refusal(raised(UnsupportedFeatureError("sinks", "a kernel", "")))
     assert not is_refusal(raised(ValueError("from elsewhere")))

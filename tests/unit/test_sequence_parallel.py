@@ -1,4 +1,4 @@
-"""What a rank refuses by itself, and what it hands on: as rank 1 of 4, where the others send what it sends itself."""
+"""Errors and arguments of a single rank: rank 1 of 4, to which the others send its own values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kernel_compat
 from kernel_compat import UnsupportedFeatureError, ulysses
-from kernel_compat.attention.sequence_parallel import all_to_all as exchange
-from kernel_compat.attention.sequence_parallel.all_to_all import gathering_mask_function
+from kernel_compat.attention.sequence_parallel.all_to_all import collectives
+from kernel_compat.attention.sequence_parallel.ulysses import gathering_mask_function
 
 RANK, RANKS, LENGTH = 1, 4, 6
 TOKENS = RANKS * LENGTH
@@ -28,15 +28,17 @@ BIDIRECTIONAL.is_causal = False  # type: ignore[assignment]
 @pytest.fixture(autouse=True)
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ranks = getattr(request, "param", RANKS)
-    # The fake group's exchange leaves memory as it is.
-    monkeypatch.setattr(exchange, "_all_to_all", lambda x, group: x[dist.get_rank(group)].expand_as(x).clone())
+    # The fake group's all-to-all leaves memory as it is.
+    monkeypatch.setattr(
+        collectives, "all_to_all_single", lambda x, _, __, group: x[dist.get_rank(group)].expand_as(x).clone()
+    )
     dist.init_process_group("fake", store=FakeStore(), rank=min(RANK, ranks - 1), world_size=ranks)
     yield
     dist.destroy_process_group()
 
 
 class Inner:
-    """An attention function that keeps what it is called with."""
+    """An attention function that keeps the arguments of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[SimpleNamespace] = []
@@ -133,7 +135,7 @@ def test_refused(name: str) -> None:
             spread(module, *tensors, mask, **given)
     assert inner.calls == []
     spread(CAUSAL, *qkv(), None)
-    with pytest.raises(error, match=message):  # what is asked of later calls is asked without the others
+    with pytest.raises(error, match=message):  # later calls are checked without the other ranks
         spread(module, *tensors, mask, **given)
 
 
@@ -213,7 +215,7 @@ def test_a_mask_for_each_head() -> None:
 
 
 def test_an_output_in_another_layout() -> None:
-    with pytest.raises(ValueError, match=r"answers the shape \(1, 2, 24, 8\)"):
+    with pytest.raises(ValueError, match=r"returns the shape \(1, 2, 24, 8\)"):
         ulysses(lambda module, query, *args: (query, None))(CAUSAL, *qkv(), None)
 
 
@@ -265,7 +267,7 @@ def test_masks_of_the_full_sequence() -> None:
 
 
 def test_masks_with_a_cache_stay_local() -> None:
-    """For layers that skip the exchange; the others refuse a cache."""
+    """For layers that skip the all-to-alls; the others refuse a cache."""
     mask = torch.ones(2, LENGTH + 2, dtype=torch.bool)
     mask[0, 0] = False
     found = mask_of(attention_mask=mask, kv_length=LENGTH + 2, q_offset=2)

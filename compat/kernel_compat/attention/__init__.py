@@ -1,1 +1,1 @@
-"""From the arguments that transformers passes to an attention function to the arguments of a kernel."""
+"""From the arguments of transformers' attention functions to the arguments of a kernel."""

@@ -39,7 +39,7 @@ class Tables:
         if spread:
             forward = ulysses(forward, entry.sequence_parallel)
         if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone
-            from .sequence_parallel.all_to_all import gathering_mask_function
+            from .sequence_parallel.ulysses import gathering_mask_function
 
             mask = entry.mask or gathering_mask_function(forward.ulysses_group)
         # A forward of the user's own isn't bypassed by upstream's, nor is `ulysses`: they have no paged alias.

@@ -1,1 +1,1 @@
-"""Attention over a sequence that is spread over several ranks."""
+"""Attention over a sequence whose tokens are spread over several ranks."""

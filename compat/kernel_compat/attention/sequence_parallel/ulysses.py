@@ -1,15 +1,20 @@
-"""Sequence parallelism around any attention function: each rank holds a slice of the tokens, and attends with a slice of the heads."""
+"""Sequence parallelism around any attention function: each rank holds a slice of the tokens and computes a slice of the heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["process_group", "ulysses"]
+    from ..forward_context import ForwardContext
+
+__all__ = ["gathering_mask_function", "process_group", "ulysses"]
 
 
 def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None = None) -> Callable[..., Any]:
@@ -17,38 +22,134 @@ def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None
 
     Rank r holds the tokens ``[r * length, (r + 1) * length)``, of the same length on every rank. Before `forward` one
     all-to-all scatters the heads and gathers the sequence, after it a second one does the reverse; with fewer key than
-    query heads those of the keys are repeated where there are fewer than ranks. Parameters' gradients are each rank's share:
-    their sum over the ranks is the gradient of the sum of the ranks' losses.
+    query heads the key heads are repeated if there are fewer than ranks. Each rank has a share of a parameter's gradient:
+    the sum of the shares is the gradient of the sum of the ranks' losses.
 
-    Everything about the sequence but query, key, value and ``position_ids`` is that of the full sequence: ``cu_seq_lens_*``,
-    ``max_length_*``, masks. The mask function that comes with ``register_attention(..., sequence_parallel=group)`` gathers
-    the ranks' slices of a padding mask; with this function alone it must be given in full.
+    Query, key, value and ``position_ids`` are the rank's slices. Every other argument about the sequence is that of the full
+    sequence: ``cu_seq_lens_*``, ``max_length_*``, masks. The mask function of ``register_attention(...,
+    sequence_parallel=group)`` gathers the ranks' slices of a padding mask; this function alone takes the full mask.
 
     Args:
-        forward: an attention function of transformers' calling convention, such as the one that `register_attention` describes.
-            It gets (batch, heads / ranks, ranks * length, head_dim), ``s_aux`` of its heads, and no slice of ``position_ids``.
+        forward: an attention function with transformers' calling convention, as `register_attention` describes it. It gets
+            (batch, heads / ranks, ranks * length, head_dim), ``s_aux`` of its heads, and no slice of ``position_ids``.
         group: a process group or a mesh of one dimension; None for the default group, looked up at every call.
 
     Returns:
         A function called as `forward`; its output has the rank's slice of the tokens and all heads. With
-        ``skip_sequence_parallel=True`` or VeOmni's ``skip_ulysses=True`` it calls `forward` with what it is given: for
-        layers whose tokens are not spread, and with a cache. So it does in a group of one rank.
+        ``skip_sequence_parallel=True`` or VeOmni's ``skip_ulysses=True`` it passes its arguments on unchanged: for
+        layers whose tokens are not spread, and with a cache. In a group of one rank it does so as well.
 
     Raises:
         TypeError: `forward` is not callable, or `group` is no group that this rank is in.
     """
     if not callable(forward):
         raise TypeError(f"forward must be callable, not {forward!r}")
-    from .all_to_all import spread
+    group = process_group(group)
+    # torch stays unloaded until here.
+    import torch.distributed as dist
 
-    return spread(forward, process_group(group))
+    from ..forward_context import current_context
+    from ..tensors import fixed_shapes
+    from .all_to_all import gather_heads, scatter_heads
+    from .checks import Slice, check_call, on_every_rank
+
+    # The first call waits for the device in its checks, and the ranks exchange the result: most mistakes are made in every
+    # call. Later calls do neither.
+    first = True
+
+    @wraps(forward)
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        skip_sequence_parallel: bool = False,
+        skip_ulysses: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        nonlocal first
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        if ranks == 1:
+            return forward(module, query, key, value, attention_mask, **kwargs)
+        if skip_sequence_parallel or skip_ulysses:
+            return forward(module, query, key, value, _slice_of(attention_mask, key.shape[2], ranks, rank), **kwargs)
+
+        batch, heads, length = query.shape[:3]
+        context = current_context()
+        if context is not None and context.covers(batch, length, key.shape[2], causal=True):
+            kwargs = _with_model_arguments(kwargs, context)
+        own = Slice(rank, ranks, batch, length, wait=first and not fixed_shapes(query))
+        check = partial(check_call, module, (query, key, value), attention_mask, kwargs, own)
+        if own.wait:
+            attention_mask, kwargs = on_every_rank(check, query, group, ranks)
+            first = False
+        else:
+            attention_mask, kwargs = check()
+        query, key, value = scatter_heads(query, key, value, group, ranks)
+        output = forward(module, query, key, value, attention_mask, **kwargs)[0]
+        if output.shape[:3] != (batch, ranks * length, heads // ranks):
+            raise ValueError(
+                f"{forward!r} returns the shape {tuple(output.shape)} for a query of shape {tuple(query.shape)}: it must "
+                "be (batch, length, heads, head_dim)"
+            )
+        return gather_heads(output, group, ranks), None
+
+    attention.ulysses_group = group  # type: ignore[attr-defined]
+    return attention
+
+
+def gathering_mask_function(group: ProcessGroup | None) -> Callable[..., Tensor | None]:
+    """`plain_mask_function` for tokens spread over a group: slices of a padding mask are gathered to the full sequence's.
+
+    Every rank must get a mask, or none: the mask functions are called at the same places on every rank, so the ranks
+    communicate there. A rank alone doesn't know whether another's slice has padding.
+    """
+    import torch.distributed as dist
+
+    from ..mask_function import mask_pattern, plain_mask_function
+    from ..tensors import fixed_shapes
+    from .all_to_all import gather_mask
+
+    def mask_function(**arguments: Any) -> Tensor | None:
+        mask: Tensor | None = arguments.get("attention_mask")
+        queries = arguments.get("cache_position")
+        ranks, length = dist.get_world_size(group), arguments["q_length"] if queries is None else queries.shape[0]
+        if ranks == 1 or mask is None or mask.shape[1] not in (length, ranks * length):
+            return plain_mask_function(**arguments)
+        # As many keys as queries: there is no cache. Other patterns are built in full from slices, and the forward refuses
+        # them.
+        if arguments["kv_length"] not in (length, mask.shape[1]) or mask_pattern(arguments) is None:
+            return plain_mask_function(**arguments)
+        if mask.shape[1] == length:
+            mask = gather_mask(mask, group, ranks)
+        return None if not fixed_shapes(mask) and bool(mask.all()) else mask
+
+    return mask_function
+
+
+def _with_model_arguments(kwargs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
+    """The keywords of a layer, with the lengths and positions that its model got and didn't pass on."""
+    known = {} if context.lengths is None else context.lengths._asdict()
+    known = {name: value for name, value in known.items() if value is not None}
+    if context.positions is not None:
+        known["position_ids"] = context.positions
+    return {**known, **{name: value for name, value in kwargs.items() if name not in known or value is not None}}
+
+
+def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor | None:
+    """The rank's own slice of a padding mask that was gathered; other masks as they are."""
+    if mask is not None and getattr(mask, "ndim", 0) == 2 and mask.shape[1] == ranks * length:
+        return mask[:, rank * length : (rank + 1) * length]
+    return mask
 
 
 def process_group(group: Any) -> ProcessGroup | None:
     """The process group of a group, a mesh of one dimension, or None.
 
     Raises:
-        TypeError: it is something else, such as what ``new_group`` answers a rank outside of the group.
+        TypeError: it is something else, such as the value that ``new_group`` returns on a rank outside of the group.
     """
     if group is None:
         return None

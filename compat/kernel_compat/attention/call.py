@@ -1,0 +1,131 @@
+"""One call of an attention function, as a value: what `forward` reads from transformers' arguments and `varlen` gives to a kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["UNSUPPORTED_ARGUMENTS", "AttentionCall", "PackedLengths"]
+
+#: Arguments of some models' attention that change the scores in ways that no flash kernel supports.
+UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "attention_bias", "sinks", "indices", "block_indices")
+
+
+class PackedLengths(NamedTuple):
+    """Offsets and lengths of packed sequences, under transformers' names.
+
+    Attributes:
+        cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), offsets into the flattened (batch, length).
+        max_length_q, max_length_k: length of the longest sequence, or an upper bound. If it is missing or a tensor, it is
+            computed from the offsets; under torch.compile and in CUDA graphs it is the number of tokens.
+    """
+
+    cu_seq_lens_q: Tensor | None
+    cu_seq_lens_k: Tensor | None
+    max_length_q: int | Tensor | None = None
+    max_length_k: int | Tensor | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> PackedLengths | None:
+        """The packed lengths among a function's arguments; None if there are no offsets."""
+        found = cls(*(arguments.get(name) for name in cls._fields))
+        return None if found.cu_seq_lens_q is None and found.cu_seq_lens_k is None else found
+
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """``cu_seq_lens_q`` and ``cu_seq_lens_k``.
+
+        Raises:
+            ValueError: one of them is missing.
+        """
+        if self.cu_seq_lens_q is None or self.cu_seq_lens_k is None:
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
+        return self.cu_seq_lens_q, self.cu_seq_lens_k
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One call of an attention function.
+
+    Attributes:
+        query: (batch, q_len, heads, head_dim).
+        key, value: (batch, kv_len, kv_heads, head_dim); the value's head_dim may be smaller.
+        causal: whether a query sees no later key, aligned to the bottom right where q_len and kv_len differ. A 4D mask and
+            a mask of the library's mask function override it. None if the layer doesn't say.
+        mask: None; (batch, length) with 1 for tokens and 0 for padding; or a 4D mask that is made of padding, causality, a
+            window and packed sequences alone.
+        scale: of the scores; None for ``head_dim ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None or 0 for none.
+        sinks: (heads,) or None, one logit a head that takes part in the softmax and has no value.
+        dropout: probability.
+        deterministic: whether the backward pass must give the same result in every run. None for the environment variable
+            ``FLASH_ATTENTION_DETERMINISTIC``.
+        sliding_window: how many keys a query sees, its own included; to both sides if not causal.
+        local_window: a causal window of the layer in addition to its mask, as GPT-Neo's.
+        position_ids: (batch or 1, q_len): a packed sequence begins where they restart. The position ids of the model's own
+            forward take precedence.
+        lengths: of packed sequences; if None, those of the model's own forward. Masks and positions must agree with them.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    causal: bool | None
+    mask: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    deterministic: bool | None = None
+    sliding_window: int | None = None
+    local_window: int | None = None
+    position_ids: Tensor | None = None
+    lengths: PackedLengths | None = None
+
+    def check_heads(self) -> None:
+        """Check the numbers of heads.
+
+        Raises:
+            ValueError: the query heads are not a multiple of the key heads, or there isn't one sink for each head.
+        """
+        heads, kv_heads = self.query.shape[2], self.key.shape[2]
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
+        if self.sinks is not None and self.sinks.shape != (heads,):
+            raise ValueError(f"sinks of shape {tuple(self.sinks.shape)} are not one for each of {heads} heads")
+
+    def window(self, causal: bool) -> tuple[int, int]:
+        """How many keys to the left and to the right of its own a query sees by `sliding_window`; -1 for no limit.
+
+        Raises:
+            TypeError: the window is not an int.
+            ValueError: it is negative.
+        """
+        size = self.sliding_window
+        if not size:  # upstream takes 0 for no window as well
+            return (-1, -1)
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"sliding_window must be a number of keys, not {size!r}")
+        if size < 0:
+            raise ValueError(f"sliding_window must be positive, not {size}")
+        if size >= self.key.shape[1]:  # hides nothing
+            return (-1, -1)
+        return (size - 1, 0 if causal else size - 1)
+
+    def options(self, causal: bool, window: tuple[int, int]) -> dict[str, Any]:
+        """The keywords that every function of a kernel takes, with the causality and the window that were found."""
+        deterministic = self.deterministic
+        if deterministic is None:
+            deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
+        return {
+            "dropout_p": self.dropout,
+            "softmax_scale": self.scale,
+            "causal": causal,
+            "window_size": window,
+            "softcap": self.softcap or 0.0,
+            "deterministic": deterministic,
+            "s_aux": self.sinks if self.sinks is None else self.sinks.to(self.query.dtype),
+        }

@@ -1,0 +1,385 @@
+"""The arguments of the model's forward in progress, and the masks made in it, for its layers.
+
+Models pass to their layers what those layers need upstream, which is less than a flash kernel or a linear attention needs.
+A `ForwardContext` lasts as long as the model's forward, and while one of its layers is computed again in the backward pass
+of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .boundaries import Sequences, find_packing, require_agreement, restarts_of
+from .call import PackedLengths
+from .tensors import same_storage
+
+__all__ = [
+    "ForwardContext",
+    "MaskRecord",
+    "arguments_by_name",
+    "current_context",
+    "in_current_context",
+    "parameter_names",
+    "record_mask",
+    "with_context",
+    "without_context",
+]
+
+#: KV caches that packed sequences were put in.
+_packed_caches = WeakIdKeyDictionary()
+
+#: Of this thread: `context`, that of the forward in progress, and `records`, of masks made outside of any forward.
+_local = threading.local()
+
+
+class MaskRecord(NamedTuple):
+    """A mask that the library's mask function made, and the pattern behind it.
+
+    Attributes:
+        causal: whether a query sees no later key.
+        window: how many keys to the left and to the right of its own a query sees; -1 for no limit.
+        padding: (batch, kv_length or less) bool, False for padding; None if there is none.
+        q_length, kv_length: the sizes that it was made for.
+        mask: the tensor that was returned for it, or None if None was returned.
+    """
+
+    causal: bool
+    window: tuple[int, int]
+    padding: Tensor | None
+    q_length: int
+    kv_length: int
+    mask: Tensor | None
+
+
+class ForwardContext:
+    """One call of a model's forward.
+
+    Args:
+        model: the model that is called.
+        arguments: the arguments of the call by name.
+        outer: the context of the call around this one.
+
+    Attributes:
+        batch, length: of ``input_ids`` or ``inputs_embeds``; 0 if the model gets neither, as a vision tower.
+        implementation: the model's ``attn_implementation``.
+        cache: the model's ``past_key_values``.
+        masks_by_layer_type: whether ``attention_mask`` is a dict of masks, as `generate` makes them before the call.
+        tokens_only: whether the tokens are the model's only input, so that every attention layer of its own is over them.
+        has_encoder_states: whether the model gets the states of an encoder.
+        takes_positions: whether the model's forward has a parameter ``position_ids``. Without one, positions count on along
+            the whole row.
+        mask: the 2D ``attention_mask``.
+        has_4d_mask: whether ``attention_mask`` is 4D. Position ids don't add packed sequences to such a mask.
+        positions: the ``position_ids``; the outer call's if the model around this one computed M-RoPE's.
+        lengths: the ``cu_seq_lens_*`` and ``max_length_*``.
+        rows, padded_rows: the `Rows` in which mixers compute the packed sequences and the padded batch; False for none, None
+            if not found yet.
+        tokens_after_padding: how many tokens there are, if one of them comes after padding; 0 if none does, or if nothing
+            was read.
+    """
+
+    def __init__(self, model: Any, arguments: dict[str, Any], outer: ForwardContext | None) -> None:
+        ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        tokens = embeddings if ids is None else ids
+        sized = isinstance(tokens, Tensor) and tokens.ndim == (2 if ids is not None else 3)
+        self.batch: int = tokens.shape[0] if sized else 0  # type: ignore[union-attr]
+        self.length: int = tokens.shape[1] if sized else 0  # type: ignore[union-attr]
+        self.ids, self.embeddings = ids, embeddings
+        config = getattr(model, "config", None)
+        self.implementation = getattr(config, "_attn_implementation", None)
+        self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self.tokens_only, self.has_encoder_states = sized, False
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and name != "inputs_embeds":
+                if name.startswith(("encoder_", "cross_")):
+                    self.has_encoder_states = True
+                elif value.ndim > 2 and name != "attention_mask":
+                    self.tokens_only = False
+        mask = arguments.get("attention_mask")
+        self.records: list[MaskRecord] = []
+        self.masks_by_layer_type = isinstance(mask, dict)
+        if isinstance(mask, dict):
+            if not torch.compiler.is_compiling():
+                self.records += outer.records if outer is not None else getattr(_local, "records", ())
+            masks = sorted((m for m in mask.values() if isinstance(m, Tensor)), key=lambda m: m.ndim)
+            mask = masks[0] if masks else None
+        self.mask: Tensor | None = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        self.has_4d_mask = isinstance(mask, Tensor) and mask.ndim == 4
+        positions = arguments.get("position_ids")
+        self.positions: Tensor | None = positions if isinstance(positions, Tensor) else None
+        past = self.cache = arguments.get("past_key_values")
+        if past is not None and not torch.compiler.is_compiling() and _identity_of(past) in _packed_caches:
+            raise ValueError("a cache of packed sequences can't be continued: it doesn't say which of them goes on")
+        self.lengths = PackedLengths.of(arguments)
+        self.takes_positions = "position_ids" in parameter_names(type(model))
+        self.rows: Any = None
+        self.padded_rows: Any = None
+        self.tokens_after_padding = 0
+        self._outer_made_positions = False
+        self._segment_ids: Tensor | None = None
+        self._sequences: dict[bool, Sequences | None] = {}
+        self._checked_offsets: Tensor | None = None
+        self._bool_mask: Tensor | None = None
+        self._without_padding: bool | None = None
+        if outer is not None and self._has_tokens_of(outer):
+            self._inherit(outer)
+
+    def _has_tokens_of(self, outer: ForwardContext) -> bool:
+        """Whether the tokens are the outer call's, as in a language model within its head."""
+        if not self.length or (self.batch, self.length) != (outer.batch, outer.length):
+            return False
+        if self.ids is not None:
+            return self.ids is outer.ids
+        if outer.embeddings is not None:
+            return self.embeddings is outer.embeddings or not outer.encoder_decoder
+        return not outer.encoder_decoder
+
+    def _inherit(self, outer: ForwardContext) -> None:
+        """Take over the arguments that the outer call didn't pass on."""
+        self.mask = outer.mask if self.mask is None else self.mask
+        # M-RoPE's rows that the outer model computed, from its images, don't separate packed sequences.
+        computed = self.positions is not None and self.positions.ndim == 3
+        self._outer_made_positions = computed and outer.positions is None and outer.takes_positions
+        if self.positions is None or self._outer_made_positions:
+            self.positions = outer.positions
+        self.lengths = self.lengths or outer.lengths
+        self.cache = outer.cache if self.cache is None else self.cache
+        self.tokens_only = self.tokens_only and (outer.tokens_only or self.ids is None)
+        self.takes_positions = self.takes_positions or outer.takes_positions
+        self.has_4d_mask = self.has_4d_mask and outer.has_4d_mask  # if not, the outer model made it
+
+    def close(self, outputs: Any) -> None:
+        """Mark the cache that the forward returned, if packed sequences were put in it."""
+        if not (self.rows or self.lengths or any(self._sequences.values())):
+            return
+        past = _identity_of(getattr(outputs, "past_key_values", None))
+        if getattr(type(past), "__weakref__", None) is not None:
+            _packed_caches[past] = True
+
+    def covers(self, batch: int, q_len: int, kv_len: int, causal: bool) -> bool:
+        """Whether attention of these sizes is over the tokens of this call and no others."""
+        if not self.length or (batch, q_len, kv_len) != (self.batch, self.length, self.length):
+            return False
+        return causal or not self.has_other_keys
+
+    @property
+    def has_other_keys(self) -> bool:
+        """Whether attention that isn't causal has other keys than these tokens: an encoder's states."""
+        return self.has_encoder_states or any(record.causal for record in self.records)
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """The ``cu_seq_lens_q``."""
+        return None if self.lengths is None else self.lengths.cu_seq_lens_q
+
+    def has_record(self, q_len: int, kv_len: int) -> bool:
+        """Whether a mask of these sizes was made."""
+        return any((record.q_length, record.kv_length) == (q_len, kv_len) for record in self.records)
+
+    def set_segment_ids(self, segment_ids: Tensor) -> None:
+        """Keep the packed sequences that transformers found, unless there are positions or a mask to find them in."""
+        known = self.positions is not None or self.mask is not None or self._outer_made_positions
+        if not known and segment_ids.shape == (self.batch, self.length):
+            self._segment_ids = segment_ids
+
+    def padding(self, mask: Tensor, causal: bool) -> Tensor | None:
+        """A mask that a mask function gets, as one tensor for all types of layers; None if there is no padding.
+
+        Args:
+            mask: (batch, kv_len) bool.
+            causal: a decoder's mask that isn't causal may be that of an encoder's states.
+        """
+        same_size = self.mask is not None and self.mask.shape == mask.shape == (self.batch, self.length)
+        if not same_size or (self.has_other_keys and not causal):
+            return None if bool(mask.all()) else mask
+        if self._without_padding is None and not self._sequences:
+            self._bool_mask = mask
+            self.sequences(True)
+        if self._without_padding is None:  # the mask isn't the one that the model got
+            return None if bool(mask.all()) else mask
+        return None if self._without_padding else self._bool_mask
+
+    def find_record(
+        self, mask: Tensor | None, q_len: int, kv_len: int, causal: bool, window: int | None
+    ) -> MaskRecord | None:
+        """The record of a mask; None if no mask function of the library made it.
+
+        Args:
+            mask: the mask of a layer. A copy, as on another device, is recognised by its shape.
+            causal, window: the layer's own, which decide if several records are possible.
+
+        Raises:
+            ValueError: several are possible, and the layer's arguments fit none.
+        """
+        cross_attention = self.has_encoder_states and not causal
+        if mask is None:
+            if cross_attention:
+                return None
+            sizes = (q_len, kv_len)
+            possible = [r for r in self.records if r.mask is None and (r.q_length, r.kv_length) == sizes]
+        else:
+            for record in reversed(self.records):
+                if same_storage(mask, record.mask):
+                    found: MaskRecord = record
+                    return found
+            if mask.ndim != 2 or mask is self.mask or cross_attention:
+                return None
+            possible = [r for r in self.records if r.mask is not None and r.mask.shape == mask.shape]
+            possible = [r._replace(padding=mask) for r in possible]
+        patterns = {(r.causal, r.window): r for r in possible}
+        if len(patterns) < 2:
+            return possible[-1] if possible else None
+        left = window - 1 if window else -1
+        if fitting := [r for r in patterns.values() if r.causal == causal and r.window[0] == left]:
+            return fitting[-1]
+        if (causal, (-1, -1)) in patterns:
+            without_window: MaskRecord = patterns[causal, (-1, -1)]
+            return without_window
+        raise ValueError(
+            "an attention layer got a mask that several patterns of its model may have made: "
+            f"{sorted(patterns)}, and the layer says causal={causal}, sliding_window={window}"
+        )
+
+    def check_offsets(self) -> None:
+        """Check, once, that the model's mask and positions agree with its offsets.
+
+        Raises:
+            ValueError: they don't.
+        """
+        offsets = self.offsets
+        if offsets is None or self._checked_offsets is offsets:
+            return
+        self._checked_offsets = offsets
+        if self.mask is not None or self.positions is not None:
+            require_agreement(offsets, self.mask, self.positions, self.batch, self.length)
+
+    def sequences(self, causal: bool) -> Sequences | None:
+        """The packed sequences of positions, an indexed mask and a padding mask together; None if none are packed.
+
+        Synchronises once a forward. Where shapes are fixed, packed sequences fail an assertion of the device.
+
+        Raises:
+            ValueError: the mask holds other values than 0 and positive integers.
+        """
+        if causal not in self._sequences:
+            self._sequences[causal] = self._find_sequences(causal)
+        return self._sequences[causal]
+
+    def _find_sequences(self, causal: bool) -> Sequences | None:
+        mask, positions = self.mask, self.positions
+        if self.length < 2:
+            return None
+        if mask is not None and mask.shape != (self.batch, self.length):
+            return None  # of cached keys as well
+        restarts = None if positions is None else restarts_of(positions, self.batch, self.length, causal)
+        if mask is None:
+            if restarts is not None:
+                mask = torch.ones(1, dtype=torch.bool, device=restarts.order.device).expand(self.batch, self.length)
+            elif self._segment_ids is not None:
+                mask = self._segment_ids + 1
+            else:
+                return None
+        packing = find_packing(mask, restarts, self._bool_mask)
+        if packing is None:
+            return None
+        self._without_padding, self.tokens_after_padding = packing.without_padding, packing.tokens_after_padding
+        return packing.sequences
+
+
+def _identity_of(past: Any) -> Any:
+    """The object by which a KV cache is recognised: itself, or the first tensor of the tuples that models up to 4.55 return."""
+    while isinstance(past, (tuple, list)) and past:
+        past = past[0]
+    return past
+
+
+def record_mask(record: MaskRecord) -> None:
+    """Keep a mask's record in the forward in progress, or for the next one."""
+    context = current_context()
+    if context is not None:
+        context.records.append(record)
+    else:  # the last few: a model has no more types of layers
+        _local.records = [*getattr(_local, "records", ()), record][-4:]
+
+
+def current_context() -> ForwardContext | None:
+    """The context of the innermost forward that this thread is in."""
+    return getattr(_local, "context", None)
+
+
+def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, Any]], None]) -> Callable[..., Any]:
+    """A model's ``__call__`` that opens a `ForwardContext`.
+
+    Args:
+        before: called with the model and its arguments by name, except under torch.compile.
+    """
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiling = torch.compiler.is_compiling()
+        arguments = arguments_by_name(self, args, kwargs)
+        if not compiling:
+            before(self, arguments)
+        outer = current_context()
+        context = _local.context = ForwardContext(self, arguments, outer)
+        try:
+            outputs = original(self, *args, **kwargs)
+        finally:
+            _local.context = outer
+        if not compiling:
+            context.close(outputs)
+        return outputs
+
+    return __call__
+
+
+def in_current_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs in the context that is current now, whenever and in whichever thread it is called."""
+    context = current_context()
+    if context is None:
+        return function
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        outer = current_context()
+        _local.context = context
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _local.context = outer
+
+    return wrapped
+
+
+@contextmanager
+def without_context() -> Iterator[None]:
+    """For layers that get other tokens than those of the forward in progress."""
+    outer = current_context()
+    _local.context = None
+    try:
+        yield
+    finally:
+        _local.context = outer
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def parameter_names(module: type) -> tuple[str, ...]:
+    """The names of the parameters of a module's forward, without `self`."""
+    return _parameter_names(module)
+
+
+@cache
+def _parameter_names(module: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def arguments_by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module's forward, by name."""
+    return {**dict(zip(parameter_names(type(module)), args, strict=False)), **kwargs} if args else kwargs

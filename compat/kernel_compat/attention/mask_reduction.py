@@ -1,0 +1,150 @@
+"""4D masks proven to be made of padding, causality, a window and packed sequences, which varlen kernels take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .tensors import memoised, previous_token
+
+__all__ = ["ReducedMask", "reduce_mask"]
+
+#: An additive mask hides a key by any number up to this: some models use -1e4 and -1e9, most the dtype's lowest.
+_HIDDEN = -1e4
+
+
+class ReducedMask(NamedTuple):
+    """A mask in the terms of a varlen kernel.
+
+    Attributes:
+        padding: (batch, kv_len) bool, False for padding; None if there is none.
+        padded_queries: whether `padding` applies to the queries too (self-attention), or to the keys alone.
+        kv_len: how many keys are used. The rest are unused room of a static cache.
+        causal: whether a query sees no later key.
+        window: how many keys to the left and to the right of its own a query sees; -1 for no limit.
+        segment_ids: (batch, kv_len) int64, the packed sequence of each token, 0 for padding; None for one sequence a row.
+        from_4d: whether it comes from a 4D mask.
+    """
+
+    padding: Tensor | None
+    padded_queries: bool
+    kv_len: int
+    causal: bool
+    window: tuple[int, int]
+    segment_ids: Tensor | None = None
+    from_4d: bool = False
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
+    """Prove, once a mask, that a 4D mask is made of padding, causality, a window and packed sequences alone.
+
+    A query whose own key is hidden from every query counts as padding, as in a batch padded on the right: its output is zero.
+
+    Args:
+        mask: (batch or 1, heads or 1, q_len, kv_len or more), bool (True: visible) or float (added to the scores).
+
+    Raises:
+        ValueError: the mask is something else, such as a prefix or a bias.
+    """
+    return memoised(mask, ("reduce", q_len, kv_len), lambda: _reduce(mask, q_len, kv_len))
+
+
+def _reduce(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
+    if mask.shape[-2] != q_len or mask.shape[-1] < kv_len:
+        raise ValueError(
+            f"a 4D attention mask of shape {tuple(mask.shape)} does not fit {q_len} queries and {kv_len} keys"
+        )
+    everything = _visible(mask)
+    if bool(everything[..., kv_len:].any()):  # a cache that drops its oldest keys, as a sliding window's does
+        raise ValueError(
+            f"a 4D attention mask of shape {tuple(mask.shape)} shows keys after the last of {kv_len}: it doesn't say which key "
+            "each column stands for"
+        )
+    visible = everything[..., :kv_len]
+    if visible.shape[1] > 1 and not bool((visible == visible[:, :1]).all()):
+        raise ValueError(
+            "a 4D attention mask that differs between heads can't be reduced to padding, causality and window"
+        )
+    visible = visible[:, 0]
+    keys = visible.any(1)  # (batch, keys)
+    width = visible.shape[2]
+
+    # Every query sees the same keys: padding of the keys alone, as in cross-attention.
+    if bool((visible == visible[:, :1]).all()):
+        return ReducedMask(None if bool(keys.all()) else keys, False, width, False, (-1, -1), None, True)
+
+    # A causal query that is no padding sees up to its own key, which shows where the unused room of a static cache begins.
+    last = torch.where(visible, torch.arange(width, device=visible.device), -width).amax(-1)  # (batch, queries)
+    end = int((last - torch.arange(q_len, device=visible.device)).max()) + q_len
+    for kv in dict.fromkeys((end, width)):
+        if not q_len <= kv <= width:
+            continue
+        reduced = _as_causal_or_window(visible[..., :kv], keys[:, :kv])
+        if reduced is not None:
+            return reduced
+    if q_len == width:
+        reduced = _as_causal_or_window(visible, keys, _segment_ids(visible, keys))
+        if reduced is not None:
+            return reduced
+    raise ValueError(
+        "this 4D attention mask is not what padding, causality, a sliding window and packed sequences make: a flash kernel "
+        "can't honour it. Use attn_implementation='sdpa' or 'eager'"
+    )
+
+
+def _segment_ids(visible: Tensor, keys: Tensor) -> Tensor:
+    """Segment ids: a segment begins with each token that doesn't see the token before it. Padding has the id before it."""
+    before = previous_token(keys)
+    continues = visible.gather(2, before.clamp(min=0)[..., None])[..., 0] & (before >= 0)
+    return (keys & ~continues).cumsum(1)
+
+
+def _visible(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise ValueError(f"a 4D attention mask must be bool or float, not {mask.dtype}: 1 may mean either there")
+    visible = mask == 0
+    if not bool((visible | (mask <= _HIDDEN)).all()):
+        raise ValueError(
+            "a 4D attention mask that holds a bias, numbers besides 0 and minus infinity, can't be honoured by flash kernels"
+        )
+    return visible
+
+
+def _as_causal_or_window(visible: Tensor, keys: Tensor, segment_ids: Tensor | None = None) -> ReducedMask | None:
+    """The reduction of (batch, q_len, kv_len) to padding, causality and a window within the segments; None if it is more."""
+    q_len, kv_len = visible.shape[1:]
+    offset = kv_len - q_len
+    # A query is padding if its own key is: its row may then be empty.
+    ignored = ~keys[:, offset:] & ~visible.any(-1)
+    distance = (
+        torch.arange(q_len, device=visible.device)[:, None] + offset - torch.arange(kv_len, device=visible.device)[None]
+    )
+    lowest = torch.iinfo(torch.int64).min
+    left = int(torch.where(visible, distance, lowest).max())
+    right = int(torch.where(visible, -distance, lowest).max())
+    causal = right <= 0
+
+    def matches(left: int | None, right: int | None) -> bool:
+        expected = keys[:, None, :]
+        if segment_ids is not None:
+            expected = expected & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        if left is not None:
+            expected = expected & (distance <= left)
+        if right is not None:
+            expected = expected & (-distance <= right)
+        return bool(((expected == visible).all(-1) | ignored).all())
+
+    # The weakest exact description: a window only if one is needed.
+    if matches(None, 0 if causal else None):
+        window = (-1, -1)
+    elif left >= 0 and matches(left, 0 if causal else right):  # kernels take a negative limit for none
+        window = (left, 0 if causal else right)
+    else:
+        return None
+    segment_ids = None if segment_ids is None else torch.where(keys, segment_ids, 0)
+    return ReducedMask(None if bool(keys.all()) else keys, True, kv_len, causal, window, segment_ids, True)

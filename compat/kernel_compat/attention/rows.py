@@ -1,0 +1,267 @@
+"""Packed sequences as padded rows, in which a layer that mixes tokens without attention computes each by itself.
+
+Rows of about the same length are computed together, so that padding at most doubles the tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedFeatureError
+from .boundaries import Sequences, offsets_on_host
+from .call import PackedLengths
+from .forward_context import ForwardContext, without_context
+from .tensors import fixed_shapes
+
+__all__ = ["CACHE_ARGUMENTS", "RowCall", "Rows", "packed_rows", "padded_rows"]
+
+#: Arguments with the state of earlier calls.
+CACHE_ARGUMENTS = frozenset({"cache", "cache_params", "past_key_value", "past_key_values", "state"})
+#: Arguments about the whole packed row, which its sequences must not get.
+_PACKED_ARGUMENTS = frozenset({"cache_position", "seq_idx", *PackedLengths._fields})
+
+
+class Rows(NamedTuple):
+    """Packed sequences as padded rows.
+
+    Attributes:
+        sources: for each group of rows (rows, length) int64, the index in the flattened batch of each of its tokens. After
+            the last token of a sequence there are others, whose output is not used.
+        lengths: for each group (rows, 1) int64, the lengths of its sequences.
+        targets: (tokens,) int64, the index of each sequence's tokens in the groups' rows, flattened and concatenated.
+        indices: as in `Sequences`.
+    """
+
+    sources: tuple[Tensor, ...]
+    lengths: tuple[Tensor, ...]
+    targets: Tensor
+    indices: Tensor | None
+
+
+def packed_rows(context: ForwardContext) -> Rows | None:
+    """The rows of a forward's packed sequences, found once a forward; None if none are packed."""
+    if context.length < 2:
+        return None
+    offsets, tokens = context.offsets, context.batch * context.length
+    if offsets is not None and fixed_shapes(offsets):
+        longest = context.lengths.max_length_q  # type: ignore[union-attr]
+        return _fixed_rows(offsets, longest if isinstance(longest, int) else tokens, tokens)
+    if context.rows is None:
+        context.check_offsets()
+        sequences = context.sequences(True) if offsets is None else Sequences(None, offsets, 0, False)
+        context.rows = False if sequences is None else _grouped_rows(sequences, tokens)
+    return context.rows or None
+
+
+def padded_rows(context: ForwardContext) -> Rows:
+    """The rows of a padded batch, whose padding comes last; a single row without its padding. Found once a forward."""
+    if context.padded_rows is None:
+        context.padded_rows = _padded_rows(context)
+    rows: Rows = context.padded_rows
+    return rows
+
+
+def _grouped_rows(sequences: Sequences, tokens: int) -> Rows:
+    """The rows of packed sequences, grouped by length. Synchronises once.
+
+    Args:
+        tokens: how many there are in the flattened batch. Those after the last offset are a sequence of their own.
+
+    Raises:
+        ValueError: the offsets end after the tokens.
+    """
+    device = sequences.cu_seqlens.device
+    offsets = offsets_on_host(sequences.cu_seqlens)
+    if offsets[-1] > tokens:
+        raise ValueError(f"cu_seq_lens_q ends at {offsets[-1]}, and there are {tokens} tokens in the batch")
+    if sequences.indices is None and offsets[-1] < tokens:
+        offsets = [*offsets, tokens]
+    spans = [(start, stop - start) for start, stop in itertools.pairwise(offsets) if stop > start]
+    groups: dict[int, list[int]] = {}
+    for number, (_, length) in enumerate(spans):
+        groups.setdefault((length - 1).bit_length(), []).append(number)
+    shifts, sources, lengths, base = [0] * len(spans), [], [], 0
+    for members in groups.values():
+        longest = max(spans[number][1] for number in members)
+        for row, number in enumerate(members):
+            shifts[number] = base + row * longest - spans[number][0]
+        base += len(members) * longest
+        starts = _to_device([spans[number] for number in members], device)
+        within = torch.arange(longest, device=device)
+        lengths.append(starts[:, 1:])
+        source = starts[:, :1] + torch.minimum(within, starts[:, 1:] - 1)
+        sources.append(source if sequences.indices is None else sequences.indices[source])
+    count = sum(length for _, length in spans)
+    shift = _to_device([(by, length) for by, (_, length) in zip(shifts, spans, strict=True)], device)
+    targets = torch.arange(count, device=device)
+    targets = targets + torch.repeat_interleave(shift[:, 0], shift[:, 1], output_size=count)
+    return Rows(tuple(sources), tuple(lengths), targets, sequences.indices)
+
+
+def _to_device(pairs: list[tuple[int, int]], device: torch.device) -> Tensor:
+    """Pairs of ints as a tensor, without waiting for the device."""
+    return torch.tensor(pairs, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _fixed_rows(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:
+    """The rows of packed sequences in shapes that don't depend on values: one group."""
+    starts, stops = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    within = torch.arange(longest, device=cu_seqlens.device)
+    source = (starts[:, None] + within).clamp(max=tokens - 1)
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    number = torch.searchsorted(stops, index, right=True).clamp(max=stops.shape[0] - 1)
+    lengths = (stops - starts)[:, None]
+    return Rows((source,), (lengths,), number * longest + (index - starts[number]).clamp(0, longest - 1), None)
+
+
+def _padded_rows(context: ForwardContext) -> Rows:
+    order = torch.argsort(context.mask == 0, dim=1, stable=True)
+    if context.batch == 1:
+        order = order[:, : context.tokens_after_padding]
+        index = torch.arange(context.tokens_after_padding, device=order.device)
+        return Rows((order,), (order.new_full((1, 1), context.tokens_after_padding),), index, order[0])
+    first = torch.arange(context.batch, device=order.device)[:, None] * context.length
+    lengths = (context.mask != 0).sum(1, keepdim=True)  # type: ignore[union-attr]
+    return Rows((order + first,), (lengths,), (order.argsort(1) + first).flatten(), None)
+
+
+@dataclass(frozen=True, eq=False)
+class RowCall:
+    """One call of a layer's forward, computed in rows.
+
+    Attributes:
+        original: the layer's forward, called as ``original(layer, **arguments)``.
+        layer: the layer.
+        arguments: by name; the first is the tokens, of shape (batch, length, ...).
+        context: that of the model's forward.
+        rows: of its tokens.
+        returns_weights: whether the second output is attention weights, which rows can't give: None is returned for it.
+        keeps_cache: whether the layer gets its cache, which it does for the tokens of a single sequence.
+    """
+
+    original: Callable[..., Any]
+    layer: nn.Module
+    arguments: dict[str, Any]
+    context: ForwardContext
+    rows: Rows
+    returns_weights: bool = False
+    keeps_cache: bool = False
+
+    def has_tokens(self) -> bool:
+        """Whether the layer's first argument is the tokens of the model's forward.
+
+        Raises:
+            UnsupportedFeatureError: it isn't, and the model gets nothing but tokens.
+        """
+        first = next(iter(self.arguments.values()), None)
+        if isinstance(first, Tensor) and first.shape[:2] == (self.context.batch, self.context.length):
+            return True
+        if not self.context.tokens_only:
+            return False
+        raise UnsupportedFeatureError(
+            "packed sequences",
+            type(self.layer).__name__,
+            "It doesn't get the tokens of its model's forward. Pass the sequences as rows of a padded batch.",
+        )
+
+    def __call__(self) -> Any:
+        """The layer's outputs for each group of rows, put together to those of the batch."""
+        with without_context():
+            outputs = [
+                self.original(
+                    self.layer, **{name: self._in_rows(name, value, *group) for name, value in self.arguments.items()}
+                )
+                for group in zip(self.rows.sources, self.rows.lengths, strict=True)
+            ]
+        return self._joined(outputs)
+
+    def _in_rows(self, name: str, value: Any, source: Tensor, lengths: Tensor) -> Any:
+        """An argument for one group of rows."""
+        batch, length = self.context.batch, self.context.length
+        if self.keeps_cache and (name in CACHE_ARGUMENTS or name == "use_cache"):
+            return value
+        if self.keeps_cache and name == "cache_position" and isinstance(value, Tensor):
+            return value[: source.shape[1]]
+        if name in CACHE_ARGUMENTS or name in _PACKED_ARGUMENTS:
+            return None
+        if "mask" in name:
+            return _mask_in_rows(value, source, lengths, (batch, length))
+        if name == "use_cache":
+            return False
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._in_rows("", part, source, lengths) for part in value)
+        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != length:
+            return value
+        if value.shape[0] not in (1, batch):
+            return value
+        source = source.to(value.device)
+        value = value.expand(batch, *value.shape[1:]).flatten(0, 1)[source]
+        # Padding is zero, as upstream's: some layers see tokens to the right.
+        if name == next(iter(self.arguments)) and self.context.padded_rows is self.rows:
+            padding = torch.arange(source.shape[1], device=source.device) >= lengths.to(source.device)
+            value = value.masked_fill(padding.unflatten(1, (-1, *(1 for _ in value.shape[2:]))), 0)
+        return value
+
+    def _joined(self, parts: list[Any], secondary: bool = False) -> Any:
+        """One output of the layer for the batch, from those of the groups.
+
+        Args:
+            secondary: whether it isn't the first output: attention weights, a state, or more tokens.
+        """
+        if self.returns_weights and secondary:
+            return None
+        if isinstance(parts[0], (tuple, list)):
+            if secondary:
+                return self._cache()
+            each = zip(*parts, strict=True)
+            return type(parts[0])(self._joined(list(part), number > 0) for number, part in enumerate(each))
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        sizes = [source.shape for source in self.rows.sources]
+        if all(part.shape[:2] == size for part, size in zip(parts, sizes, strict=True)):
+            heads_first = False
+        elif all((part.shape[0], *part.shape[2:3]) == size for part, size in zip(parts, sizes, strict=True)):
+            heads_first, parts = True, [part.transpose(1, 2) for part in parts]
+        elif secondary:  # a state, from which packed sequences can't be continued
+            return self._cache()
+        else:
+            raise UnsupportedFeatureError(
+                "packed sequences",
+                type(self.layer).__name__,
+                f"It returns the shape {tuple(parts[0].shape)}. Pass the sequences as rows of a padded batch.",
+            )
+        batch, length = self.context.batch, self.context.length
+        tokens = torch.cat([part.flatten(0, 1) for part in parts])[self.rows.targets.to(parts[0].device)]
+        if self.rows.indices is not None:
+            indices = self.rows.indices.to(tokens.device)
+            tokens = tokens.new_zeros(batch * length, *tokens.shape[1:]).index_copy(0, indices, tokens)
+        result = tokens.unflatten(0, (batch, length))
+        return result.transpose(1, 2) if heads_first else result
+
+    def _cache(self) -> Any:
+        return next((value for name, value in self.arguments.items() if name in CACHE_ARGUMENTS), None)
+
+
+def _mask_in_rows(mask: Any, source: Tensor, lengths: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """The part of a 4D mask for the tokens of each row, in which no token sees the padding after its sequence.
+
+    Args:
+        shape: (batch, length) of the mask's tokens.
+    """
+    batch, length = shape
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != length:
+        return None
+    source = source.to(mask.device)
+    row, token = source[:, :1] // length, source % length
+    mask = mask.expand(batch, *mask.shape[1:])
+    mask = mask.transpose(0, 1)[:, row[:, :, None], token[:, :, None], token[:, None, :]].transpose(0, 1)
+    index = torch.arange(source.shape[1], device=mask.device)
+    # Padding sees itself: a softmax over nothing would have no gradient.
+    hidden = ((index >= lengths.to(mask.device))[:, None, :] & (index[None, :] > index[:, None]))[:, None]
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min if mask.is_floating_point() else 0)

@@ -1,0 +1,230 @@
+"""Checks of a call before the all-to-all: a rank that raises inside of it leaves the others waiting."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import UnsupportedFeatureError
+from ..call import UNSUPPORTED_ARGUMENTS
+from ..tensors import fixed_shapes, memoised, require
+from .all_to_all import all_to_all
+
+__all__ = ["Slice", "check_call", "on_every_rank"]
+
+T = TypeVar("T")
+
+_NAME = "sequence parallelism"
+
+
+class Slice(NamedTuple):
+    """The tokens of this rank.
+
+    Attributes:
+        rank, ranks: of the group.
+        batch, length: of the rank's tokens.
+        wait: whether checks synchronise with the device and raise.
+    """
+
+    rank: int
+    ranks: int
+    batch: int
+    length: int
+    wait: bool
+
+    @property
+    def first(self) -> int:
+        """The place of the rank's first token in the full sequence."""
+        return self.rank * self.length
+
+    @property
+    def tokens(self) -> int:
+        """The length of the full sequence."""
+        return self.ranks * self.length
+
+
+def on_every_rank(prepare: Callable[[], T], query: Tensor, group: dist.ProcessGroup | None, ranks: int) -> T:
+    """Return ``prepare()`` if it raises on no rank and all ranks have as many tokens; else raise on every rank.
+
+    Raises:
+        ValueError: `prepare` raised on another rank, or another rank has another number of tokens.
+    """
+    own_error = None
+    try:
+        prepared = prepare()
+    except Exception as error:  # each is raised below
+        own_error = error
+    row = [query.shape[0], query.shape[2], own_error is not None]
+    rows = all_to_all(torch.tensor([row] * ranks, device=query.device), group).tolist()
+    if own_error is not None:
+        raise own_error
+    if refusing := [str(rank) for rank, (_, _, refuses) in enumerate(rows) if refuses]:
+        raise ValueError(f"rank {', '.join(refusing)} of the group refuses this call: the error there says why")
+    if any(other != rows[0] for other in rows):
+        shapes = ", ".join(f"{batch} x {length}" for batch, length, _ in rows)
+        raise ValueError(f"every rank must have a slice of the same length, and they are (batch x length) {shapes}")
+    return prepared
+
+
+def check_call(
+    module: torch.nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+    own: Slice,
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """The mask and the keywords for this rank's heads of all tokens.
+
+    Args:
+        tensors: query, key and value of the rank's tokens, of shape (batch, heads, length, head_dim).
+        mask, kwargs: as the layer passes them.
+
+    Raises:
+        UnsupportedFeatureError: the call can't be spread over ranks.
+        ValueError: the arguments contradict each other, or they are those of a slice where the full sequence's are needed.
+    """
+    _require_spreadable(tensors, kwargs, own.ranks)
+    mask = _require_full(mask, tensors[0].shape[1], own)
+    beginnings = mask
+    if mask is None:  # a mask takes precedence over cu_seq_lens_*
+        beginnings = kwargs.get("cu_seq_lens_q")
+        for offsets in (beginnings, kwargs.get("cu_seq_lens_k")):
+            if offsets is not None:
+                _require_end(offsets, own)
+    positions, sinks = kwargs.get("position_ids"), kwargs.get("s_aux")
+    if positions is not None and positions.shape[-1] != own.tokens:
+        causal = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True)) if causal is None else causal
+        _require_positions(positions, beginnings, causal, own)
+        kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
+    if sinks is not None:
+        kwargs = {**kwargs, "s_aux": sinks.chunk(own.ranks)[own.rank]}
+    return mask, kwargs
+
+
+def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str, Any], ranks: int) -> None:
+    """Check shapes and keywords, which are the same on every rank: so is the error."""
+    query, key, value = tensors
+    skip = "Pass skip_sequence_parallel=True where every rank has all keys, or none of another's."
+    for name in ("cache", "output_attentions", *UNSUPPORTED_ARGUMENTS):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise UnsupportedFeatureError(f"the argument {name}", _NAME, skip)
+    (batch, heads, length), (kv_heads, kv_length) = query.shape[:3], key.shape[1:3]
+    if kv_length != length:
+        raise UnsupportedFeatureError(
+            f"{kv_length} keys beside {length} queries, as with a cache", _NAME, f"Pass use_cache=False. {skip}"
+        )
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch:
+        raise ValueError(f"shapes that don't fit: {[tuple(x.shape) for x in tensors]}")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
+    if heads % ranks:
+        raise UnsupportedFeatureError(
+            f"{heads} query heads on {ranks} ranks", _NAME, "The number of ranks must divide that of the query heads."
+        )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise UnsupportedFeatureError(
+            f"{kv_heads} key heads on {ranks} ranks",
+            _NAME,
+            "The number of ranks must divide that of the key heads, or be a multiple of it.",
+        )
+    sinks = kwargs.get("s_aux")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks of shape {tuple(sinks.shape)} are not one for each of {heads} heads")
+
+
+def _require_full(mask: Any, heads: int, own: Slice) -> Tensor | None:
+    """A mask of the full sequence; of one that differs between heads, the part for this rank's heads."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
+        raise UnsupportedFeatureError(
+            f"a mask of {type(mask).__name__}", _NAME, "It takes tensors of 2 or 4 dimensions."
+        )
+    if mask.ndim == 2 and mask.shape[1] != own.tokens:
+        raise UnsupportedFeatureError(
+            f"a padding mask of {mask.shape[1]} tokens for a sequence of {own.tokens}",
+            _NAME,
+            "Pass that of the full sequence, or register the name with sequence_parallel=, whose mask function gathers it.",
+        )
+    if mask.ndim == 2:
+        return mask
+    if mask.shape[2:] != (own.tokens, own.tokens) or mask.shape[1] not in (1, heads):
+        raise UnsupportedFeatureError(
+            f"a mask of shape {tuple(mask.shape)} for {heads} heads and a sequence of {own.tokens}",
+            _NAME,
+            "A 4D mask must be that of the full sequence; patterns besides padding, causality and a window come as one.",
+        )
+    return mask if mask.shape[1] == 1 else mask.chunk(own.ranks, 1)[own.rank]
+
+
+def _require_end(offsets: Tensor, own: Slice) -> None:
+    """Check that offsets are not those of a rank's slice. Tokens after the last offset would have no output."""
+    tokens = own.batch * own.tokens
+    message = (
+        f"cu_seq_lens_* don't end at {tokens}, where the full sequence does: pass those of all ranks' tokens, padding as a "
+        "sequence of its own"
+    )
+    _require_once(offsets, ("ends", tokens), lambda: offsets[-1] == tokens, message, own.wait)
+
+
+def _require_positions(positions: Tensor, beginnings: Tensor | None, causal: bool, own: Slice) -> None:
+    """Check that position ids are those of the rank's slice: transformers' default begins at 0 on every rank.
+
+    Without a mask or offsets, a rank can't know whether a packed sequence begins in another's slice: its positions must then
+    be those of one sequence for certain.
+
+    Args:
+        beginnings: a mask or cu_seq_lens_q, which say where sequences begin; None if there is neither.
+    """
+    if positions.ndim == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # Qwen2-VL: the positions in the text come before those of time, height and width
+    if positions.ndim == 1:
+        positions = positions[None]
+    if positions.ndim != 2 or positions.shape[1] != own.length or (beginnings is not None and beginnings.ndim == 4):
+        return
+    first, length = own.first, own.length
+    message = f"position_ids on rank {own.rank}, which has tokens {first} to {first + length - 1}, "
+
+    if beginnings is None:
+        if not causal and own.batch > 1:  # vision encoders number their patches in their own ways
+            return
+
+        def one_sequence() -> Tensor:
+            index = torch.arange(first, first + length, device=positions.device)
+            return (positions == index if causal else (positions != 0) | (index == 0)).all()
+
+        message += (
+            "are not those of one sequence. Pass them sliced as the tokens are (by default they begin at 0 on every rank), "
+            "and packed sequences as cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of them all"
+        )
+        _require_once(positions, ("one sequence", first, causal), one_sequence, message, own.wait)
+    elif own.rank:
+
+        def at_a_beginning() -> Tensor:
+            default = (positions == torch.arange(length, device=positions.device)).all(1)
+            if beginnings.ndim == 1:
+                row = torch.arange(own.batch, device=beginnings.device) * own.tokens
+                begins = (beginnings == (row + first)[:, None]).any(1)
+            else:
+                mask = beginnings.bool()
+                begins = ~(mask[:, first] & mask[:, :first].any(1))
+            return (begins | ~default).all()
+
+        message += "begin at 0 in the middle of a sequence. Pass them sliced as the tokens are"
+        _require_once(positions, ("begin", first, weakref.ref(beginnings)), at_a_beginning, message, own.wait)
+
+
+def _require_once(
+    tensor: Tensor, purpose: tuple[Any, ...], holds: Callable[[], Tensor], message: str, wait: bool
+) -> None:
+    """`require` of a condition on a tensor, checked once a tensor; in a graph each time."""
+    if fixed_shapes(tensor):
+        require(holds(), message)
+    else:
+        memoised(tensor, purpose, lambda: require(holds(), message, wait))

@@ -1,0 +1,130 @@
+"""Values read from tensors, at most once a tensor, and checks of tensors that don't synchronise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
+
+__all__ = [
+    "as_int",
+    "fixed_shapes",
+    "memoised",
+    "offsets_of",
+    "previous_token",
+    "require",
+    "same_storage",
+    "true_indices",
+]
+
+#: The longest message that a CUDA device prints of a failed assertion.
+_LONGEST_MESSAGE = 254
+
+
+def fixed_shapes(tensor: Tensor) -> bool:
+    """Whether shapes must not depend on values: under torch.compile, and while a CUDA graph is captured."""
+    if torch.compiler.is_compiling():
+        return True
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class TensorMemo:
+    """Values computed from a tensor, kept until the tensor is modified in place or freed.
+
+    Layers often get a view each of one mask, so a view is keyed by its base and geometry. Modifications are detected by the
+    version counter, which doesn't count writes through ``.data`` or a shared numpy array. Inference tensors have no version
+    counter, and under torch.compile there is nothing to keep: values are computed each time there.
+
+    Attributes:
+        limit: how many values are kept for one tensor; the oldest goes first.
+        values: the values of each tensor.
+    """
+
+    limit = 8
+
+    def __init__(self) -> None:
+        self.values = WeakIdKeyDictionary()
+        self._lock = threading.Lock()
+
+    def __call__(self, tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
+        """The value of ``compute()`` for this tensor and purpose."""
+        if torch.compiler.is_compiling() or tensor.is_inference():
+            return compute()
+        base = tensor if tensor._base is None else tensor._base
+        geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (purpose, geometry, tensor._version)
+        with self._lock:
+            known = self.values.get(base)
+            if known is not None and key in known:
+                kept: T = known[key]
+                return kept
+        value = compute()
+        with self._lock:
+            known = self.values.setdefault(base, {})
+            while len(known) >= self.limit:
+                del known[next(iter(known))]
+            known[key] = value
+        return value
+
+
+#: Shared by all layers and threads: tensors are its keys, so it holds nothing that outlives them.
+memoised = TensorMemo()
+
+
+def as_int(length: Any) -> int:
+    """An int, or the value of a tensor with one element. Synchronises once a tensor."""
+    if isinstance(length, Tensor):
+        return int(memoised(length, ("int",), length.item))
+    return int(length)
+
+
+def require(holds: Tensor, message: str, wait: bool = False) -> None:
+    """Check a condition on the device.
+
+    Args:
+        holds: one bool.
+        wait: whether to synchronise with a GPU and raise. Ignored where shapes are fixed.
+
+    Raises:
+        ValueError: it doesn't hold. On a GPU without `wait`, and where shapes are fixed, an assertion of the device fails
+            instead.
+    """
+    if fixed_shapes(holds) or (holds.is_cuda and not wait):
+        torch._assert_async(holds, message[:_LONGEST_MESSAGE])
+    elif not bool(holds):
+        raise ValueError(message)
+
+
+def same_storage(tensor: Tensor, other: Tensor | None) -> bool:
+    """Whether one tensor is the other, or a view or a detached copy of it. Under torch.compile a view is another tensor."""
+    if tensor is other:
+        return True
+    if other is None or torch.compiler.is_compiling() or tensor.device != other.device or not tensor.numel():
+        return False
+    return bool(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+
+
+def true_indices(mask: Tensor, count: int) -> Tensor:
+    """The indices of the `count` true elements of a flattened mask; unlike ``nonzero``, without synchronising."""
+    return torch.argsort(~mask.flatten(), stable=True)[:count]
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Offsets of sequences from their lengths: (sequences,) to (sequences + 1,), int32."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def previous_token(valid: Tensor) -> Tensor:
+    """The index of the last token before each position of a row, -1 if there is none. Shape (batch, length), int64.
+
+    Args:
+        valid: (batch, length) bool, False for padding.
+    """
+    index = torch.arange(valid.shape[1], device=valid.device)
+    return torch.nn.functional.pad(torch.where(valid, index, -1).cummax(1).values, (1, -1), value=-1)

@@ -1,0 +1,214 @@
+"""An `AttentionCall` computed by a kernel, whichever way its tokens are laid out: packed, padded or in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedFeatureError
+from ..kernels import Kernel
+from ..kernels.catalog import instead
+from .boundaries import Sequences, longest, require_total
+from .call import AttentionCall, PackedLengths
+from .padding import padding, query_mask, runs
+from .tensors import fixed_shapes, offsets_of
+
+__all__ = ["packed_attention", "padded_attention", "paged_attention", "sequences_attention"]
+
+
+def packed_attention(functions: Any, call: AttentionCall, lengths: PackedLengths, options: dict[str, Any]) -> Tensor:
+    """Attention within the sequences of given offsets. Padding, if there is any, is in sequences of its own.
+
+    Args:
+        functions: a kernel's `Functions`.
+        options: the keywords of `AttentionCall.options`.
+
+    Returns:
+        (batch, q_len, heads, value's head_dim), as from all functions of this module but `paged_attention`.
+
+    Raises:
+        ValueError: the offsets of a batch of several rows don't end with the tokens.
+    """
+    batch, q_len = call.query.shape[:2]
+    q_tokens, k_tokens = batch * q_len, batch * call.key.shape[1]
+    (cu_q, cu_k), max_q, max_k = lengths.offsets(), lengths.max_length_q, lengths.max_length_k
+    if fixed_shapes(call.query):  # values can't be read: any upper bound is right
+        max_q = max_q if isinstance(max_q, int) else q_tokens
+        max_k = max_k if isinstance(max_k, int) else k_tokens
+        if batch > 1:
+            for offsets, tokens in ((cu_q, q_tokens), (cu_k, k_tokens)):
+                torch._assert_async(offsets[-1] == tokens, "cu_seq_lens_* don't end where the batch does")
+    else:
+        max_q = longest(cu_q) if max_q is None or isinstance(max_q, Tensor) else int(max_q)
+        max_k = longest(cu_k) if max_k is None or isinstance(max_k, Tensor) else int(max_k)
+        if batch > 1:  # packed sequences are usually in one row: offsets may be meant for each row
+            require_total(cu_q, q_tokens, "cu_seq_lens_q")
+            require_total(cu_k, k_tokens, "cu_seq_lens_k")
+    offsets = cu_q.to(torch.int32)
+    output: Tensor = functions.flash_attn_varlen_func(
+        call.query.flatten(0, 1),
+        call.key.flatten(0, 1),
+        call.value.flatten(0, 1),
+        cu_seqlens_q=offsets,
+        # The same tensor for both: torch 2.15 chooses its fastest backend by that.
+        cu_seqlens_k=offsets if cu_k is cu_q else cu_k.to(torch.int32),
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        **options,
+    )
+    return output.unflatten(0, (batch, q_len))
+
+
+def sequences_attention(functions: Any, call: AttentionCall, sequences: Sequences, options: dict[str, Any]) -> Tensor:
+    """Attention within packed sequences that were found in masks and position ids. Padding queries are zero.
+
+    Raises:
+        ValueError: a sliding window over interior padding.
+    """
+    if sequences.interior_padding:
+        _require_no_window(options)
+    query = call.query
+    batch, q_len = query.shape[:2]
+    flat = [x.flatten(0, 1) for x in (query, call.key, call.value)]
+    indices = sequences.indices
+    if indices is not None:
+        indices = indices.to(query.device)
+        flat = [x[indices] for x in flat]
+    offsets = sequences.cu_seqlens.to(query.device)
+    output: Tensor = functions.flash_attn_varlen_func(
+        *flat,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        max_seqlen_q=sequences.max_seqlen,
+        max_seqlen_k=sequences.max_seqlen,
+        **options,
+    )
+    if indices is not None:
+        output = query.new_zeros(batch * q_len, *output.shape[1:]).index_copy(0, indices, output)
+    return output.unflatten(0, (batch, q_len))
+
+
+def padded_attention(
+    functions: Any, call: AttentionCall, mask: Tensor, padded_queries: bool, options: dict[str, Any]
+) -> Tensor:
+    """Attention over a padded batch. Padding queries are zero.
+
+    Args:
+        mask: (batch or 1, kv_len), 1 or True for tokens; it may be shorter than a static cache's keys.
+        padded_queries: whether the mask applies to the queries too.
+
+    Raises:
+        ValueError: the mask doesn't fit the batch, or a sliding window over interior padding.
+    """
+    query, key, value = call.query, call.key, call.value
+    (batch, q_len), kv_len = query.shape[:2], key.shape[1]
+    if mask.shape[0] != batch:
+        if mask.shape[0] != 1:
+            raise ValueError(f"an attention mask for {mask.shape[0]} sequences does not fit a batch of {batch}")
+        mask = mask.expand(batch, -1)
+    if mask.shape[1] > kv_len:
+        mask = mask[:, -kv_len:]
+    elif mask.shape[1] < kv_len:  # the rest is unused room of a static cache
+        kv_len = mask.shape[1]
+        key, value = key[:, :kv_len], value[:, :kv_len]
+    if padded_queries and kv_len < q_len:
+        raise ValueError(f"an attention mask of length {kv_len} does not fit {q_len} queries")
+    if fixed_shapes(query):
+        return _padded_by_sorting(functions, (query, key, value), mask.bool(), padded_queries, options)
+    tokens = padding(mask, q_len, padded_queries)
+    if tokens is None:
+        output: Tensor = functions.flash_attn_func(query, key, value, **options)
+        return output
+    if tokens.interior:
+        _require_no_window(options)
+    flat = query.new_zeros(batch * q_len, *query.shape[2:-1], value.shape[-1])
+    if not tokens.max_seqlen_q:
+        return flat.unflatten(0, (batch, q_len))
+    packed = functions.flash_attn_varlen_func(
+        query.flatten(0, 1)[tokens.q_index],
+        key.flatten(0, 1)[tokens.k_index],
+        value.flatten(0, 1)[tokens.k_index],
+        cu_seqlens_q=tokens.cu_seqlens_q,
+        cu_seqlens_k=tokens.cu_seqlens_k,
+        max_seqlen_q=tokens.max_seqlen_q,
+        max_seqlen_k=tokens.max_seqlen_k,
+        **options,
+    )
+    return flat.index_copy(0, tokens.q_index, packed).unflatten(0, (batch, q_len))
+
+
+def _padded_by_sorting(
+    functions: Any, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor, padded_queries: bool, options: dict[str, Any]
+) -> Tensor:
+    """`padded_attention` in fixed shapes: the tokens of each row come first, and its padding is a sequence of its own."""
+    query, key, value = tensors
+    (batch, q_len), kv_len = query.shape[:2], key.shape[1]
+    queries = query_mask(mask, q_len, padded_queries)
+    if options["window_size"] != (-1, -1):
+        torch._assert_async((runs(mask) <= 1).all(), "a sliding window over a mask with padding between tokens")
+
+    def offsets(valid: Tensor) -> Tensor:
+        lengths = valid.sum(1, dtype=torch.int32)
+        return offsets_of(torch.stack([lengths, valid.shape[1] - lengths], 1).flatten())
+
+    def sort(x: Tensor, order: Tensor) -> Tensor:
+        return x.gather(1, order[:, :, None, None].expand_as(x))
+
+    k_order = torch.argsort(~mask, dim=1, stable=True)
+    q_order = torch.argsort(~queries, dim=1, stable=True)
+    packed = functions.flash_attn_varlen_func(
+        sort(query, q_order).flatten(0, 1),
+        sort(key, k_order).flatten(0, 1),
+        sort(value, k_order).flatten(0, 1),
+        cu_seqlens_q=offsets(queries),
+        cu_seqlens_k=offsets(mask),
+        max_seqlen_q=q_len,
+        max_seqlen_k=kv_len,
+        **options,
+    )
+    output = sort(packed.unflatten(0, (batch, q_len)), torch.argsort(q_order, dim=1))
+    return torch.where(queries[:, :, None, None], output, 0)
+
+
+def _require_no_window(options: dict[str, Any]) -> None:
+    if options["window_size"] != (-1, -1):
+        raise ValueError(
+            "a sliding window over a mask with padding between tokens: distances would shrink with the padding"
+        )
+
+
+def paged_attention(kernel: Kernel, call: AttentionCall, paging: dict[str, Any]) -> Tensor:
+    """One new token for each sequence, over a cache in pages.
+
+    Args:
+        call: query, key and value of shape (1, sequences, heads, head_dim).
+        paging: the arguments of transformers' paged cache: ``k_cache``, ``v_cache``, ``block_table``, ``cu_seq_lens_k``.
+
+    Returns:
+        (1, sequences, heads, head_dim).
+
+    Raises:
+        UnsupportedFeatureError: the kernel has no paged cache.
+    """
+    kvcache = kernel.load().flash_attn_with_kvcache
+    if kvcache is None:
+        raise UnsupportedFeatureError("a paged cache", kernel.name, instead(kernel.name, "paged"))
+    query, key, value = (x.transpose(0, 1) for x in (call.query, call.key, call.value))
+    sequences, offsets, window = query.shape[0], paging["cu_seq_lens_k"], call.sliding_window
+    output: Tensor = kvcache(
+        query,
+        paging["k_cache"],
+        paging["v_cache"],
+        key,
+        value,
+        cache_seqlens=(offsets[1 : sequences + 1] - offsets[:sequences] - 1).to(torch.int32),
+        block_table=paging["block_table"],
+        softmax_scale=call.scale,
+        causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+        softcap=call.softcap or 0.0,
+        s_aux=None if call.sinks is None else call.sinks.to(query.dtype),
+    )
+    return output.transpose(0, 1)
