@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from .errors import MatrixError
 from .expressions import release
 from .locking import ANY_DAY, lock
 from .pins import Part, project_requirements, requirements_of
-from .work import Job
 
 _ASK = """
 import json, sys
@@ -105,21 +104,14 @@ class BasePython:
         wanted = release(cell.torch)
         return cell.python == self.python and self.torch.release[: len(wanted)] == wanted
 
-    def under(self, jobs: Iterable[Job], needless: Mapping[str, frozenset[str]]) -> list[Job]:
-        """The jobs, with bases that lack what this Python brings: torch, what torch alone needs, and what is there as it is pinned.
+    def without_installed(self, base: Part, needless: Collection[str]) -> Part:
+        """A base without the pins that this Python provides: those in `needless`, and those it has in the pinned version.
 
         Args:
-            needless: of every base, by name, what `torch_alone` says.
+            needless: names of the base's pins that only torch needs, as `torch_alone` returns them.
         """
-
-        def less(base: Part) -> Part:
-            kept = [pin for pin in base.pins if pin.name not in needless[base.name]]
-            return replace(base, pins=tuple(pin for pin in kept if not self._has(pin.name, pin.version)))
-
-        return [
-            job if isinstance(job.parts, str) else replace(job, parts=(less(job.parts[0]), job.parts[1]))
-            for job in jobs
-        ]
+        kept = [pin for pin in base.pins if pin.name not in needless]
+        return replace(base, pins=tuple(pin for pin in kept if not self._has(pin.name, pin.version)))
 
     def _has(self, name: str, version: str) -> bool:
         found = self.there.get(canonicalize_name(name))

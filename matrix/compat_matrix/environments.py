@@ -11,16 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import findpython
 from filelock import FileLock
 
+from .base_python import BasePython
 from .errors import MatrixError
 from .pins import Part
-
-if TYPE_CHECKING:
-    from .base_python import BasePython
 
 #: Packages that are built against the torch of the environment.
 _AGAINST_TORCH = ("flash-attn",)

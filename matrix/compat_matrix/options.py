@@ -7,9 +7,11 @@ import os
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .axes import OWN, Axes, load
+from .base_python import BasePython, torch_alone
 from .cells import Cell, shard
 from .errors import MatrixError
 from .work import Job
@@ -100,7 +102,6 @@ def pin_folder(options: argparse.Namespace, axes: Axes) -> Path:
 def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
     """What there is to run, and where it is installed from."""
     from . import runner
-    from .base_python import BasePython, torch_alone
     from .environments import Environments
     from .wheelhouse import Wheelhouse
 
@@ -134,8 +135,15 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         resolved = {job.cell: job.parts for job in jobs if not isinstance(job.parts, str)}
         parts = {part.name: part for pair in resolved.values() for part in pair}
         needless = wheelhouse.torch_alone if wheelhouse else torch_alone(axes, list(resolved), parts)
-        jobs = below.under(jobs, needless)
+        jobs = [_on_base_python(job, below, needless) for job in jobs]
     return wheelhouse.take(jobs) if wheelhouse else jobs
+
+
+def _on_base_python(job: Job, below: BasePython, needless: Mapping[str, frozenset[str]]) -> Job:
+    if isinstance(job.parts, str):
+        return job
+    base, layer = job.parts
+    return replace(job, parts=(below.without_installed(base, needless[base.name]), layer))
 
 
 def partial(options: argparse.Namespace) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .watched import WATCHED
+from .seam_list import SEAMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "between several: 5.3.0; 5.3, its newest patch; 4.48-5.23, the newest patch of every minor; 5.9.0-5.10.2, "
         "every release between; latest. Without any: the minors that the installed shims claim."
     )
-    for distribution in WATCHED:
+    for distribution in SEAMS:
         parser.add_argument(f"--{distribution}", metavar="RELEASES", help=f"of {distribution}")
     parser.add_argument(
         "--seam", action="append", default=[], metavar="MODULE:ATTRIBUTE", help="one more to look for; repeatable"
@@ -32,6 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         MatrixError: bad input, or a release that can't be read.
     """
-    from .answer import run  # here: what it imports takes longer than most other commands
+    from .lookup import run  # here: what it imports takes longer than most other commands
 
     return run(arguments)

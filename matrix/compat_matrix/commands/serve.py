@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         import uvicorn
 
         from ..service.app import create_app
-        from ..service.protocol import Impatient
+        from ..service.head_timeout import HeadTimeout
     except ModuleNotFoundError as error:
         raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
     from ..service import tokens
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         config = uvicorn.Config(
             app,
-            http=Impatient,
+            http=HeadTimeout,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -159,7 +159,7 @@ def _worker(options: argparse.Namespace, axes: Axes | None, queue: Queue) -> Ite
         yield
         return
     from ..service.client import Direct
-    from ..service.standing import worker
+    from ..service.local_worker import worker
 
     executor = None
     if options.executor == "ray":

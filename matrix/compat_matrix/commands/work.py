@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from ..service.client import Remote
-    from ..service.standing import worker
+    from ..service.local_worker import worker
 
     axes = axes_of(options)
     try:

@@ -26,7 +26,7 @@ from ..results import Kind
 from ..store import State, Store
 from ..store.documents import ATLAS, kept
 from ..views import diff
-from . import badge, details, feed, metrics, reading, verdicts
+from . import badge, details, feed, metrics, queries, verdicts
 from .api_models import (
     Atlas,
     Cells,
@@ -41,8 +41,8 @@ from .api_models import (
     WholeRun,
     plain,
 )
-from .board import Board
 from .queue import Queue
+from .snapshot import SnapshotCache
 from .verdicts import Answer, Wanted
 
 _BROKEN = (SQLAlchemyError, zlib.error, UnicodeDecodeError)
@@ -203,7 +203,7 @@ def _answered(
     """
     store: Store = request.app.state.store
     with _explained(store):
-        tag = _tag(request, of(store) if of is not None else version or reading.version(store))
+        tag = _tag(request, of(store) if of is not None else version or queries.version(store))
         tag = tag if of is not None else f"W/{tag}"
         wanted = [one.strip().removeprefix("W/") for one in request.headers.get("If-None-Match", "").split(",")]
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
@@ -249,19 +249,19 @@ def _cursor(when: datetime, *names: object) -> str:
 def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Response:
     """What is known of a combination, or of the nearest tested ones. A parameter left out stands for every value."""
     wanted = Wanted(asked.python, asked.transformers, asked.torch, asked.flash_attn, asked.device)
-    board: Board = request.app.state.board
+    snapshots: SnapshotCache = request.app.state.snapshots
     with _explained(request.app.state.store):
-        picture = board.look()
+        snapshot = snapshots.current()
 
     def make(store: Store) -> bytes:
         key = ("compat", wanted, asked.limit)
-        if (found := picture.made.get(key)) is None:
-            found = verdicts.answer(store, wanted, asked.limit, picture.cells).model_dump_json().encode()
-            if len(picture.made) < _KEPT:
-                picture.made[key] = found
+        if (found := snapshot.made.get(key)) is None:
+            found = verdicts.answer(store, wanted, asked.limit, snapshot.cells).model_dump_json().encode()
+            if len(snapshot.made) < _KEPT:
+                snapshot.made[key] = found
         return found
 
-    return _answered(request, make, version=picture.version)
+    return _answered(request, make, version=snapshot.version)
 
 
 @router.get("/runs", response_model=Runs, responses=_UNCHANGED)
@@ -274,7 +274,7 @@ def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
             when, _, name = asked.cursor.partition(".")
             after = (_EPOCH + timedelta(microseconds=int(when)), name)
         where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
-        found = reading.run_page(store, asked.limit + 1, after, where)
+        found = queries.run_page(store, asked.limit + 1, after, where)
         page = found[: asked.limit]
         more = _cursor(page[-1].started, page[-1].id) if len(found) > asked.limit else None
         return Runs(next=more, runs=[Run.of(one) for one in page])
@@ -301,7 +301,7 @@ def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Que
     def make(store: Store) -> Cells:
         name = store.resolve(run)
         after = -1 if asked.cursor is None else asked.cursor
-        found = reading.cell_page(store, name, asked.limit + 1, after, asked.axes, asked.state, asked.kind)
+        found = queries.cell_page(store, name, asked.limit + 1, after, asked.axes, asked.state, asked.kind)
         page = found[: asked.limit]
         more = str(page[-1][0]) if len(found) > asked.limit else None
         return Cells(next=more, cells=[CellState.of(cell, name, summary) for _, cell, summary in page])
@@ -341,14 +341,14 @@ def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name."""
 
     def make(store: Store) -> Cells:
-        known = sorted(reading.cells(store, asked.axes))
+        known = sorted(queries.cells(store, asked.axes))
         if asked.cursor is not None:
             known = known[bisect_right(known, parse(asked.cursor)) :]
         if asked.state is None:
             known = known[: asked.limit + 1]
         found = [
             (cell, past)
-            for cell, past in reading.newest(store, known).items()
+            for cell, past in queries.newest(store, known).items()
             if asked.state in (None, past.summary.state)
         ]
         page = found[: asked.limit]
@@ -365,7 +365,7 @@ def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Que
 
     def make(store: Store) -> History:
         every = store.history(wanted)
-        if not every and wanted not in reading.cells(store):
+        if not every and wanted not in queries.cells(store):
             raise MatrixError(f"no run has planned {cell}")
         order = {id(past): (past.run.started, past.run.id, past.summary.attempt) for past in every}
         found = sorted(every, key=lambda past: order[id(past)], reverse=True)
@@ -419,10 +419,10 @@ def badge_of(request: Request, axis: Axis, value: BadgeValue, nothing: Nothing) 
     """How many of the cells with a value of an axis pass, as a picture."""
 
     def make(store: Store) -> bytes:
-        known = reading.cells(store, {axis: value})
+        known = queries.cells(store, {axis: value})
         if not known:
             raise MatrixError(f"no cell has {axis} {value}")
-        states = Counter(past.summary.state for past in reading.newest(store, known).values())
+        states = Counter(past.summary.state for past in queries.newest(store, known).values())
         ended = states["passed"] + states["failed"]
         text = f"{states['passed']} of {ended} passed" if ended else "not tested"
         mood: badge.Mood = "unknown" if not ended else "bad" if states["failed"] else "good"
@@ -440,9 +440,9 @@ def prometheus(request: Request, nothing: Nothing) -> Response:
     """Cells by state, runs, and the queue, for Prometheus."""
     store: Store = request.app.state.store
     with _explained(store):
-        board: Board = request.app.state.board
-        picture = board.look()
-        text = metrics.exposition(picture.cells, picture.runs, request.app.state.queue)
+        snapshots: SnapshotCache = request.app.state.snapshots
+        snapshot = snapshots.current()
+        text = metrics.exposition(snapshot.cells, snapshot.runs, request.app.state.queue)
     return Response(text, media_type=metrics.MEDIA)
 
 
@@ -455,13 +455,13 @@ def atom(request: Request, nothing: Nothing) -> Response:
     """What broke, and what `watch` found, as a feed."""
     base = str(request.base_url)
     return _answered(
-        request, lambda store: feed.atom(_entries(store, reading.version(store)), base), media="application/atom+xml"
+        request, lambda store: feed.atom(_entries(store, queries.version(store)), base), media="application/atom+xml"
     )
 
 
 def _key(store: Store, run: str, cell: Cell, attempt: int | None) -> str:
     name = store.resolve(run)
-    key = reading.result_key(store, name, cell, attempt)
+    key = queries.result_key(store, name, cell, attempt)
     if key is None:
         raise MatrixError(f"the run {name} has no such result of {cell}")
     return f"{name} {key}"

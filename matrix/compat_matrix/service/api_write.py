@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 
 from ..store.models import pack
 from .logs import Ends
+from .protocol import Leased, LeaseId, Renewed, Report, Submission, Submitted, Taken, Wanted
 from .queue import Over, Queue
 from .tokens import Scope, Token
-from .wire import Leased, LeaseId, Renewed, Report, Submission, Submitted, Taken, Wanted
 
 T = TypeVar("T")
 

@@ -22,11 +22,11 @@ from ..fingerprint import of_axes
 from ..options import revision
 from ..store import Store
 from . import api_read, api_write, pages
-from .board import Board
 from .guard import Guard, failed, refusal
 from .html import Pages, add_error_pages
 from .queue import Differs, NoLease, Over, Queue
 from .settings import Settings
+from .snapshot import SnapshotCache
 
 #: Threads that read at the same time, and that write: to SQLite one can. Of more, each waits longer for Python's lock than it works.
 _READERS = 3
@@ -74,8 +74,8 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
     )
     app.state.store, app.state.axes, app.state.settings, app.state.queue = store, axes, settings, queue
     app.state.writers = CapacityLimiter(_WRITERS.get(store.dialect, 3))
-    app.state.board = Board(store)
-    app.state.site = pages.Site(store, queue, app.state.board, axes.all_cells if axes else {}, Pages())
+    app.state.snapshots = SnapshotCache(store)
+    app.state.site = pages.Site(store, queue, app.state.snapshots, axes.all_cells if axes else {}, Pages())
     app.add_middleware(Guard, store=store, settings=settings)
     for kind, status in ((Differs, 409), (Over, 410), (NoLease, 404)):
         app.add_exception_handler(kind, lambda _, error, status=status: refusal(status, str(error)))

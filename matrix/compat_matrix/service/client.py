@@ -15,8 +15,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from ..errors import MatrixError
 from ..store.models import pack
 from .logs import Ends
+from .protocol import Leased, Renewed, Report, Result, Taken, Wanted
 from .queue import Differs, NoLease, Over, Queue
-from .wire import Leased, Renewed, Report, Result, Taken, Wanted
 
 #: Seconds to connect, and for an answer.
 _TIMEOUT = (10, 120)

@@ -13,7 +13,7 @@ from xml.etree import ElementTree as ET
 from ..store import Store
 from ..store.documents import NEWS, kept
 from ..views.common import clean, one_line
-from . import reading
+from . import queries
 from .grid import cell_address, run_address
 
 _ATOM = "http://www.w3.org/2005/Atom"
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 def entries(store: Store, limit: int = 50) -> list[Entry]:
     """The newest first."""
     found = []
-    for cell, (run, summary), before in reading.broke(store, limit):
+    for cell, (run, summary), before in queries.broke(store, limit):
         when = summary.started or run.started
         title = f"{cell} broke: {one_line(summary.reason) or summary.kind or 'it failed'}"
         text = (

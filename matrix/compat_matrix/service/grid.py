@@ -38,14 +38,14 @@ class Entry(NamedTuple):
     Attributes:
         state: one of `STATES`.
         word: as a grid says it: how it failed, for one.
-        going: ``running`` or ``waiting`` where a newer result is to come.
+        activity: ``running`` or ``waiting`` where a newer result is to come.
         past: its newest result or plan; None for one that no run has planned.
         reason: why it failed, wasn't run or can't be.
     """
 
     state: str
     word: str
-    going: str
+    activity: str
     past: Past | None
     reason: str
 
@@ -118,7 +118,7 @@ class Shown(NamedTuple):
     sign: str
     word: str
     age: str
-    going: str
+    activity: str
     label: str
     hint: str
 
@@ -145,7 +145,7 @@ class Grid(NamedTuple):
 
     Attributes:
         counts: of the chosen facets, whatever state is asked for.
-        going: whether any cell of the store is running or waiting.
+        active: whether any cell of the store is running or waiting.
     """
 
     kernels: list[Tab]
@@ -153,31 +153,31 @@ class Grid(NamedTuple):
     counts: Counter[str]
     blocks: list[Block]
     groups: list[Group]
-    going: bool
+    active: bool
 
 
-def entry(past: Past | None, going: str = "", excluded: str | None = None) -> Entry:
+def entry(past: Past | None, activity: str = "", excluded: str | None = None) -> Entry:
     """
     Args:
-        going: ``running`` or ``waiting``, where it is.
+        activity: ``running`` or ``waiting``, where it is.
         excluded: why the axes rule it out; None if they don't.
     """
     if past is None:
         if excluded is not None:
             return Entry("refused", "can't be", "", None, excluded)
-        return Entry(going or "not run", going or "never", going, None, "")
+        return Entry(activity or "not run", activity or "never", activity, None, "")
     summary = past.summary
     if summary.state == "excluded":
         return Entry("refused", "can't be", "", past, summary.reason)
     if summary.state == "unfinished":
-        going = going or ("waiting" if past.run.state == "running" else "")
-        return Entry(going or "not run", going or "unfinished", going, past, "")
+        activity = activity or ("waiting" if past.run.state == "running" else "")
+        return Entry(activity or "not run", activity or "unfinished", activity, past, "")
     if summary.state == "not run":
-        return Entry("not run", "not run", going, past, summary.reason)
+        return Entry("not run", "not run", activity, past, summary.reason)
     if summary.state == "passed":
-        return Entry("passed", "ok", going, past, "")
+        return Entry("passed", "ok", activity, past, "")
     state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", "failed")
-    return Entry(state, _word(summary), going, past, summary.reason)
+    return Entry(state, _word(summary), activity, past, summary.reason)
 
 
 def _word(summary: Summary) -> str:
@@ -192,19 +192,19 @@ def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell])
 
 def of_all(
     cells: Mapping[Cell, Past],
-    going: Mapping[Cell, str],
+    activity: Mapping[Cell, str],
     served: Mapping[Cell, str],
 ) -> dict[Cell, Entry]:
     """
     Args:
         cells: with their newest results.
-        going: ``running`` or ``waiting``.
+        activity: ``running`` or ``waiting``.
         served: every combination of the axes, with why it can't be.
     """
-    found = {cell: entry(past, going.get(cell, "")) for cell, past in cells.items()}
+    found = {cell: entry(past, activity.get(cell, "")) for cell, past in cells.items()}
     for cell, excluded in served.items():
         if cell not in found:
-            found[cell] = entry(None, going.get(cell, ""), excluded or None)
+            found[cell] = entry(None, activity.get(cell, ""), excluded or None)
     return found
 
 
@@ -213,7 +213,7 @@ def grid(wanted: Wanted, entries: Mapping[Cell, Entry], now: datetime) -> Grid:
     Raises:
         MatrixError: there is no such FlashAttention, device or Python.
     """
-    going = any(one.going for one in entries.values())
+    active = any(one.activity for one in entries.values())
     if wanted.only:
         condition = Expression(wanted.only)
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
@@ -222,11 +222,11 @@ def grid(wanted: Wanted, entries: Mapping[Cell, Entry], now: datetime) -> Grid:
     there, pythons = _pythons(wanted, own)
     own = {cell: one for cell, one in own.items() if cell.python in there}
     counts = Counter(one.state for one in own.values())
-    counts["running"] = sum(one.going == "running" for one in own.values())
-    counts["waiting"] = sum(one.going == "waiting" for one in own.values())
+    counts["running"] = sum(one.activity == "running" for one in own.values())
+    counts["waiting"] = sum(one.activity == "waiting" for one in own.values())
     if wanted.state:
-        own = {cell: one for cell, one in own.items() if wanted.state in (one.state, one.going)}
-    return Grid(kernels, pythons, counts, _blocks(own, bool(wanted.state), now), groups(own), going)
+        own = {cell: one for cell, one in own.items() if wanted.state in (one.state, one.activity)}
+    return Grid(kernels, pythons, counts, _blocks(own, bool(wanted.state), now), groups(own), active)
 
 
 def _kernels(wanted: Wanted, entries: Mapping[Cell, Entry]) -> tuple[Collection[tuple[str, str]], list[Tab]]:
@@ -321,11 +321,11 @@ def _blocks(own: Mapping[Cell, Entry], chosen: bool, now: datetime) -> list[Bloc
 def _shown(cell: Cell, one: Entry, now: datetime) -> Shown:
     began = one.past.summary.started if one.past else None
     old = age(now - began) if began else ""
-    running = f", {one.going}" if one.going and one.going != one.state else ""
+    running = f", {one.activity}" if one.activity and one.activity != one.state else ""
     when = f" {old}" if old else ""
     label = f"{one.word}{when}{running}: transformers {cell.transformers}, torch {cell.torch}"
     hint = common.one_line(one.reason, 200) if one.reason else common.moment(began)
-    return Shown(cell, one.state, STATES[one.state], one.word, old, one.going, label, hint)
+    return Shown(cell, one.state, STATES[one.state], one.word, old, one.activity, label, hint)
 
 
 def groups(own: Mapping[Cell, Entry]) -> list[Group]:

@@ -26,9 +26,9 @@ from ..errors import MatrixError
 from ..store import Store
 from . import tokens
 from .html import Refusal, error_page, of_api
+from .protocol import REPORT_BYTES, REQUEST_BYTES
 from .settings import Settings
 from .tokens import Token
-from .wire import REPORT_BYTES, REQUEST_BYTES
 
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__, gpus
-from .wire import Gpu, Machine
+from .protocol import Gpu, Machine
 
 #: Where containers say how much memory they may use.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

@@ -24,11 +24,11 @@ from ..results import CellResult, Test
 from ..store import Past, Run, State, Store, queries
 from ..store.models import CELL, RESULT, RUN
 from ..views import architectures, common, diff, explain
-from . import atlas_view, details, going, html
-from .board import Board, Picture
+from . import atlas_view, details, html, queue_view
 from .grid import Entry, Wanted, age, cell_address, entry, grid, groups, of_all, of_run, run_address
 from .html import Made, Page, Pages, Refusal, page, render, send
 from .queue import Queue, Running
+from .snapshot import Snapshot, SnapshotCache
 
 router = APIRouter(include_in_schema=False, route_class=Page)
 
@@ -50,7 +50,7 @@ class Site(NamedTuple):
 
     store: Store
     queue: Queue
-    board: Board
+    snapshots: SnapshotCache
     served: Mapping[Cell, str]
     made: Pages
 
@@ -81,15 +81,15 @@ async def the_grid(request: Request) -> Response:
             return _redirect(request, f"/{_changed(wanted, run=run.id)}")
 
     def make(last: Made | None) -> tuple[str, bytes | None]:
-        picture = site.board.look()
+        snapshot = site.snapshots.current()
         leased = site.queue.running()
         now = datetime.now(timezone.utc)
         running = hash(frozenset((one.run, one.cell) for one in leased)) & 0xFFFFFFFF
-        tag = f"{picture.version}-{running:x}-{_minute(now)}"
+        tag = f"{snapshot.version}-{running:x}-{_minute(now)}"
         if last and last.tag == tag:
             return tag, None
         template = "grid.html" if live is None else "grid_live.html"
-        return tag, render(request, template, tag=tag, **_grid(site, wanted, picture, leased, now))
+        return tag, render(request, template, tag=tag, **_grid(site, wanted, snapshot, leased, now))
 
     made = await site.made.get(key, make)
     return Response(status_code=204, headers=html.HEADERS) if live == made.tag else send(request, made)
@@ -101,29 +101,29 @@ async def warm(app: FastAPI, root: str) -> None:
     for query in (b"", b"live=none"):
         scope = {"type": "http", "app": app, "method": "GET", "headers": [], "query_string": query}
         with suppress(MatrixError, Refusal, PoolTimeout):  # who asks is told
-            if (await run_in_threadpool(site.board.look)).runs:
+            if (await run_in_threadpool(site.snapshots.current)).runs:
                 await the_grid(Request(scope | {"path": f"{root}/", "root_path": root}))
 
 
-def _grid(site: Site, wanted: Wanted, picture: Picture, leased: list[Running], now: datetime) -> dict[str, Any]:
+def _grid(site: Site, wanted: Wanted, snapshot: Snapshot, leased: list[Running], now: datetime) -> dict[str, Any]:
     run = None
     if wanted.run:
-        run = next((one for one in picture.runs if one.id == wanted.run), None) or site.store.run(wanted.run)
+        run = next((one for one in snapshot.runs if one.id == wanted.run), None) or site.store.run(wanted.run)
         running = {one.cell for one in leased if one.run == run.id}
         entries = of_run(run, site.store.summary(run.id), running)
     else:
-        to_come = dict.fromkeys(picture.open, "waiting") | {one.cell: "running" for one in leased}
-        entries = of_all(picture.cells, to_come, site.served)
+        to_come = dict.fromkeys(snapshot.open, "waiting") | {one.cell: "running" for one in leased}
+        entries = of_all(snapshot.cells, to_come, site.served)
     try:
         found = grid(wanted, entries, now)
     except MatrixError as error:
         raise Refusal(400, str(error)) from None
-    whole = [one for one in picture.runs if not one.partial]
+    whole = [one for one in snapshot.runs if not one.partial]
     return {
         "wanted": wanted,
         "grid": found,
         "run": run,
-        "runs": picture.runs[:_RUNS],
+        "runs": snapshot.runs[:_RUNS],
         "newest": whole[0] if whole else None,
         "before": whole[1] if len(whole) > 1 else None,
         "now": now,
@@ -162,20 +162,20 @@ def the_cell(request: Request, name: str) -> Response:
     count = _attempts(site, cell) if len(history) == _HISTORY else len(history)
     now = datetime.now(timezone.utc)
     leased = [one for one in site.queue.running() if one.cell == cell]
-    picture = site.board.look()
-    waits = picture.open.get(cell)
+    snapshot = site.snapshots.current()
+    waits = snapshot.open.get(cell)
     word = "running" if leased else "waiting" if waits else ""
     if request.query_params.get("live") is not None:
         if not word:  # a result has come
             return Response(headers=html.HEADERS | {"HX-Refresh": "true"})
-        return page(request, "cell_going.html", going=word, leased=leased, waits=waits, cell=cell)
+        return page(request, "cell_running.html", activity=word, leased=leased, waits=waits, cell=cell)
     found = site.store.result(run, cell, attempt, log=False) if run else None
     past = None
     if found:
         past = next((one for one in history if _is(one, run, found.attempt)), None)
         past = past or next(one for one in site.store.history(cell, run=run) if _is(one, run, found.attempt))
     if past is None:
-        past = picture.cells.get(cell)
+        past = snapshot.cells.get(cell)
         if past and past.summary.verdict:
             past = None
     excluded = site.served.get(cell) or None
@@ -184,12 +184,12 @@ def the_cell(request: Request, name: str) -> Response:
         "entry": entry(past, word if past is None or not found else "", excluded),
         "past": past,
         "found": found,
-        "going": word,
+        "activity": word,
         "leased": leased,
         "waits": waits,
         "history": [(one, entry(one)) for one in history],
         "older": count - len(history),
-        "late": going.late(site.store, cell),
+        "late": queue_view.late(site.store, cell),
         "reproduce": common.reproduce(cell, past.run) if past else f"kernel-compat-matrix run {shlex.quote(cell.name)}",
         "ago": lambda when: _ago(when, now),
         "newest": history[0] if history else None,
@@ -240,7 +240,7 @@ def _chosen(request: Request, site: Site, name: str) -> tuple[Cell, str, int | N
     Raises:
         Refusal: there is none.
     """
-    known = site.board.look().cells
+    known = site.snapshots.current().cells
     cell = next((one for one in known if one.name == name), None)
     cell = cell or next((one for one in site.served if one.name == name), None) or _planned(site, name)
     if cell is None:
@@ -290,15 +290,15 @@ async def the_runs(request: Request) -> Response:
     before = request.query_params.get("before") or ""
 
     def make(last: Made | None) -> tuple[str, bytes | None]:
-        picture = site.board.look()
-        runs = picture.runs
+        snapshot = site.snapshots.current()
+        runs = snapshot.runs
         if before:
             names = [run.id for run in runs]
             if before not in names:
                 raise Refusal(404, f"There is no run {common.one_line(before, 100)!r}.")
             runs = runs[names.index(before) + 1 :]
         now = datetime.now(timezone.utc)
-        tag = f"{picture.version}-{_minute(now)}"
+        tag = f"{snapshot.version}-{_minute(now)}"
         if last and last.tag == tag:
             return tag, None
         more, runs = len(runs) > _RUNS, runs[:_RUNS]
@@ -320,7 +320,7 @@ def the_run(request: Request, name: str) -> Response:
     now = datetime.now(timezone.utc)
     leased = site.queue.running(run.id)
     entries = of_run(run, site.store.summary(run.id), {one.cell for one in leased})
-    runs = site.board.look().runs
+    runs = site.snapshots.current().runs
     whole = [one for one in runs if not one.partial or one.id == run.id]
     place = next((at for at, one in enumerate(whole) if one.id == run.id), len(whole))
     values = {
@@ -330,7 +330,7 @@ def the_run(request: Request, name: str) -> Response:
         "leased": leased,
         "before": whole[place + 1] if place + 1 < len(whole) else None,
         "ago": lambda when: _ago(when, now),
-        "going": run.state == "running",
+        "running": run.state == "running",
     }
     template = "run.html" if request.query_params.get("live") is None else "run_live.html"
     if template == "run_live.html" and run.state != "running":
@@ -382,7 +382,7 @@ def the_diff(request: Request) -> Response:
     if not old and not new:
         found = _last_two(site)
         if found is None:
-            return page(request, "diff.html", diff=None, old=None, new=None, runs=site.board.look().runs[:_RUNS])
+            return page(request, "diff.html", diff=None, old=None, new=None, runs=site.snapshots.current().runs[:_RUNS])
         old, new = found
     if not (old and new):
         raise Refusal(400, "Two runs are compared: one is missing.", "old and new are ids or labels of runs.")
@@ -392,7 +392,7 @@ def the_diff(request: Request) -> Response:
 def _diff(request: Request, site: Site, old: str, new: str) -> Response:
     before, after = _run(site, old), _run(site, new)
     changes = diff.compare(site.store, before.id, after.id)
-    runs = site.board.look().runs[:_RUNS]
+    runs = site.snapshots.current().runs[:_RUNS]
     runs += [one for one in (before, after) if one not in runs]
     values = {
         "diff": changes,
@@ -407,7 +407,7 @@ def _diff(request: Request, site: Site, old: str, new: str) -> Response:
 
 def _last_two(site: Site) -> tuple[str, str] | None:
     """The newest whole run with results, and the newest before it that has some of the same cells."""
-    runs = [one for one in site.board.look().runs if not one.partial][:_RUNS]
+    runs = [one for one in site.snapshots.current().runs if not one.partial][:_RUNS]
     new, cells = "", set[Cell]()
     for one in runs:
         ran = {cell for cell, summary in site.store.summary(one.id).items() if summary.verdict}
@@ -455,9 +455,9 @@ async def the_status(request: Request) -> Response:
             "counts": site.queue.counts(),
             "leased": site.queue.running(),
             "workers": site.queue.workers(),
-            "machine": going.machine,
-            "progress": going.progress(site.store),
-            "late": going.late(site.store),
+            "machine": queue_view.machine,
+            "progress": queue_view.progress(site.store),
+            "late": queue_view.late(site.store),
             "store": site.store.name.rpartition("/")[2],
             "now": now,
             "ago": lambda when: _ago(when, now),

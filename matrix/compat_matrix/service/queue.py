@@ -30,8 +30,8 @@ from ..expressions import Expression
 from ..results import CellResult
 from ..store import Store, inserts
 from ..store.models import CELL, LATE, LEASE, LOG, RUN, TASK, UPLOAD, WORKER, Utc, unpack
+from .protocol import Leased, Machine, Report, Result, Submission, Submitted, Wanted
 from .settings import Settings
-from .wire import Leased, Machine, Report, Result, Submission, Submitted, Wanted
 
 #: Where others write at the same time, one of so many cells is taken by chance: those who ask at once seldom want the same.
 _CANDIDATES = 16
@@ -615,8 +615,12 @@ def _labels(tests: Tests) -> str:
 
 def _end(connection: Connection, lease: str, how: str, now: datetime) -> bool:
     """Say how a lease ended. What was lost or given back may still become late; nothing else changes any more."""
-    going = LEASE.c.how.is_(None) if how != "late" else LEASE.c.how.is_(None) | LEASE.c.how.in_(["lost", "returned"])
-    values = update(LEASE).where(LEASE.c.id == lease, going).values(how=how, ended=func.coalesce(LEASE.c.ended, now))
+    open_lease = (
+        LEASE.c.how.is_(None) if how != "late" else LEASE.c.how.is_(None) | LEASE.c.how.in_(["lost", "returned"])
+    )
+    values = (
+        update(LEASE).where(LEASE.c.id == lease, open_lease).values(how=how, ended=func.coalesce(LEASE.c.ended, now))
+    )
     return bool(connection.execute(values).rowcount)
 
 

@@ -20,7 +20,7 @@ from ..errors import MatrixError
 from ..store import Past, Store, Summary
 from ..views.common import clean
 from ..views.explain import shims
-from . import reading
+from . import queries
 
 #: ``wrong``: it computes something else than it should. ``refused``: it can't be, for a stated reason. ``unknown``: not tested.
 Verdict = Literal["passed", "wrong", "failed", "refused", "unknown"]
@@ -166,13 +166,13 @@ def answer(store: Store, wanted: Wanted, limit: int = 5, every: Mapping[Cell, Pa
         every: the newest result of every cell, where that is known.
     """
     asked = wanted.asked
-    known = reading.newest(store, reading.cells(store)) if every is None else every
+    known = queries.newest(store, queries.cells(store)) if every is None else every
     alike = [cell for cell in known if all(_related(getattr(cell, axis), value) for axis, value in asked.items())]
     newest = {cell: known[cell] for cell in alike}
     refusals = _refusals(newest)
     exact = [one for one in _tested(store, newest.items(), asked) if not one.differs]
     if newest and not exact:  # perhaps before a newer patch came out
-        exact = [one for one in _tested(store, reading.earlier(store, alike), asked) if not one.differs]
+        exact = [one for one in _tested(store, queries.earlier(store, alike), asked) if not one.differs]
     exact = _last_of_each(exact)
 
     def answered(
@@ -235,10 +235,10 @@ def _told(store: Store, ended: Iterable[tuple[Cell, Past]]) -> list[Tested]:
     order = sorted(ended, key=lambda one: one[1].run.started)
     keys = [(cell.name, past.run.id, past.summary.attempt) for cell, past in order]
     lacking = [one for one, key in zip(order, keys, strict=True) if key not in kept]
-    said = reading.evidence(store, lacking)
+    said = queries.evidence(store, lacking)
     new = {key: kept[key] for key in keys if key in kept}
     for cell, past in lacking:
-        own = said.get((cell, past.run.id), reading.Evidence({}, ""))
+        own = said.get((cell, past.run.id), queries.Evidence({}, ""))
         new[cell.name, past.run.id, past.summary.attempt] = _one(cell, past, own)
     if len(kept) > _MOST:
         kept.clear()
@@ -246,7 +246,7 @@ def _told(store: Store, ended: Iterable[tuple[Cell, Past]]) -> list[Tested]:
     return [new[key] for key in keys]
 
 
-def _one(cell: Cell, past: Past, said: reading.Evidence) -> Tested:
+def _one(cell: Cell, past: Past, said: queries.Evidence) -> Tested:
     run, summary = past.run, past.summary
     return Tested(
         cell=cell.name,

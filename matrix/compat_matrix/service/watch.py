@@ -24,7 +24,7 @@ from kernel_compat.patching.installation import discover
 from ..atlas import command as atlas_command
 from ..atlas.index import File, Index, reason, shown
 from ..atlas.releases import covered
-from ..atlas.watched import WATCHED
+from ..atlas.seam_list import SEAMS
 from ..axes import Axes, Packages
 from ..cells import VERSIONED, Cell
 from ..errors import MatrixError
@@ -34,7 +34,7 @@ from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
 from ..views import common
 from ..views.common import one_line
-from . import reading
+from . import queries
 from .atlas_view import Disagreement
 
 #: Whose releases are looked for.
@@ -201,7 +201,7 @@ def read_atlas(store: Store, index: Index, new: New, cache: Path | None) -> tupl
         claimed.setdefault(shim.distribution, []).append(shim.versions)
     words = ["--json", "--check", *(["--cache", str(cache)] if cache else [])]
     try:
-        for distribution in WATCHED:
+        for distribution in SEAMS:
             if distribution not in claimed and distribution not in new:
                 continue
             known = covered(distribution, claimed.get(distribution, ()), index.files(distribution))
@@ -415,7 +415,7 @@ def results(store: Store, run: str) -> dict[Cell, Past]:
 
 def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple[dict[Cell, Past], dict[Cell, Past]]:
     """What these cells gave before in a suite, where they did, and all other cells with their newest results in it."""
-    every = reading.newest(store, reading.cells(store))
+    every = queries.newest(store, queries.cells(store))
     if suite != "default":  # whose runs are partial, and so never a cell's newest
         own_runs = {cell: (past for past in store.history(cell) if common.suite(past.run) == suite) for cell in every}
         every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}

@@ -17,14 +17,14 @@ from ..results import CellResult
 from ..runner import Executor
 from ..work import Job
 from .client import Refused, Service, Unreachable
-from .spool import Spool
-from .wire import Leased, Machine, Wanted
+from .protocol import Leased, Machine, Wanted
+from .upload_queue import UploadQueue
 
 #: Seconds between two questions for a cell where there was none, at most.
 _IDLE = 5.0
 #: Seconds between two attempts to reach a service that doesn't answer, at most.
 _PATIENCE = 30.0
-#: Seconds for results that are still to be sent when a worker is told to end; the rest stays in its spool.
+#: Seconds for results that are still to be sent when a worker is told to end; the rest stays in the upload queue.
 _LAST = 10.0
 
 
@@ -51,7 +51,7 @@ class Worker:
         machine: what this one is; its fingerprint is what `fingerprint` gives.
         executor: what runs them.
         job: what a lease says, as there is to run here.
-        spool: where results wait until the service has them.
+        uploads: where results wait until the service has them.
         only: an expression; such cells alone are leased.
         fingerprint: of the project as it is now. One that changes ends the worker.
         note: for lines about what happens.
@@ -63,14 +63,14 @@ class Worker:
         machine: Machine,
         executor: Executor,
         job: Callable[[Leased], Job],
-        spool: Spool,
+        uploads: UploadQueue,
         *,
         only: str | None = None,
         fingerprint: Callable[[], str],
         note: Callable[[str], None],
     ) -> None:
         self._service, self._machine, self._executor, self._job = service, machine, executor, job
-        self._spool, self._only, self._fingerprint, self._note = spool, only, fingerprint, note
+        self._uploads, self._only, self._fingerprint, self._note = uploads, only, fingerprint, note
         self._stop = threading.Event()
         self._over = threading.Event()
         self._new = threading.Event()
@@ -131,7 +131,7 @@ class Worker:
                     if leased:
                         idle.reset()
                     elif until_empty and not self._running:
-                        if not self._spool.leases():
+                        if not self._uploads.leases():
                             return
                         ask_at = time.monotonic() + 0.1
                     else:
@@ -185,7 +185,7 @@ class Worker:
                 raise
 
     def _keep(self, leased: Leased, result: CellResult) -> None:
-        self._spool.put(leased.lease, result)
+        self._uploads.put(leased.lease, result)
         self._new.set()
         self.counts[result.verdict] += 1
         kind = f" ({result.kind})" if result.kind else ""
@@ -206,7 +206,7 @@ class Worker:
         else:
             self._executor.close()
         end = time.monotonic() + _LAST
-        while self._spool.leases() and sender.is_alive() and time.monotonic() < end:
+        while self._uploads.leases() and sender.is_alive() and time.monotonic() < end:
             self._new.set()
             time.sleep(0.05)
 
@@ -232,12 +232,12 @@ class Worker:
                         self._renewals[lease] = again
 
     def _send(self) -> None:
-        """Of a thread of its own: what the spool has, also from before."""
+        """Of a thread of its own: sends the results in the queue, also those of an earlier worker."""
         patience = Pause(0.25, _PATIENCE)
         while True:
             self._new.clear()
             after = _PATIENCE
-            for lease in self._spool.leases():
+            for lease in self._uploads.leases():
                 try:
                     self._report(lease)
                     patience.reset()
@@ -249,22 +249,22 @@ class Worker:
                         self._error = error
                         return
                     self._note(f"a result isn't taken: {error}")
-                    self._spool.set_aside(lease)
+                    self._uploads.set_aside(lease)
                 except MatrixError as error:
                     self._note(str(error))
-                    self._spool.set_aside(lease)
+                    self._uploads.set_aside(lease)
             if self._over.is_set():
                 return
             (self._over if after < _PATIENCE else self._new).wait(after)
 
     def _report(self, lease: str) -> None:
-        result = self._spool.get(lease)
+        result = self._uploads.get(lease)
         if result is not None:
             try:
-                if not self._service.report(lease, result, self._spool.log(lease), time.time()):
+                if not self._service.report(lease, result, self._uploads.log(lease), time.time()):
                     self._note("a result came after the end of its lease: it is kept, and doesn't count")
-            except FileNotFoundError:  # another worker of this spool has just sent it
+            except FileNotFoundError:  # another worker of this queue has just sent it
                 pass
-            self._spool.drop(lease)
+            self._uploads.drop(lease)
         with self._lock:
             self._renewals.pop(lease, None)

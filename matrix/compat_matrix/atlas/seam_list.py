@@ -12,7 +12,7 @@ _FA2 = "flash_attn.flash_attn_interface"
 _FA4 = "flash_attn.cute.interface"
 
 #: What the library relies on, replaced by a shim or not, by distribution.
-WATCHED: Mapping[str, tuple[str, ...]] = {
+SEAMS: Mapping[str, tuple[str, ...]] = {
     "transformers": (
         "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
         "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",

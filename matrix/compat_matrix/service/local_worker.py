@@ -18,8 +18,8 @@ from ..runner import Executor, Local, default_root
 from ..work import Job
 from .client import Service
 from .machine import describe
-from .spool import Spool
-from .wire import Leased
+from .protocol import Leased
+from .upload_queue import UploadQueue
 from .worker import Worker
 
 #: For so many seconds the project isn't looked at again.
@@ -64,7 +64,7 @@ def worker(
         machine,
         executor or Local(jobs, devices, not options.no_fork),
         job,
-        Spool(folder),
+        UploadQueue(folder),
         only=only,
         fingerprint=project,
         note=note,

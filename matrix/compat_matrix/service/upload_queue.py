@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from ..errors import MatrixError
 from ..results import CellResult
-from .wire import Result
+from .protocol import Result
 
 #: Seconds after which half of a result is one that nobody writes any more.
 _LEFT = 24 * 3600.0
 _LEASE = re.compile(r"[A-Za-z0-9_-]{20,64}")
 
 
-class Spool:
+class UploadQueue:
     """Two files a result, its log and then itself, named by the lease. Several workers may share a folder: a report that comes
     twice counts once.
 

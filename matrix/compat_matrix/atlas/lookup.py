@@ -24,8 +24,8 @@ from ..errors import MatrixError
 from .cache import Cache, default_folder
 from .index import Index
 from .releases import Release, covered, select
-from .survey import Disagreement, Event, check, claims, history, read, unclaimed
-from .watched import WATCHED
+from .scan import Disagreement, Event, check, claims, history, read, unclaimed
+from .seam_list import SEAMS
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -87,7 +87,7 @@ def _shims(all_needed: bool, note: Callable[[str], None]) -> list[Shim]:
 
 
 def _releases(arguments: argparse.Namespace, shims: Sequence[Shim], index: Index) -> dict[str, list[Release]]:
-    texts = {distribution: getattr(arguments, distribution.replace("-", "_")) for distribution in WATCHED}
+    texts = {distribution: getattr(arguments, distribution.replace("-", "_")) for distribution in SEAMS}
     asked = {distribution: text for distribution, text in texts.items() if text is not None}
     if asked:
         return {
@@ -108,7 +108,7 @@ def _seams(given: Sequence[str], shims: Sequence[Shim], releases: _Releases) -> 
     """The seams to look for, by distribution."""
     seams = {
         distribution: [
-            *WATCHED.get(distribution, ()),
+            *SEAMS.get(distribution, ()),
             *(seam.target for shim in shims if shim.distribution == distribution for seam in shim.seams),
         ]
         for distribution in releases

@@ -16,8 +16,8 @@ from kernel_compat.patching.seam import Seam, Shim, parameter_problem
 from .cache import Cache
 from .index import THREADS, Index
 from .published import Published
-from .reading import FINGERPRINT, Found, Sources
 from .releases import Release
+from .sources import FINGERPRINT, Found, Sources
 
 _FINDINGS = TypeAdapter(dict[str, Found])
 #: Types that certainly have no signature.

@@ -12,7 +12,8 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_,
 
 from .. import __version__
 from ..cells import AXES, Cell
-from ..store import Past, Run, Store, Summary, queries
+from ..store import Past, Run, Store, Summary
+from ..store import queries as stored
 from ..store.inserts import chunks
 from ..store.models import CELL, DOCUMENT, LATE, PLANNED, RESULT, RUN, TEXT
 
@@ -36,7 +37,7 @@ def version(store: Store) -> str:
         row = connection.execute(
             select(newest, recent, documents, late, func.count(), ended, func.max(RUN.c.name), func.max(RUN.c.finished))
         ).one()
-        latest = select(RUN.c.id).order_by(*queries.NEWEST_FIRST).limit(1).scalar_subquery()
+        latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
         planned = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest))
     return hashlib.sha256(f"{__version__} {tuple(row)} {planned}".encode()).hexdigest()[:24]
 
@@ -45,7 +46,7 @@ def cells(store: Store, axes: Mapping[str, str] = {}) -> list[Cell]:
     """Every cell that a run has planned, or those with these values."""
     query = select(*(CELL.c[axis] for axis in AXES)).where(*_on(axes)).order_by(CELL.c.id)
     with store.reading() as connection:
-        return [queries.cell_of(row) for row in connection.execute(query)]
+        return [stored.cell_of(row) for row in connection.execute(query)]
 
 
 def newest(store: Store, wanted: Collection[Cell]) -> dict[Cell, Past]:
@@ -55,7 +56,7 @@ def newest(store: Store, wanted: Collection[Cell]) -> dict[Cell, Past]:
         keys: Mapping[int, Cell] = {}
         for names in chunks(cell.name for cell in wanted):
             rows = connection.execute(select(CELL.c.id, *(CELL.c[axis] for axis in AXES)).where(CELL.c.name.in_(names)))
-            keys = {**keys, **{row[0]: queries.cell_of(row[1:]) for row in rows}}
+            keys = {**keys, **{row[0]: stored.cell_of(row[1:]) for row in rows}}
         left = keys
         # A verdict of the tests counts before the lack of a GPU, and that before a plan.
         for rank, such in enumerate((_ENDED, RESULT.c.verdict.is_not(None), None)):
@@ -83,30 +84,30 @@ def _newest_past(connection: Connection, keys: Collection[int], worst: int) -> I
     Args:
         worst: 0, only what ended; 1, also what was not run; 2, also what was only planned.
     """
-    runs = select(RUN.c.id).where(RUN.c.partial.is_(False)).order_by(*queries.NEWEST_FIRST)
+    runs = select(RUN.c.id).where(RUN.c.partial.is_(False)).order_by(*stored.NEWEST_FIRST)
     rank = case((_ENDED, 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
     left, begin, size = set(keys), 0, 4
     while left and (part := connection.scalars(runs.offset(begin).limit(size)).all()):
         begin, size = begin + size, size * 4
         best: dict[int, tuple[int, Past]] = {}
         for some in chunks(left):
-            query = queries.summary(PLANNED.c.cell_id, RUN.c.id, *queries.RUN_FIELDS)
+            query = stored.summary(PLANNED.c.cell_id, RUN.c.id, *stored.RUN_FIELDS)
             query = query.where(PLANNED.c.run_id.in_(part), PLANNED.c.cell_id.in_(some), rank <= worst)
             for row in connection.execute(query):
                 key, place = row[18], part.index(row[19])
                 if key not in best or place < best[key][0]:
-                    best[key] = (place, queries.past_of(row))
+                    best[key] = (place, stored.past_of(row))
         yield from ((key, past) for key, (_, past) in best.items())
         left -= best.keys()
 
 
 def unfinished(store: Store) -> list[tuple[Cell, Run]]:
     """The cells without a result in whole runs that go on, those of the newest run first."""
-    query = queries.summary(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST)
+    query = stored.summary(*stored.RUN_FIELDS).order_by(*stored.NEWEST_FIRST)
     query = query.where(RUN.c.state == "running", RUN.c.partial.is_(False), RESULT.c.id.is_(None))
     with store.reading() as connection:
         rows = connection.execute(query.where(PLANNED.c.excluded.is_(None))).all()
-    return [(queries.cell_of(row), queries.past_of(row).run) for row in rows]
+    return [(stored.cell_of(row), stored.past_of(row).run) for row in rows]
 
 
 class Evidence(NamedTuple):
@@ -119,16 +120,16 @@ class Evidence(NamedTuple):
 def earlier(store: Store, wanted: Collection[Cell]) -> list[tuple[Cell, Past]]:
     """What passed or failed of these cells in whole runs: of results with the same environment and pins the newest."""
     same = (PLANNED.c.cell_id, RESULT.c.environment_id, RESULT.c.pins_id)
-    number = func.row_number().over(partition_by=same, order_by=queries.NEWEST_FIRST).label("number")
+    number = func.row_number().over(partition_by=same, order_by=stored.NEWEST_FIRST).label("number")
     found = []
     with store.reading() as connection:
         for names in chunks(cell.name for cell in wanted):
-            query = queries.summary(*queries.RUN_FIELDS, number)
+            query = stored.summary(*stored.RUN_FIELDS, number)
             query = query.where(_ENDED, RUN.c.partial.is_(False), CELL.c.name.in_(names))
             every = query.subquery()
             columns = (column for column in every.c if column.name != "number")
             rows = connection.execute(select(*columns).where(every.c.number == 1))
-            found += [(queries.cell_of(row), queries.past_of(row)) for row in rows]
+            found += [(stored.cell_of(row), stored.past_of(row)) for row in rows]
     return found
 
 
@@ -151,7 +152,7 @@ def evidence(store: Store, of: Iterable[tuple[Cell, Past]]) -> dict[tuple[Cell, 
         for run, attempts in runs.items():
             for names in chunks(attempts):
                 for row in connection.execute(query.where(RUN.c.name == run, CELL.c.name.in_(names))):
-                    cell = queries.cell_of(row)
+                    cell = stored.cell_of(row)
                     if row[7] == attempts[cell.name]:
                         told = json.loads(row[5] or "{}")
                         found[cell, run] = Evidence(told if isinstance(told, dict) else {}, row[6] or "")
@@ -162,7 +163,7 @@ def run_page(
     store: Store, limit: int, after: tuple[datetime, str] | None, where: Mapping[str, str | bool | None]
 ) -> list[Run]:
     """Runs, the newest first, behind the one that began then and has that id."""
-    query = select(*queries.RUN_FIELDS).order_by(RUN.c.started.desc(), RUN.c.name.desc()).limit(limit)
+    query = select(*stored.RUN_FIELDS).order_by(RUN.c.started.desc(), RUN.c.name.desc()).limit(limit)
     query = query.where(*(RUN.c[name] == value for name, value in where.items() if value is not None))
     if after is not None:
         query = query.where(or_(RUN.c.started < after[0], and_(RUN.c.started == after[0], RUN.c.name < after[1])))
@@ -180,7 +181,7 @@ def cell_page(
     kind: str | None = None,
 ) -> list[tuple[int, Cell, Summary]]:
     """Cells of a run, each with its place in it, in their order, behind a place."""
-    query = queries.summary(PLANNED.c.position).where(RUN.c.name == run, PLANNED.c.position > after, *_on(axes))
+    query = stored.summary(PLANNED.c.position).where(RUN.c.name == run, PLANNED.c.position > after, *_on(axes))
     if state is not None:
         known = RESULT.c.verdict.is_(None)
         query = query.where(
@@ -193,7 +194,7 @@ def cell_page(
         query = query.where(RESULT.c.kind == kind)
     with store.reading() as connection:
         rows = connection.execute(query.order_by(PLANNED.c.position).limit(limit)).all()
-    return [(row[18], *queries.summary_of(row)) for row in rows]
+    return [(row[18], *stored.summary_of(row)) for row in rows]
 
 
 def result_key(store: Store, run: str, cell: Cell, attempt: int | None) -> int | None:
@@ -223,7 +224,7 @@ def broke(store: Store, limit: int) -> list[Breakage]:
     """The newest ends at which a cell broke, the newest first."""
     order = (RUN.c.started, RUN.c.id)
     ends = (
-        queries.latest(
+        stored.latest(
             select(
                 RESULT.c.id,
                 RESULT.c.verdict,
@@ -234,12 +235,12 @@ def broke(store: Store, limit: int) -> list[Breakage]:
         .where(_ENDED, RUN.c.partial.is_(False))
         .subquery()
     )
-    query: Select[Any] = queries.summary(ends.c.run_before, *queries.RUN_FIELDS).join(ends, ends.c.id == RESULT.c.id)
+    query: Select[Any] = stored.summary(ends.c.run_before, *stored.RUN_FIELDS).join(ends, ends.c.id == RESULT.c.id)
     query = query.where(ends.c.verdict == "failed", ends.c.before == "passed")
     query = query.order_by(RUN.c.started.desc(), RESULT.c.id.desc()).limit(limit)
     with store.reading() as connection:
         rows = connection.execute(query).all()
-    return [Breakage(queries.cell_of(row), queries.past_of(row), row[18]) for row in rows]
+    return [Breakage(stored.cell_of(row), stored.past_of(row), row[18]) for row in rows]
 
 
 def _on(axes: Mapping[str, str]) -> Iterator[ColumnElement[bool]]:
