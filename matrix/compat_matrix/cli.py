@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from . import __version__
 from .errors import MatrixError
-from .options import add_store
 
 #: Each command's module, with `add_arguments` and `run`, and what it does. One is imported when it is called.
 COMMANDS = {
+    "check": ("commands.check", "ask a service for its verdict on this environment; runs nothing"),
     "list": ("commands.listing", "the cells"),
     "pin": ("commands.pin", "resolve the cells and write their pins"),
     "fetch": ("commands.fetch", "write a folder from which `run --offline` installs without a network"),
@@ -67,6 +67,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             continue
         implementation = importlib.import_module(f".{module}", __package__)
         if module.startswith("views"):
+            from .options import add_store  # here: `check` needs none of its imports
+
             add_store(command)
         implementation.add_arguments(command)
         command.set_defaults(do=implementation.run, name=name)

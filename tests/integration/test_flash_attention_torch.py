@@ -36,6 +36,7 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, policy
 from kernel_compat.diagnostics import numerics as check
+from kernel_compat.diagnostics.names import explain
 from kernel_compat.kernels import kernel as base
 
 TORCH = Version(torch.__version__).release
@@ -383,7 +384,7 @@ class TestWithoutAKernel:
             load(saved(models, "llama_gqa"), NAME)(input_ids=tokens())
 
     def test_explain(self) -> None:
-        explanation = check.explain(NAME)
+        explanation = explain(NAME)
         assert explanation.status.reasons == ("no CUDA device is visible",)
         assert explanation.status.owner == "kernel-compat"
         assert [(step.name, step.usable) for step in explanation.ladder] == [

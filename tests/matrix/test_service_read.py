@@ -655,9 +655,10 @@ def test_check_asks_the_real_service(store: Store, address: str, tmp_path: Path)
     seen = []
     for kind in ("wrong", None):
         stored(store, [ran(Cell(python, "5.9", "2.11"), "5.9.0", kind=kind, started=datetime.now(timezone.utc))])
+        search = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
-            [sys.executable, "-m", "kernel_compat", "check", "--service", address, "--json"],
-            env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "CUDA_VISIBLE_DEVICES": ""},
+            [sys.executable, "-m", "compat_matrix", "check", address, "--json"],
+            env={**os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
             check=False,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_service import Service
 
 import kernel_compat
 
@@ -140,11 +139,3 @@ def _nothing_left_behind() -> Iterator[None]:
     names._registered.clear()
     names._published.clear()
     names._refused.clear()
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    """A matrix service that says what it was recorded to say."""
-    service = Service()
-    yield service
-    service.stop()

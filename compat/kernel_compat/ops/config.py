@@ -243,9 +243,9 @@ def _refused(op: str, value: str, model: Any) -> str:
 
 def _check_attention(value: str, environment: Environment) -> None:
     from ..choosing import ladder as policy
-    from ..diagnostics import numerics as check
+    from ..choosing.known_names import require_known
 
-    check.require_known(value)
+    require_known(value)
     step = policy.ladder(value, environment)[0]
     if step.usable is False:
         raise KernelUnavailableError(
