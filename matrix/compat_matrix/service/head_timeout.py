@@ -1,4 +1,4 @@
-"""HTTP as uvicorn speaks it, but for connections that are held open without a request."""
+"""uvicorn's HTTP protocol with a time limit for the head of a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-#: Seconds for the whole head of a request. uvicorn waits for ever, and there are only so many connections.
+#: Seconds for the whole head of a request. uvicorn waits forever, and the number of connections is limited.
 HEAD = 20.0
 
 
@@ -27,7 +27,7 @@ class HeadTimeout(H11Protocol):
         self._forget()
 
     def _watch(self) -> None:
-        if self.conn.their_state is not h11.IDLE:  # the head is here
+        if self.conn.their_state is not h11.IDLE:  # the head is complete
             self._forget()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(HEAD, self._over)

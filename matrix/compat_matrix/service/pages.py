@@ -1,4 +1,4 @@
-"""The pages, as a browser gets them. Nothing here writes."""
+"""The pages. Nothing here writes to the store."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from .snapshot import Snapshot, SnapshotCache
 
 router = APIRouter(include_in_schema=False, route_class=Page)
 
-#: Rows of a list on one page.
+#: The number of rows of a list on one page.
 _RUNS = 50
 _HISTORY = 50
 _TESTS = 5_000
 
-#: Failed tests whose reports are on a page.
+#: The number of failed tests whose reports are on a page.
 _REPORTS = 200
 
 
 class Site(NamedTuple):
-    """What pages are made of, and those that were.
+    """The data of the pages, and the cache of rendered ones.
 
     Attributes:
-        served: every combination of the axes, with why it can't be.
+        served: every combination of the axes, with the reason if it is excluded.
     """
 
     store: Store
@@ -65,7 +65,7 @@ def _site(request: Request) -> Site:
 
 @router.get("/")
 async def the_grid(request: Request) -> Response:
-    """What many ask for is sent without waiting for a thread: others may be busy with what takes longer."""
+    """A frequently requested page is sent without waiting for a thread, as all may be busy with slower pages."""
     site = _site(request)
     asked = [(name, value) for name, value in request.query_params.multi_items() if value]
     live = next((value for name, value in asked if name == "live"), None)
@@ -96,11 +96,11 @@ async def the_grid(request: Request) -> Response:
 
 
 async def warm(app: FastAPI, root: str) -> None:
-    """Make what the first readers will ask for, all at the same time. Of an empty store it is made when they ask."""
+    """Render the pages that the first readers will request. With an empty store they are rendered on request."""
     site: Site = app.state.site
     for query in (b"", b"live=none"):
         scope = {"type": "http", "app": app, "method": "GET", "headers": [], "query_string": query}
-        with suppress(MatrixError, Refusal, PoolTimeout):  # who asks is told
+        with suppress(MatrixError, Refusal, PoolTimeout):  # the request gets the error
             if (await run_in_threadpool(site.snapshots.current)).runs:
                 await the_grid(Request(scope | {"path": f"{root}/", "root_path": root}))
 
@@ -166,7 +166,7 @@ def the_cell(request: Request, name: str) -> Response:
     waits = snapshot.open.get(cell)
     word = "running" if leased else "waiting" if waits else ""
     if request.query_params.get("live") is not None:
-        if not word:  # a result has come
+        if not word:  # the cell has a result now
             return Response(headers=html.HEADERS | {"HX-Refresh": "true"})
         return page(request, "cell_running.html", activity=word, leased=leased, waits=waits, cell=cell)
     found = site.store.result(run, cell, attempt, log=False) if run else None
@@ -226,7 +226,7 @@ def _details(site: Site, run: str, found: CellResult) -> dict[str, Any]:
 
 
 def _shims(found: Any) -> dict[str, Any]:
-    """What a result says of shims, as far as it has the form that our plugin gives it."""
+    """The shims in a result, as far as they have the form that the pytest plugin in the cell writes."""
     entries = found.items() if isinstance(found, dict) else ()
     return {
         name: one for name, one in entries if isinstance(one, dict) and isinstance(one.get("seams", []), (list, tuple))
@@ -234,8 +234,8 @@ def _shims(found: Any) -> dict[str, Any]:
 
 
 def _chosen(request: Request, site: Site, name: str) -> tuple[Cell, str, int | None, list[Past]]:
-    """The cell of a page, and the run and the attempt asked for; the run is empty where the cell has no result. And the newest
-    of its history.
+    """The cell, run and attempt in a page's address, and the newest entries of the cell's history; the run is empty if the
+    cell has no result.
 
     Raises:
         Refusal: there is none.
@@ -268,14 +268,14 @@ def _chosen(request: Request, site: Site, name: str) -> tuple[Cell, str, int | N
 
 
 def _attempts(site: Site, cell: Cell) -> int:
-    """How many results a cell has."""
+    """The number of results of a cell."""
     query = select(func.count()).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
     with site.store.reading() as connection:
         return connection.scalar(query.where(CELL.c.name == cell.name)) or 0
 
 
 def _planned(site: Site, name: str) -> Cell | None:
-    """A cell that partial runs alone have planned."""
+    """A cell that only partial runs have planned."""
     with site.store.reading() as connection:
         row = connection.execute(queries.summary().where(CELL.c.name == name).limit(1)).first()
     return queries.cell_of(row) if row else None
@@ -372,7 +372,7 @@ def _run(site: Site, name: str) -> Run:
         ) from None
 
 
-# What changed.
+# Changes.
 
 
 @router.get("/diff")
@@ -406,7 +406,7 @@ def _diff(request: Request, site: Site, old: str, new: str) -> Response:
 
 
 def _last_two(site: Site) -> tuple[str, str] | None:
-    """The newest whole run with results, and the newest before it that has some of the same cells."""
+    """The newest whole run with results, and the newest run before it that shares cells with it."""
     runs = [one for one in site.snapshots.current().runs if not one.partial][:_RUNS]
     new, cells = "", set[Cell]()
     for one in runs:
@@ -418,7 +418,7 @@ def _last_two(site: Site) -> tuple[str, str] | None:
     return None
 
 
-# The rest.
+# The other pages.
 
 
 @router.get("/seams")
@@ -490,7 +490,7 @@ def _redirect(request: Request, address: str) -> Response:
 
 
 def _minute(now: datetime) -> int:
-    """Changes as the ages do that pages show, in minutes at the finest."""
+    """A value that changes whenever the ages on a page change, at most once a minute."""
     return int(now.timestamp() // 60)
 
 

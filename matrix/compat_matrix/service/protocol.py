@@ -1,4 +1,4 @@
-"""What workers and the service say to each other, and the limits of it. Everything else is refused."""
+"""The messages between workers and the service, and their size limits. Anything else is refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..axes import Label
 from ..cells import Cell
 from ..results import CellResult, Kind, Outcome, Test, Verdict
 
-#: Bytes of a report as JSON, without the log.
+#: The largest report as JSON, without the log, in bytes.
 REPORT_BYTES = 16 * 2**20
-#: Bytes of any other request but a log.
+#: The largest other request except a log, in bytes.
 REQUEST_BYTES = 2**20
 
-#: To how many characters messages are cut, until a report is small enough.
+#: The lengths in characters to which messages are cut, one after the other, until a report is small enough.
 _MESSAGES = (100_000, 10_000, 1_000, 100, 0)
 _TESTS = 50_000
 
@@ -29,7 +29,7 @@ Line = Annotated[str, StringConstraints(max_length=10_000)]
 Text = Annotated[str, StringConstraints(max_length=REPORT_BYTES)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 LeaseId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{20,64}$")]
-#: 32 characters are 192 bits: nobody guesses one.
+#: 32 characters are 192 bits, which can't be guessed.
 NewLeaseId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{32,64}$")]
 #: Seconds since 1970, up to the year 3000.
 Moment = Annotated[float, Field(ge=0, le=32_503_680_000, allow_inf_nan=False)]
@@ -44,12 +44,12 @@ class _Message(BaseModel):
 
 
 class Submission(_Message):
-    """A run to make of cells of the served axes.
+    """A request to create a run of cells of the served axes.
 
     Attributes:
         only: an expression, such as ``device==cpu and torch==2.15``.
-        cells: by name; all of them if none is given.
-        suite: which tests, by the name that the axes file gives them.
+        cells: the names of the cells; all cells if empty.
+        suite: the name of the tests in the axes file.
         label: a name for the run.
     """
 
@@ -60,7 +60,7 @@ class Submission(_Message):
 
 
 class Submitted(_Message):
-    """A run that has begun, with so many cells, and so many that can't be."""
+    """A run that was created, with the number of its cells and of its excluded cells."""
 
     run: str
     cells: int
@@ -68,7 +68,7 @@ class Submitted(_Message):
 
 
 class Gpu(_Message):
-    """Compute capability as in ``9.0``; memory in GiB."""
+    """A GPU; its compute capability as in ``9.0``, its memory in GiB."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[ -~]{0,200}$")]
     capability: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]$")]
@@ -80,16 +80,16 @@ class Gpu(_Message):
 
 
 class Machine(_Message):
-    """What a worker is.
+    """A worker and its machine.
 
     Attributes:
-        name: of the worker; two of a name are shown as one.
-        version: of kernel-compat-matrix there.
-        fingerprint: of the project and the axes file there.
-        pythons: that it can provide; None: all of them.
-        gpus: that it may use.
-        memory: in GiB.
-        jobs: cells at a time.
+        name: the worker's name; two workers of the same name are shown as one.
+        version: its version of kernel-compat-matrix.
+        fingerprint: the fingerprint of its project and axes file.
+        pythons: the Python versions that it provides; None for all.
+        gpus: the GPUs that it may use.
+        memory: its memory in GiB.
+        jobs: the number of cells it runs at a time.
     """
 
     name: Name
@@ -103,12 +103,12 @@ class Machine(_Message):
 
 
 class Wanted(_Message):
-    """A worker asks for a cell.
+    """A request for a cell to run.
 
     Attributes:
-        free_gpus, free_memory: of the machine's, what no cell of this worker has now.
-        only: it takes such cells alone.
-        lease: what a lease is to be called, by chance. Who didn't hear the answer asks once more with the same, and gets the
+        free_gpus, free_memory: the part of the machine that no cell of this worker is using.
+        only: an expression; the worker takes only cells that match it.
+        lease: a random id for the lease. If the response is lost, the worker repeats the request with the same id and gets the
             same lease.
     """
 
@@ -123,8 +123,8 @@ class Leased(_Message):
     """A cell to run.
 
     Attributes:
-        lease: by which to renew and to report. A secret.
-        seconds: after which the lease is over, counted from the answer, unless it is renewed.
+        lease: the id for renewing and reporting. A secret.
+        seconds: the duration of the lease from the response on, unless it is renewed.
     """
 
     lease: str
@@ -136,13 +136,13 @@ class Leased(_Message):
 
 
 class Renewed(_Message):
-    """The lease goes on for so many seconds from now."""
+    """The lease was renewed for this number of seconds from now."""
 
     seconds: float
 
 
 class Taken(_Message):
-    """A report has arrived. Not counted: the lease was over, and the result is kept as late."""
+    """A report has arrived. It isn't counted if its lease had expired; the result is then kept as late."""
 
     counted: bool
 
@@ -154,7 +154,7 @@ class _Shim(_Message):
 
 
 class Environment(_Message):
-    """What a cell says of itself."""
+    """The environment of a cell, as the cell reports it."""
 
     python: Word = ""
     system: Word = ""
@@ -167,7 +167,7 @@ class Environment(_Message):
 
 
 class Outcomes(_Message):
-    """One test's."""
+    """The outcome of one test."""
 
     nodeid: Line
     outcome: Outcome
@@ -176,9 +176,9 @@ class Outcomes(_Message):
 
 
 class Result(_Message):
-    """What a cell gave: a `CellResult` without its cell and its attempt, which the lease knows, and without its log.
+    """The result of a cell: a `CellResult` without its cell and attempt, which the lease identifies, and without its log.
 
-    What JSON can't carry of a text, lone surrogates, is replaced.
+    Lone surrogates, which JSON can't represent, are replaced.
     """
 
     verdict: Verdict
@@ -199,7 +199,7 @@ class Result(_Message):
 
     @classmethod
     def of(cls, found: CellResult) -> Result:
-        """A result as it travels. Where it is too large, messages are cut in their middle."""
+        """The message for a result. If it is too large, test messages are shortened in their middle."""
         for longest in _MESSAGES:
             result = cls(
                 verdict=found.verdict,
@@ -227,7 +227,7 @@ class Result(_Message):
     def result(self, cell: Cell, attempt: int, ahead: float, log: str = "") -> CellResult:
         """
         Args:
-            ahead: seconds by which the worker's clock is before ours.
+            ahead: the number of seconds by which the worker's clock is ahead of the service's.
         """
         started = datetime.fromtimestamp(self.started, timezone.utc) - timedelta(seconds=ahead)
         return CellResult(
@@ -249,7 +249,7 @@ class Result(_Message):
 class Report(_Message):
     """
     Attributes:
-        now: by the worker's clock, as it sends this.
+        now: the worker's clock at the time of sending.
     """
 
     result: Result
@@ -259,7 +259,7 @@ class Report(_Message):
 def _environment(found: Mapping[str, Any]) -> Environment:
     try:
         return Environment.model_validate(_clean(dict(found)))
-    except ValidationError:  # a tested project may write into its file what it likes
+    except ValidationError:  # the tested project may have written anything to this file
         return Environment()
 
 
@@ -276,7 +276,7 @@ def _text(value: str) -> str:
 
 
 def _cut(text: str, longest: int) -> str:
-    """Without its middle where it is longer than that."""
+    """The text without its middle if it is longer than `most`."""
     if len(text) <= longest:
         return text
     note = f"\n[... {len(text) - longest} characters ...]\n"

@@ -1,4 +1,4 @@
-"""A worker: leases cells, runs them, and reports what they gave, whatever becomes of the service meanwhile."""
+"""A worker: leases cells, runs them and reports their results, also across failures of the service."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .client import Refused, Service, Unreachable
 from .protocol import Leased, Machine, Wanted
 from .upload_queue import UploadQueue
 
-#: Seconds between two questions for a cell where there was none, at most.
+#: The largest number of seconds between two requests for a cell while there is none.
 _IDLE = 5.0
-#: Seconds between two attempts to reach a service that doesn't answer, at most.
+#: The largest number of seconds between two attempts to reach a service that doesn't respond.
 _PATIENCE = 30.0
-#: Seconds for results that are still to be sent when a worker is told to end; the rest stays in the upload queue.
+#: Seconds for sending remaining results when a worker is stopped; the rest stays in the upload queue.
 _LAST = 10.0
 
 
 class Pause:
-    """How long to wait, longer each time, and never as long as others do."""
+    """Waiting times that grow and have random jitter."""
 
     def __init__(self, first: float, most: float) -> None:
         self._first, self._most = first, most
@@ -47,14 +47,14 @@ class Pause:
 class Worker:
     """
     Args:
-        service: where cells are from.
-        machine: what this one is; its fingerprint is what `fingerprint` gives.
-        executor: what runs them.
-        job: what a lease says, as there is to run here.
-        uploads: where results wait until the service has them.
-        only: an expression; such cells alone are leased.
-        fingerprint: of the project as it is now. One that changes ends the worker.
-        note: for lines about what happens.
+        service: the connection to the service.
+        machine: the description of this machine; its fingerprint is the value of `fingerprint()`.
+        executor: runs the cells.
+        job: turns a lease into a job.
+        uploads: holds results until the service has them.
+        only: an expression; only cells that match it are leased.
+        fingerprint: returns the project's current fingerprint. When it changes, the worker ends.
+        note: prints a line about the worker's progress.
     """
 
     def __init__(
@@ -75,26 +75,26 @@ class Worker:
         self._over = threading.Event()
         self._new = threading.Event()
         self._lock = threading.Lock()
-        #: What is leased and not reported: until when, by our clock, the lease is to be renewed.
+        #: The time, by the local clock, at which each open lease must be renewed.
         self._renewals: dict[str, float] = {}
         self._running: dict[Future[CellResult], tuple[Leased, Job]] = {}
         self._error: MatrixError | None = None
-        #: What the next lease is called; another one once an answer was heard.
+        #: The id of the next lease; replaced after each response.
         self._next = secrets.token_urlsafe(24)
         self.counts: Counter[str] = Counter()
 
     def stop(self) -> None:
-        """Give back what runs, and end. From a signal handler too."""
+        """Return the leases of running cells and end. May be called from a signal handler."""
         self._stop.set()
 
     def work(self, *, until_empty: bool = False) -> None:
         """Run cells until `stop`.
 
         Args:
-            until_empty: or until there is nothing more for this machine.
+            until_empty: stop also when there is no cell left for this machine.
 
         Raises:
-            MatrixError: this machine can't go on, or the service won't have it.
+            MatrixError: this machine can't continue, or the service refuses it.
         """
         renewer, sender = threads = [threading.Thread(target=one, daemon=True) for one in (self._renew, self._send)]
         renewer.start()
@@ -143,7 +143,7 @@ class Worker:
                 self._stop.wait(min(max(ask_at - time.monotonic(), 0.0), 0.2))
 
     def _lease(self) -> bool:
-        """Take a cell, and begin with it; whether there was one."""
+        """Lease a cell and start it; returns whether there was one."""
         if self._fingerprint() != self._machine.fingerprint:
             raise MatrixError("the project or its axes file has changed since this worker began: start it again")
         tests = [(job.tests, job.cell.device == "cuda") for _, job in self._running.values()]
@@ -170,14 +170,14 @@ class Worker:
         return True
 
     def _collect(self) -> None:
-        """Keep the results that are there."""
+        """Store the results of the cells that have ended."""
         for future in [one for one in self._running if one.done()]:
             leased, _ = self._running.pop(future)
             try:
                 self._keep(leased, future.result())
             except (work.Cancelled, CancelledError):
                 self._give_back(leased)
-            except MatrixError as error:  # of this machine, and so of every cell
+            except MatrixError as error:  # an error of this machine, which every cell would have
                 self._error = error
                 self._give_back(leased)
             except BaseException:
@@ -195,7 +195,7 @@ class Worker:
     def _give_back(self, leased: Leased) -> None:
         with self._lock:
             self._renewals.pop(leased.lease, None)
-        with suppress(Unreachable, MatrixError):  # it ends by itself
+        with suppress(Unreachable, MatrixError):  # it ends soon by itself
             self._service.give_back(leased.lease)
 
     def _wind_up(self, sender: threading.Thread) -> None:
@@ -211,7 +211,7 @@ class Worker:
             time.sleep(0.05)
 
     def _renew(self) -> None:
-        """Of a thread of its own: lease by lease, when a third of its time is over."""
+        """Renew each lease after a third of its duration. Runs in a thread of its own."""
         while not self._over.wait(0.1):
             with self._lock:
                 due = [lease for lease, at in self._renewals.items() if time.monotonic() >= at]
@@ -232,7 +232,7 @@ class Worker:
                         self._renewals[lease] = again
 
     def _send(self) -> None:
-        """Of a thread of its own: sends the results in the queue, also those of an earlier worker."""
+        """Send the results in the upload queue, also those of an earlier worker. Runs in a thread of its own."""
         patience = Pause(0.25, _PATIENCE)
         while True:
             self._new.clear()
