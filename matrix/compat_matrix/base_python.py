@@ -1,4 +1,4 @@
-"""Cells on a torch that is there already: the one of a machine's or a container's own Python."""
+"""Running cells on an installed torch: that of a machine's or a container's Python."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ print(json.dumps({"python": "%d.%d" % sys.version_info[:2], "folder": folder, "t
 
 @dataclass(frozen=True)
 class BasePython:
-    """A Python with a torch.
+    """A Python that has torch.
 
     Attributes:
-        executable: its path, as it was given: one in a virtual environment is a link, and the link is meant.
+        executable: its path, with links not resolved: in a virtual environment the link itself is the Python to run.
         python: ``"3.12"``.
-        folder: where its torch lies.
-        there: what lies in that folder: normalized name to version.
+        folder: the folder that contains its torch.
+        there: the packages in that folder: version by normalized name.
     """
 
     executable: Path
@@ -50,7 +50,7 @@ class BasePython:
 
     @classmethod
     def inspect(cls, executable: Path) -> BasePython:
-        """Ask a Python; nothing of torch is imported.
+        """Describe a Python by running it; torch isn't imported.
 
         Raises:
             MatrixError: it can't be run, or has no torch.
@@ -81,7 +81,7 @@ class BasePython:
 
     @property
     def key(self) -> str:
-        """Changes with what lies there."""
+        """A text that changes with the installed packages."""
         return "\n".join(
             [str(self.executable), str(self.folder), *(f"{n}=={v}" for n, v in sorted(self.there.items()))]
         )
@@ -89,7 +89,7 @@ class BasePython:
     def check(self, cells: Iterable[Cell]) -> None:
         """
         Raises:
-            MatrixError: some of the cells have another Python or torch.
+            MatrixError: a cell has a different Python or torch.
         """
         others = [cell for cell in cells if not self._fits(cell)]
         if others:
@@ -119,12 +119,12 @@ class BasePython:
 
 
 def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) -> dict[str, frozenset[str]]:
-    """Of every base of these cells, by name: torch, and the pins that nothing but torch needs.
+    """For each base of these cells, by name: torch, and the names of the pins that only torch needs.
 
-    Asks the index.
+    Uses the package index.
 
     Raises:
-        MatrixError: it doesn't answer, or the pins don't fit the axes any more.
+        MatrixError: the index can't be reached, or the pins don't satisfy the axes any more.
     """
     own = project_requirements(axes)
     found: dict[str, frozenset[str]] = {}
@@ -132,8 +132,8 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) ->
         base = parts[cell.base]
         if base.name in found:
             continue
-        # What transformers needs beside torch stays, whatever the torch there brings of it. Which release is asked makes no
-        # difference to that, and one base is there for all of them.
+        # The requirements of transformers other than torch stay. All releases have the same ones in this respect, and a base is
+        # shared by all of them, so any release will do.
         wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
         without = [text for text in wanted if canonicalize_name(Requirement(text).name) != "torch"]
         limits = [f"{pin.name}=={pin.version}" for name in (cell.base, cell.layer) for pin in parts[name].pins]

@@ -147,5 +147,5 @@ def print_shims(console: Console, shims: Sequence[ShimReport]) -> None:
 
 def _shim_reason(shim: ShimReport) -> str:
     if shim.foreign:
-        return f"{shim.reason} (replaced by somebody else since: {', '.join(shim.foreign)})"
+        return f"{shim.reason} (replaced by other code since: {', '.join(shim.foreign)})"
     return shim.reason

@@ -1,4 +1,4 @@
-"""The atlas from what a user asks to what is printed."""
+"""The implementation of `atlas`: from its arguments to its output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         notes.append(text)
         errors.print(f"note: {text}", markup=False, soft_wrap=True)
 
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of each retry
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
     shims = _shims(arguments.check, note)
     cache = Cache(arguments.cache or default_folder(), note)
     index = Index(cache, note)
