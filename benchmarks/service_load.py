@@ -37,7 +37,7 @@ from small import Small
 from compat_matrix.axes import Axes
 from compat_matrix.fingerprint import of_axes
 from compat_matrix.service import tokens
-from compat_matrix.service.wire import Machine, Result, Wanted
+from compat_matrix.service.protocol import Machine, Result, Wanted
 from compat_matrix.store import Store, models
 
 WORKERS = READERS = 50

@@ -20,9 +20,9 @@ from matrix_store import cells, copy_runs, fill, result
 from playwright.sync_api import sync_playwright
 
 from compat_matrix.service.app import create_app
-from compat_matrix.service.board import Board
 from compat_matrix.service.html import FRESH
 from compat_matrix.service.settings import Settings
+from compat_matrix.service.snapshot import SnapshotCache
 from compat_matrix.store import Store
 
 TIMES = 9
@@ -49,15 +49,17 @@ def serve(store: Store) -> tuple[uvicorn.Server, str]:
 
 
 def measure_server(store: Store, pythons: int) -> None:
-    board = Board(store, busy=1.0)
+    snapshots = SnapshotCache(store, busy=1.0)
     began = time.perf_counter()
-    board.look()
+    snapshots.current()
     print(f"    {'the first look at the store':55} {(time.perf_counter() - began) * 1000:8.1f} ms", flush=True)
     planned = cells(pythons, 28, 6)
     run = store.new_run(planned[:TIMES])
     left = iter(planned)
-    timed("a look when nothing is new", board.look)
-    timed("a look after a new result", board.look, lambda: store.add(run, result(next(left), 6, fail=False, seed=3)))
+    timed("a look when nothing is new", snapshots.look)
+    timed(
+        "a look after a new result", snapshots.look, lambda: store.add(run, result(next(left), 6, fail=False, seed=3))
+    )
     store.finish(run, "finished")
     server, address = serve(store)
     session = requests.Session()

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from compat_matrix.service.protocol import Impatient
+from compat_matrix.service.head_timeout import HeadTimeout
 
 
 @contextmanager
 def served(app: FastAPI, root_path: str = "") -> Iterator[str]:
     """Its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, http=Impatient, log_level="warning", root_path=root_path))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, http=HeadTimeout, log_level="warning", root_path=root_path))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not (server.started and app.state.warming.done()):  # what a test stores then is newer than any page

@@ -16,9 +16,9 @@ from compat_matrix.cells import Cell, parse
 from compat_matrix.expressions import Expression
 from compat_matrix.fingerprint import of_axes
 from compat_matrix.results import CellResult, Kind, Test
+from compat_matrix.service.protocol import Leased, Machine, Report, Result, Submission, Wanted
 from compat_matrix.service.queue import Queue
 from compat_matrix.service.settings import Settings
-from compat_matrix.service.wire import Leased, Machine, Report, Result, Submission, Wanted
 from compat_matrix.store import Store, documents, inserts
 
 AXES = """
@@ -96,7 +96,7 @@ def fill(store: Store, folder: Path) -> Demo:
     )
     _add(store, runs["new"], (_judged(cell, now - timedelta(hours=2, minutes=14)) for cell in new))
     store.finish(runs["new"], "finished")
-    queue, runs["going"] = _queue(store, axes, now)
+    queue, runs["running"] = _queue(store, axes, now)
     documents.keep(store, "atlas", json.dumps(ATLAS))
     return Demo(runs, queue)
 

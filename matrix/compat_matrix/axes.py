@@ -1,4 +1,4 @@
-"""The axes file: which cells there are, which can't be and why, what is installed in one and what runs there."""
+"""The axes file: the cells, the excluded ones with reasons, the packages in a cell and the tests it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
 from .errors import MatrixError
 from .expressions import Expression, release
 
-#: The file of this project, used where no other is named.
+#: This project's file, the default.
 OWN = Path(__file__).parent.parent / "axes.toml"
 
 
@@ -76,7 +76,7 @@ def _requirement(text: str) -> str:
     return text
 
 
-#: What decides on the packages of a part.
+#: The axes that determine the packages of a part.
 PART_AXES = {
     "base": frozenset({"python", "torch", "flash_attention"}),
     "layer": frozenset({"python", "transformers"}),
@@ -112,18 +112,18 @@ class Values(_Table):
 
 
 class Exclude(_Table):
-    """Cells that can't be."""
+    """A rule that excludes cells."""
 
     when: Condition
     because: Annotated[str, Field(min_length=1)]
 
 
 class Project(_Table):
-    """What is tested: it is installed as it stands in its folder, and its requirements with it.
+    """The tested project. It is installed from its folder, with its requirements.
 
     Attributes:
-        path: its folder, from the axes file's.
-        extras: those of its own whose requirements every cell gets.
+        path: its folder, relative to the axes file's.
+        extras: its extras that are installed in every cell.
     """
 
     path: str = "."
@@ -131,11 +131,11 @@ class Project(_Table):
 
 
 class Packages(_Table):
-    """Requirements of the cells in question.
+    """Requirements of the cells that match a condition.
 
     Attributes:
-        part: ``"base"``, with torch, or ``"layer"``, with transformers: where one depends on transformers or on anything of its
-            own requirements.
+        part: ``"base"``, with torch, or ``"layer"``, with transformers: required if it depends on transformers or on one of its
+            requirements.
     """
 
     requires: Annotated[list[Requirement], Field(min_length=1)]
@@ -144,7 +144,7 @@ class Packages(_Table):
 
     @model_validator(mode="after")
     def _part_is_known(self) -> Packages:
-        """A part is shared by all cells that agree on its axes, so that nothing else may decide on it."""
+        """The condition may only use the part's axes, as all cells with the same values of these share the part."""
         if self.when is not None:
             allowed = PART_AXES[self.part]
             others = sorted(_expression(self.when).axes - allowed)
@@ -156,17 +156,17 @@ class Packages(_Table):
 
 
 class Tests(_Table):
-    """What the cells in question run.
+    """The tests that the cells matching a condition run.
 
     Attributes:
-        suite: the name by which ``run --suite`` chooses.
-        command: arguments; ``pytest`` as the first is run by the cell's Python, with what the results need.
-        minutes: after which it is ended.
-        gpus: how many a cell leases; each gets a pytest worker of its own.
-        memory: in GiB, for schedulers.
-        labels: those that a worker of the service must have.
-        environment: variables beside those of the runner.
-        watch: the axis of whose new releases `watch` runs this as well, beside the default suite: the last cell of each.
+        suite: the name for ``run --suite``.
+        command: the arguments; if the first is ``pytest``, the cell's Python runs it, with the plugins that collect results.
+        minutes: the time limit.
+        gpus: the number of GPUs that a cell leases; each gets a pytest worker.
+        memory: the memory in GiB, for schedulers.
+        labels: the labels that a worker of the service must have.
+        environment: environment variables in addition to the runner's.
+        watch: an axis; on its new releases `watch` runs this suite too, in the last cell of each release.
     """
 
     __test__ = False
@@ -183,12 +183,12 @@ class Tests(_Table):
 
 
 class Axes(_Table):
-    """A whole axes file.
+    """An axes file.
 
     Attributes:
-        version: of the file's form: 1.
-        exclude_newer: a day, ``"2026-11-15"``: pins are made of what was there at its start.
-        path: where it was read.
+        version: the version of the file format: 1.
+        exclude_newer: a day such as ``"2026-11-15"``; pins are resolved from the releases that existed at its start.
+        path: the path of the file.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,))
@@ -204,7 +204,7 @@ class Axes(_Table):
 
     @cached_property
     def all_cells(self) -> dict[Cell, str]:
-        """Every combination, with why it can't be; empty for those that can."""
+        """Every combination, with the reason if it is excluded, else an empty string."""
         conditions = [(_expression(rule.when), rule.because) for rule in self.exclude]
         values = (getattr(self.axes, axis) for axis in AXES)
         return {
@@ -217,15 +217,15 @@ class Axes(_Table):
         return [cell for cell, because in self.all_cells.items() if not because]
 
     def select(self, only: str | None = None, names: Sequence[str] = (), pairwise: bool = False) -> list[Cell]:
-        """The cells that can be, less what isn't asked for.
+        """Select cells that aren't excluded.
 
         Args:
             only: an `Expression`.
-            names: of cells; none stands for all.
-            pairwise: of what remains, so few that every two values which share a cell still do.
+            names: the names of the cells; empty for all.
+            pairwise: reduce the selection to a small one in which every two values that share a cell still do.
 
         Raises:
-            MatrixError: the condition is none, a name is none or of a cell that can't be, or nothing remains.
+            MatrixError: the condition or a name is invalid, a named cell is excluded, or no cell remains.
         """
         cells = self.cells
         if names:
@@ -247,12 +247,12 @@ class Axes(_Table):
         return cover(cells) if pairwise else cells
 
     def excluded(self, only: str | None = None) -> dict[Cell, str]:
-        """What belongs to a selection, and can't be, with the reason."""
+        """The excluded cells of a selection, with the reasons."""
         wanted = Expression(only) if only else None
         return {cell: why for cell, why in self.all_cells.items() if why and (wanted is None or wanted(cell))}
 
     def tests_of(self, cell: Cell, suite: str = "default") -> Tests | None:
-        """What a cell runs in a suite: the first entry that fits; None where there is none.
+        """The tests of a cell in a suite: the first entry that matches; None if none does.
 
         Raises:
             MatrixError: there is no such suite.
@@ -264,7 +264,7 @@ class Axes(_Table):
 
     @property
     def folder(self) -> Path:
-        """The tested project's."""
+        """The tested project's folder."""
         return (self.path.parent / self.project.path).resolve()
 
 
@@ -278,13 +278,13 @@ def _expression(text: str) -> Expression:
 
 
 def cover(cells: Sequence[Cell]) -> list[Cell]:
-    """So few of the cells that every two values of different axes which share a cell share one of them."""
+    """A small subset of the cells: every two values of different axes that share a cell also share one of the subset."""
     if not cells:
         return []
     fields = [list(dict.fromkeys(getattr(cell, axis) for cell in cells)) for axis in AXES]
     varied = [i for i, values in enumerate(fields) if len(values) > 1]
     if len(varied) < 2:
-        return list(cells)  # every value needs a cell of its own
+        return list(cells)  # each value needs its own cell
     there = {_values(cell) for cell in cells}
     fixed = tuple(values[0] for values in fields)
 
@@ -297,7 +297,7 @@ def cover(cells: Sequence[Cell]) -> list[Cell]:
     prefixes = {tuple(cell[i] for i in varied)[:n] for cell in there for n in range(1, len(varied) + 1)}
     rows = AllPairs([fields[i] for i in varied], filter_func=lambda row: tuple(row) in prefixes)
     chosen = {complete(row.pairs if hasattr(row, "pairs") else row) for row in rows}
-    # It gives up on pairs of which every third value that it tries is excluded.
+    # allpairspy gives up on a pair if every third value that it tries is excluded.
     pairs = {cell: set(combinations(enumerate(_values(cell)), 2)) for cell in cells}
     missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if _values(cell) in chosen))
     while missing:
@@ -315,7 +315,7 @@ def load(path: Path) -> Axes:
     """Read an axes file.
 
     Raises:
-        MatrixError: it can't be read, is no TOML or no axes file; names the file and the line.
+        MatrixError: it can't be read or isn't a valid axes file; the message has the file and the line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -338,7 +338,7 @@ def load(path: Path) -> Axes:
 
 
 def line_of(text: str, location: tuple[Any, ...]) -> int:
-    """The line, from 1, of a place in a TOML text such as ``("exclude", 2, "when")``; that of its nearest parent where it isn't found."""
+    """The line, from 1, of a key path such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest existing parent."""
     lines = text.splitlines()
     start, end = 0, len(lines)
     best = 1

@@ -1,11 +1,11 @@
-"""Cells on a torch that is there already: the one of a machine's or a container's own Python."""
+"""Running cells on an installed torch: that of a machine's or a container's Python."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from .errors import MatrixError
 from .expressions import release
 from .locking import ANY_DAY, lock
 from .pins import Part, project_requirements, requirements_of
-from .work import Job
 
 _ASK = """
 import json, sys
@@ -35,13 +34,13 @@ print(json.dumps({"python": "%d.%d" % sys.version_info[:2], "folder": folder, "t
 
 @dataclass(frozen=True)
 class BasePython:
-    """A Python with a torch.
+    """A Python that has torch.
 
     Attributes:
-        executable: its path, as it was given: one in a virtual environment is a link, and the link is meant.
+        executable: its path, with links not resolved: in a virtual environment the link itself is the Python to run.
         python: ``"3.12"``.
-        folder: where its torch lies.
-        there: what lies in that folder: normalized name to version.
+        folder: the folder that contains its torch.
+        there: the packages in that folder: version by normalized name.
     """
 
     executable: Path
@@ -51,7 +50,7 @@ class BasePython:
 
     @classmethod
     def inspect(cls, executable: Path) -> BasePython:
-        """Ask a Python; nothing of torch is imported.
+        """Describe a Python by running it; torch isn't imported.
 
         Raises:
             MatrixError: it can't be run, or has no torch.
@@ -82,7 +81,7 @@ class BasePython:
 
     @property
     def key(self) -> str:
-        """Changes with what lies there."""
+        """A text that changes with the installed packages."""
         return "\n".join(
             [str(self.executable), str(self.folder), *(f"{n}=={v}" for n, v in sorted(self.there.items()))]
         )
@@ -90,7 +89,7 @@ class BasePython:
     def check(self, cells: Iterable[Cell]) -> None:
         """
         Raises:
-            MatrixError: some of the cells have another Python or torch.
+            MatrixError: a cell has a different Python or torch.
         """
         others = [cell for cell in cells if not self._fits(cell)]
         if others:
@@ -105,21 +104,14 @@ class BasePython:
         wanted = release(cell.torch)
         return cell.python == self.python and self.torch.release[: len(wanted)] == wanted
 
-    def under(self, jobs: Iterable[Job], needless: Mapping[str, frozenset[str]]) -> list[Job]:
-        """The jobs, with bases that lack what this Python brings: torch, what torch alone needs, and what is there as it is pinned.
+    def without_installed(self, base: Part, needless: Collection[str]) -> Part:
+        """A base without the pins that this Python provides: those in `needless`, and those it has in the pinned version.
 
         Args:
-            needless: of every base, by name, what `torch_alone` says.
+            needless: names of the base's pins that only torch needs, as `torch_alone` returns them.
         """
-
-        def less(base: Part) -> Part:
-            kept = [pin for pin in base.pins if pin.name not in needless[base.name]]
-            return replace(base, pins=tuple(pin for pin in kept if not self._has(pin.name, pin.version)))
-
-        return [
-            job if isinstance(job.parts, str) else replace(job, parts=(less(job.parts[0]), job.parts[1]))
-            for job in jobs
-        ]
+        kept = [pin for pin in base.pins if pin.name not in needless]
+        return replace(base, pins=tuple(pin for pin in kept if not self._has(pin.name, pin.version)))
 
     def _has(self, name: str, version: str) -> bool:
         found = self.there.get(canonicalize_name(name))
@@ -127,12 +119,12 @@ class BasePython:
 
 
 def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) -> dict[str, frozenset[str]]:
-    """Of every base of these cells, by name: torch, and the pins that nothing but torch needs.
+    """For each base of these cells, by name: torch, and the names of the pins that only torch needs.
 
-    Asks the index.
+    Uses the package index.
 
     Raises:
-        MatrixError: it doesn't answer, or the pins don't fit the axes any more.
+        MatrixError: the index can't be reached, or the pins don't satisfy the axes any more.
     """
     own = project_requirements(axes)
     found: dict[str, frozenset[str]] = {}
@@ -140,8 +132,8 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) ->
         base = parts[cell.base]
         if base.name in found:
             continue
-        # What transformers needs beside torch stays, whatever the torch there brings of it. Which release is asked makes no
-        # difference to that, and one base is there for all of them.
+        # The requirements of transformers other than torch stay. All releases have the same ones in this respect, and a base is
+        # shared by all of them, so any release will do.
         wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
         without = [text for text in wanted if canonicalize_name(Requirement(text).name) != "torch"]
         limits = [f"{pin.name}=={pin.version}" for name in (cell.base, cell.layer) for pin in parts[name].pins]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from .errors import MatrixError
 
-#: The axes in the order of a cell's fields. The first three have versions for values, the others words.
+#: The axes in the order of a cell's fields. The values of the first three are versions, those of the others words.
 AXES = ("python", "transformers", "torch", "flash_attention", "device")
 VERSIONED = AXES[:3]
 
@@ -30,8 +30,8 @@ class Cell:
     """One point of the matrix.
 
     Attributes:
-        python, transformers, torch: a version as the axes write it: ``"5.23"`` is the newest patch of that minor, which
-            the pins name; ``"5.23.0"`` is that one release.
+        python, transformers, torch: versions as in the axes file: ``"5.23"`` is the newest patch of that minor release, which
+            the pins name; ``"5.23.0"`` is exactly that release.
         flash_attention: ``"none"``, ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``.
         device: ``"cpu"`` or ``"cuda"``.
     """
@@ -44,13 +44,13 @@ class Cell:
 
     @property
     def base(self) -> str:
-        """The name of the environment below: everything but transformers and what goes with it."""
+        """The name of the base: the environment without transformers and the packages installed with it."""
         kernel = "" if self.flash_attention == "torch" else self._kernel
         return f"py{self.python.replace('.', '')}-torch{self.torch}{kernel}"
 
     @property
     def layer(self) -> str:
-        """The name of what lies over it: transformers and what goes with it."""
+        """The name of the layer on top of the base: transformers and the packages installed with it."""
         return f"py{self.python.replace('.', '')}-tf{self.transformers}"
 
     @property
@@ -68,10 +68,10 @@ class Cell:
 
 
 def parse(name: str) -> Cell:
-    """The cell of a name.
+    """Parse the name of a cell.
 
     Raises:
-        MatrixError: it is no cell's name.
+        MatrixError: it isn't the name of a cell.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -91,10 +91,10 @@ def one_and_more(names: Sequence[str]) -> str:
 
 
 def shard(cells: Sequence[T], text: str) -> list[T]:
-    """The part ``"3/8"`` of the cells: every eighth, from the third on, so that each part has of every kind.
+    """The part ``"3/8"`` of the cells: every eighth one, from the third on, so that all parts are alike.
 
     Raises:
-        MatrixError: not of the form ``NUMBER/OF``, or out of range.
+        MatrixError: the part isn't of the form ``NUMBER/OF``, or is out of range.
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):

@@ -1,4 +1,4 @@
-"""Environments of cells: a virtual environment a base, a folder a layer, each made once for whatever asks for the same pins."""
+"""Environments of cells: a virtual environment for each base, a folder for each layer, created once for the same pins."""
 
 from __future__ import annotations
 
@@ -11,47 +11,44 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import findpython
 from filelock import FileLock
 
+from .base_python import BasePython
 from .errors import MatrixError
 from .pins import Part
 
-if TYPE_CHECKING:
-    from .base_python import BasePython
-
-#: Packages that are built against the torch of the environment.
+#: Packages that must be built against the environment's torch.
 _AGAINST_TORCH = ("flash-attn",)
 
 
 class InstallationError(MatrixError):
-    """A part of a cell can't be installed; the message is the installer's."""
+    """A part of a cell can't be installed; the message is that of the installer."""
 
 
 @lru_cache
 def interpreter(version: str) -> str:
-    """A Python of this minor version on this machine; the version itself where there is none, for uv to download.
+    """The path of a Python of this minor version; the version itself if there is none, so that uv downloads it.
 
-    uv by itself fails at the shims of pyenv and asdf for versions that aren't switched on.
+    uv's own search fails at the shims of pyenv and asdf for versions that aren't enabled.
     """
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
-        return sys.executable  # looking around runs every Python there is, for seconds
+        return sys.executable  # the search runs every Python on the machine, which takes seconds
     found = findpython.find(*map(int, version.split(".")))
     return str(found.executable) if found else version
 
 
 @dataclass(frozen=True)
 class Environments:
-    """Where environments are kept.
+    """A folder of environments.
 
     Attributes:
-        root: a folder of ours; deleting it costs nothing but the time to make them anew.
-        project: the tested project's folder; its code runs from where it is.
-        wheelhouse: a folder of wheels to take instead of an index; the network is then not asked.
-        wheel: the tested project's, to install instead of its folder: that needs no build backend.
-        below: a Python whose packages every base sees beneath its own.
+        root: the folder. It may be deleted; environments are then created again.
+        project: the tested project's folder; its code runs from there.
+        wheelhouse: a folder of wheels to install from instead of an index, without network.
+        wheel: the tested project's wheel, to install instead of its folder, which would need a build backend.
+        below: a Python whose packages are visible in every base, after its own.
     """
 
     root: Path
@@ -61,7 +58,7 @@ class Environments:
     below: BasePython | None = None
 
     def base(self, part: Part) -> Path:
-        """The Python of a base, made if it isn't there.
+        """The Python of a base, which is created if it doesn't exist.
 
         Raises:
             InstallationError: it can't be made; nothing of it stays.
@@ -80,7 +77,7 @@ class Environments:
             offline = ["--offline", "--no-config"] if self.wheelhouse is not None else []
             self._uv(part, ["venv", "--quiet", "--clear", *offline, "--python", made_of, str(folder)])
             if self.below is not None:
-                # Not --system-site-packages: of a Python in a virtual environment that shows another's packages.
+                # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
                 packages = next(folder.glob("lib/python*/site-packages"))
                 (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
             self._install(part, python)
@@ -91,16 +88,16 @@ class Environments:
             self._uv(part, [*project, *self._source(), *source])
 
         self._whole(folder, make)
-        # Its code runs from where it is. What its metadata say changes now and then, and is no reason for another torch.
+        # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
         metadata = hashlib.sha256((self.project / "pyproject.toml").read_bytes()).hexdigest()
         self._once(folder, "project", metadata, add_project)
         return python
 
     def layer(self, part: Part, python: Path) -> Path:
-        """The folder of a layer, to be put on the path before the packages of a base.
+        """The folder of a layer, for the path in front of the packages of a base; it is created if it doesn't exist.
 
         Args:
-            python: of a base with the same Python.
+            python: the Python of a base of the same version.
 
         Raises:
             InstallationError: it can't be made; nothing of it stays.
@@ -110,10 +107,10 @@ class Environments:
         return folder
 
     def _whole(self, folder: Path, make: Callable[[], None]) -> None:
-        """Make a folder, unless it is there whole."""
+        """Create a folder, unless it is complete."""
 
         def afresh() -> None:
-            shutil.rmtree(folder, ignore_errors=True)  # of one that was killed while it made it
+            shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
             try:
                 make()
             except BaseException:
@@ -123,7 +120,7 @@ class Environments:
         self._once(folder, "complete", "", afresh)
 
     def _once(self, folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
-        """Do a step of making a folder, unless it is done, and was done in this state of things."""
+        """Do a step of creating a folder, unless it was done before with the same `state`."""
         stamp = folder / f".{step}"
         if _read(stamp) == state:
             return

@@ -1,7 +1,7 @@
-"""What goes wrong by the user's doing."""
+"""Errors that the user can correct."""
 
 from __future__ import annotations
 
 
 class MatrixError(Exception):
-    """Bad input or a machine that isn't fit; the message is for the user. The command line exits with 2."""
+    """Bad input, or a machine that lacks something. The command line prints the message and exits with 2."""

@@ -1,4 +1,4 @@
-"""What selects cells: ``transformers>=5.4 and torch==2.11``, ``flash_attention in (fa2, fa4) and not device==cpu``."""
+"""Conditions on cells: ``transformers>=5.4 and torch==2.11``, ``flash_attention in (fa2, fa4) and not device==cpu``."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _WORDS = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
 class Expression:
     """A condition on cells.
 
-    A version is compared with as many components as are written: 5.3.1 ``== 5.3``, is not ``> 5.3``, and is ``< 5.10``.
+    Versions are compared in the components that the condition has: 5.3.1 ``== 5.3``, is not ``> 5.3``, and is ``< 5.10``.
 
     Args:
         text: comparisons of an axis (python, transformers, torch, flash_attention or fa, device) with a value by ``==``, ``!=``,
             ``<``, ``<=``, ``>``, ``>=``, or ``in`` and ``not in`` a list in parentheses; joined by ``and``, ``or``, ``not``.
 
     Raises:
-        MatrixError: it doesn't parse, or compares with what that axis never is; says where.
+        MatrixError: it doesn't parse, or it compares with a value that the axis can't have; the message shows the place.
     """
 
     def __init__(self, text: str) -> None:
@@ -61,7 +61,7 @@ class Expression:
             self.axes = frozenset(
                 _axis(token) for token in self._tree.scan_values(lambda t: isinstance(t, Token) and t.type == "AXIS")
             )
-            self(Cell("3.11", "5.0", "2.11"))  # its values are looked at too, once, and not in the middle of a run
+            self(Cell("3.11", "5.0", "2.11"))  # checks its values as well: now, and not in the middle of a run
         except UnexpectedInput as error:
             raise MatrixError(_where(text, error)) from None
         except VisitError as error:
@@ -72,7 +72,7 @@ class Expression:
 
 
 class _Evaluation(Interpreter[Token, bool]):
-    """Both sides are evaluated always, so that a wrong value is found whatever stands before it."""
+    """Evaluates both sides always, so that an invalid value is found on either side."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
@@ -112,10 +112,10 @@ class _Evaluation(Interpreter[Token, bool]):
 
 @lru_cache(maxsize=4096)
 def release(text: str, axis: str = "") -> tuple[int, ...]:
-    """``"5.23"`` as numbers.
+    """A release such as ``"5.23"`` as a tuple of numbers.
 
     Raises:
-        MatrixError: it is no release.
+        MatrixError: it isn't a release.
     """
     parts = text.split(".")
     if not all(part.isdecimal() for part in parts):

@@ -1,4 +1,4 @@
-"""Whether two checkouts of a project are the same."""
+"""Fingerprints of projects, to tell whether two checkouts are the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_SOURCES = ("__pycache__", "build", "dist", "node_modules")
 
 
 def sources(folder: Path) -> Iterator[Path]:
-    """Its Python files, without those of environments, builds and tools."""
+    """A project's Python files, without those in the folders of environments, builds and tools."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             if not (path.name.startswith(".") or path.name in _NO_SOURCES or (path / "pyvenv.cfg").exists()):
@@ -24,7 +24,7 @@ def sources(folder: Path) -> Iterator[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a project's Python files and its pyproject.toml, and of this command."""
+    """The fingerprint of a project's Python files and pyproject.toml, and of this command's version."""
     digest = hashlib.sha256(__version__.encode())
     for path in [*sources(folder), folder / "pyproject.toml"]:
         digest.update(f"\n{path.relative_to(folder)}\n".encode())
@@ -33,7 +33,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def of_axes(axes: Axes) -> str:
-    """Of a project and of the axes file that says what its cells run.
+    """The fingerprint of a project and its axes file.
 
     Raises:
         MatrixError: one of them can't be read.

@@ -1,4 +1,4 @@
-"""Leases of GPUs: no two cells claim one device, in this process or in another on this machine."""
+"""Leases of GPUs: a device is used by one cell at a time, across all processes on this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from filelock import FileLock, Timeout
 
 from kernel_compat.environment import Environment
 
-#: Where locks are; one place for every user of a machine that shares its temporary folder.
+#: The folder of the locks, shared by all users of the machine's temporary folder.
 LOCKS = Path(tempfile.gettempdir()) / "kernel-compat-matrix-gpus"
 
-#: Seconds between two looks for a free device.
+#: Seconds between two attempts to find a free device.
 _POLL = 0.5
 
 
@@ -26,19 +26,19 @@ def visible() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        # CUDA takes none from the first on that it doesn't know.
+        # CUDA ignores everything from the first unknown entry on.
         return [*takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in named.split(",")))]
     return [str(index) for index in range(len(Environment.detect().devices))]
 
 
 @contextmanager
 def leased(count: int, among: Sequence[str], cancelled: threading.Event | None = None) -> Iterator[list[str]]:
-    """Hold so many of the GPUs, once they are free; none if the wait was cancelled.
+    """Wait until a number of the GPUs is free and lease them; no GPU if the wait was cancelled.
 
-    All or nothing: two cells which need two devices each never hold one each.
+    All or none are leased: two cells that need two devices each never hold one each.
     """
     LOCKS.mkdir(parents=True, exist_ok=True)
-    with suppress(PermissionError):  # another user's, who did the same
+    with suppress(PermissionError):  # owned by another user who created it
         LOCKS.chmod(0o777)
     while count:
         with ExitStack() as held:
@@ -64,7 +64,7 @@ def leased(count: int, among: Sequence[str], cancelled: threading.Event | None =
 
 
 def identity(name: str, uuids: Sequence[str]) -> str:
-    """The UUID of a device that is named by its index or the beginning of its UUID; the name where it is none of them."""
+    """The UUID of a device given by its index or the beginning of its UUID; the name itself if it matches none."""
     if name.isdecimal() and int(name) < len(uuids):
         return uuids[int(name)]
     return next((uuid for uuid in uuids if uuid.startswith(name)), name)
@@ -72,7 +72,7 @@ def identity(name: str, uuids: Sequence[str]) -> str:
 
 @cache
 def _uuids() -> tuple[str, ...]:
-    """Those of this machine, in the order of their indices."""
+    """The UUIDs of this machine's devices, in the order of their indices."""
     import pynvml
 
     try:

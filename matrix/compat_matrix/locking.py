@@ -1,4 +1,4 @@
-"""What uv says: which releases satisfy requirements, where their files are, and which of them something needs."""
+"""Resolving requirements with uv: the releases, the locations of their files, and their dependencies."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import tomli
 
 from .errors import MatrixError
 
-#: What the wheels of a pin are for.
+#: The platform of the pins.
 PLATFORM = "x86_64-manylinux_2_28"
 
 
-#: Before which everything is there.
+#: A day in the far future, before which every release exists.
 ANY_DAY = "9999-01-01"
 
 
 class ResolutionError(MatrixError):
-    """No set of releases satisfies a part of a cell; the message is the resolver's."""
+    """No set of releases satisfies the requirements; the message is that of the resolver."""
 
 
 def lock(
@@ -34,21 +34,21 @@ def lock(
     constraints: Iterable[str] = (),
     excluded: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
-    """The ``packages`` of a lock file for Linux on x86-64, of the newest releases that satisfy the requirements.
+    """The ``packages`` of a lock file for Linux on x86-64, with the newest releases that satisfy the requirements.
 
     Args:
-        folder: whose settings of uv hold.
-        options: more for ``uv pip compile``.
-        before: a day; what came out on it or later isn't there. None leaves that to the settings.
-        constraints: versions for what the requirements bring along.
-        excluded: distributions that count as not required by anything, nor what they alone need.
+        folder: the folder whose uv settings apply.
+        options: further options for ``uv pip compile``.
+        before: a day; later releases are ignored. None leaves it to the settings.
+        constraints: constraints on the versions of dependencies.
+        excluded: distributions to leave out, together with the dependencies that only they have.
 
     Raises:
-        ResolutionError: there is no solution, or no answer.
+        ResolutionError: there is no solution, or the index can't be reached.
     """
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-sources", "-", "--format", "pylock.toml"]
     command += ["--python-version", python, "--python-platform", PLATFORM, "--no-python-downloads"]
-    # A pre-release is taken where nothing else is there or a requirement names one.
+    # Pre-releases are used if there is nothing else, or if a requirement names one.
     command += ["--prerelease", "if-necessary-or-explicit"]
     if before is not None:
         command += ["--exclude-newer", f"{before}T00:00:00Z"]

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they stand for."""
+"""Options that several commands share, and the values they are parsed to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .axes import OWN, Axes, load
+from .base_python import BasePython, torch_alone
 from .cells import Cell, shard
 from .errors import MatrixError
 from .work import Job
@@ -19,27 +21,31 @@ _TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cells", nargs="*", metavar="CELL", help="by name; all of them if none is given")
+    parser.add_argument("cells", nargs="*", metavar="CELL", help="names of cells (default: all cells)")
     parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file ({AXES})")
-    parser.add_argument("--only", metavar="EXPRESSION", help='such as "transformers>=5.4 and torch==2.11"')
-    parser.add_argument("--pairwise", action="store_true", help="so few that every two values still meet")
-    parser.add_argument("--shard", metavar="N/OF", help="this part of them, such as 3/8")
+    parser.add_argument(
+        "--only", metavar="EXPRESSION", help='only cells that match, such as "transformers>=5.4 and torch==2.11"'
+    )
+    parser.add_argument("--pairwise", action="store_true", help="a small subset in which every two values still meet")
+    parser.add_argument("--shard", metavar="N/OF", help="only this part of the cells, such as 3/8")
 
 
 def add_working(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", default="default", help="which tests (default)")
+    parser.add_argument("--suite", default="default", help="the suite to run (default: default)")
     parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
     add_environments(parser)
-    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for pytest, in one string")
+    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="further arguments for pytest, as one string")
 
 
 def add_environments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pins", type=Path, metavar="DIR", help="where the pins are (pins, beside the axes file)")
     parser.add_argument(
-        "--offline", type=Path, metavar="DIR", help="install from what `fetch` wrote, without a network"
+        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
     )
-    parser.add_argument("--base-python", type=Path, metavar="PATH", help="stand on the torch of this Python")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="where environments are kept")
+    parser.add_argument(
+        "--offline", type=Path, metavar="DIR", help="install from a folder written by `fetch`, without network"
+    )
+    parser.add_argument("--base-python", type=Path, metavar="PATH", help="use the torch of this Python")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="the folder of the environments")
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -47,19 +53,19 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--store",
         default=os.environ.get("KERNEL_COMPAT_MATRIX_STORE") or "matrix.sqlite",
         metavar="URL",
-        help="a file, or any SQLAlchemy URL (matrix.sqlite, or $KERNEL_COMPAT_MATRIX_STORE)",
+        help="a file, or any SQLAlchemy URL (default: $KERNEL_COMPAT_MATRIX_STORE, else matrix.sqlite)",
     )
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"where the token for it is (${_TOKEN})")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${_TOKEN})")
 
 
 def token_of(options: argparse.Namespace, scope: str) -> str:
-    """The token for a service; not left where cells could see it.
+    """The token for a service. It is removed from the environment, so that cells can't read it.
 
     Raises:
-        MatrixError: there is none.
+        MatrixError: there is no token.
     """
     found = os.environ.pop(_TOKEN, "").strip()
     if options.token_file is not None:
@@ -98,9 +104,8 @@ def pin_folder(options: argparse.Namespace, axes: Axes) -> Path:
 
 
 def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
-    """What there is to run, and where it is installed from."""
+    """The jobs for cells, with the source that their packages are installed from."""
     from . import runner
-    from .base_python import BasePython, torch_alone
     from .environments import Environments
     from .wheelhouse import Wheelhouse
 
@@ -134,12 +139,19 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         resolved = {job.cell: job.parts for job in jobs if not isinstance(job.parts, str)}
         parts = {part.name: part for pair in resolved.values() for part in pair}
         needless = wheelhouse.torch_alone if wheelhouse else torch_alone(axes, list(resolved), parts)
-        jobs = below.under(jobs, needless)
+        jobs = [_on_base_python(job, below, needless) for job in jobs]
     return wheelhouse.take(jobs) if wheelhouse else jobs
 
 
+def _on_base_python(job: Job, below: BasePython, needless: Mapping[str, frozenset[str]]) -> Job:
+    if isinstance(job.parts, str):
+        return job
+    base, layer = job.parts
+    return replace(job, parts=(below.without_installed(base, needless[base.name]), layer))
+
+
 def partial(options: argparse.Namespace) -> bool:
-    """Whether cells run something else than all of what they run by default."""
+    """Whether the options make cells run anything other than their whole default suite."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in (("-n", "--numprocesses"), ("--dist",), ("--durations",), ("--tb",), ("-r",)):
         parser.add_argument(*names)
@@ -147,7 +159,7 @@ def partial(options: argparse.Namespace) -> bool:
         parser.add_argument(name, action="count")
     try:
         changing = parser.parse_known_args(_pytest_arguments(options))[1]
-    except argparse.ArgumentError:  # pytest will say so
+    except argparse.ArgumentError:  # pytest reports it
         return True
     return bool(changing) or options.suite != "default"
 
@@ -160,7 +172,7 @@ def _pytest_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def revision(folder: Path) -> str:
-    """The commit that is tested, with a plus sign where files differ from it; empty outside of git."""
+    """The tested commit, with a plus sign if files differ from it; empty outside of git."""
     try:
         found = subprocess.run(
             ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],

@@ -1,4 +1,4 @@
-"""From what pytest wrote to what became of a cell: its tests' outcomes, and what kind of failure it is."""
+"""From pytest's output to the verdict on a cell: the outcomes of its tests, and the kind of failure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from .results import Kind, Test, Verdict
 
-#: How far off a result was, as torch.testing, numpy and plain comparisons under pytest say it; the largest counts.
+#: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts.
 _DISTANCES = (
     re.compile(r"[Gg]reatest (?:absolute|relative) difference: (?P<found>[-+.\deinfa]+)"),
     re.compile(r"Max (?:absolute|relative) difference[^:]*: (?P<found>[-+.\deinfa]+)"),
     re.compile(r"\boff by (?P<found>[-+.\de]+|nan|inf)\b"),
-    # A bound without a decimal point is one of how many, not of how far.
+    # A bound without a decimal point is a count, not a difference.
     re.compile(r"assert (?P<found>[\d.]+(?:e[-+]?\d+)?|nan|inf) <=? \(?(?:\d+ \* )?(?:\d*\.\d|\d+e[-+]?\d)"),
 )
 _IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): [^\n]+")
@@ -23,17 +23,17 @@ _CRASH = re.compile(
     r"Fatal Python error: [^\n]*|worker '\w+' crashed[^\n]*|CUDA error: [^\n]*|Segmentation fault[^\n]*"
 )
 
-#: The reason where pytest found nothing to run.
+#: The reason if pytest found no test.
 NO_TEST = "no test ran"
 
-#: The message of a test that began, and of which nothing more was heard.
+#: The message of a test that started and never reported.
 UNENDED = "it didn't come to its end"
 
 
 def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
-    """The tests of a pytest report log, and the errors of what couldn't be collected.
+    """The tests in a pytest report log, and the errors of files that couldn't be collected.
 
-    A log that ends in the middle of a line, as that of a killed process does, is read up to there.
+    A log that ends in the middle of a line, as a killed process leaves it, is read up to there.
     """
     phases: dict[str, list[dict[str, Any]]] = {}
     uncollected = []
@@ -97,13 +97,13 @@ def judge(
     returncode: int | None,
     minutes: float,
 ) -> tuple[Verdict, Kind | None, str]:
-    """How a cell ended.
+    """The verdict on a cell.
 
     Args:
-        returncode: of its process; None if it was ended at its time limit of so many minutes.
+        returncode: the return code of its process; None if it was ended at its time limit of `minutes`.
 
     Returns:
-        The verdict, what kind of failure it is, and the reason in a line or two.
+        The verdict, the kind of failure, and the reason in a line or two.
     """
     bad = [test for test in tests if test.outcome in ("failed", "error")]
     failed = {name: shim for name, shim in environment.get("shims", {}).items() if shim["state"] == "failed"}
@@ -132,7 +132,7 @@ def _cause(
     returncode: int,
     within: str,
 ) -> tuple[Kind, str]:
-    """What kind of failure it is, and the reason."""
+    """The kind of failure, and the reason."""
     texts = [*uncollected, *(test.message for test in bad)]
     for text in uncollected or ([log] if not tests else []):
         if found := _IMPORT.findall(text):
@@ -159,7 +159,7 @@ def _cause(
 
 
 def distance_in(message: str) -> float | None:
-    """How far off a result was, if a failure's report says so."""
+    """The size of the difference, if a failure's report has one."""
     found = []
     for pattern in _DISTANCES:
         for match in pattern.finditer(message):
@@ -171,7 +171,7 @@ def distance_in(message: str) -> float | None:
 
 
 def _said(failure: str) -> str:
-    """The last line that pytest marks as an error's."""
+    """The last line that pytest marks as an error."""
     lines = [line for line in failure.splitlines() if line.strip()]
     return next((line[1:].strip() for line in reversed(lines) if line.startswith("E  ")), lines[-1].strip())
 

@@ -1,7 +1,7 @@
-"""Pins: what exactly is installed in a cell, as requirement files with hashes and without any index.
+"""Pins: the exact packages in a cell, as requirement files with hashes and without an index.
 
-A cell has two parts, so that a matrix costs its tests and not its installations: the *base* is an environment with torch and
-FlashAttention, the *layer* lies over it with transformers and what goes with it. ``py311-torch2.15.txt`` and
+A cell has two parts, so that few environments serve many cells: the *base* is an environment with torch and
+FlashAttention, the *layer* on top of it has transformers and the packages installed with it. ``py311-torch2.15.txt`` and
 ``py311-tf5.23.txt`` are the pins of ``py311-tf5.23-torch2.15``.
 """
 
@@ -27,7 +27,7 @@ from .locking import ANY_DAY, ResolutionError, lock
 
 @dataclass(frozen=True)
 class Pin:
-    """A release of a distribution, and the SHA-256 of its file: the wheel for the platform or, where there is none, the sdist."""
+    """A release of a distribution, with the SHA-256 of its wheel for the platform or, if there is none, of its sdist."""
 
     name: str
     version: str
@@ -42,7 +42,7 @@ class Part:
     """The base or the layer of a cell.
 
     Attributes:
-        name: such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``; the pin file's.
+        name: the name of the pin file, such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``.
         python: ``"3.11"``.
         pins: sorted by name.
     """
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Changes with the pins."""
+        """A hash of the pins."""
         return hashlib.sha256(f"{self.python}\n{self.text}".encode()).hexdigest()[:12]
 
     @property
@@ -67,10 +67,10 @@ class Part:
 
 
 def read(path: Path, python: str) -> Part:
-    """A committed pin file.
+    """Read a pin file.
 
     Raises:
-        MatrixError: it isn't there, or has a line that is no pin.
+        MatrixError: it doesn't exist, or a line isn't a pin.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -92,7 +92,7 @@ def read(path: Path, python: str) -> Part:
 
 
 def write(part: Part, folder: Path) -> bool:
-    """Write a pin file; whether it changed.
+    """Write a pin file; returns whether it changed.
 
     Raises:
         MatrixError: it can't be written.
@@ -113,10 +113,10 @@ def write(part: Part, folder: Path) -> bool:
 def resolve_parts(
     axes: Axes, cells: Sequence[Cell], *, latest: bool = False, jobs: int = 4
 ) -> dict[str, Part | ResolutionError]:
-    """Resolve the bases and layers of cells, by name; what has no solution is there with the resolver's reason.
+    """Resolve the bases and layers of cells, by name; a part without a solution is mapped to the resolver's message.
 
-    A base with FlashAttention holds what the one without does. A layer fits every base of its Python: what those agree on is a
-    constraint of it, and what torch brings along is left to them.
+    A base with FlashAttention contains the one without. A layer fits every base of its Python: versions that these agree on are
+    constraints of the layer, and the requirements of torch are left to the bases.
     """
     own = project_requirements(axes)
     found: dict[str, Part | ResolutionError] = {}
@@ -134,7 +134,7 @@ def resolve_parts(
 
             return dict(zip(names, pool.map(one, names), strict=True))
 
-        # Every torch of a Python has a say in what its layers may need, also where only some of its cells are asked for.
+        # A layer must fit every torch of its Python, also if only some of the cells are resolved.
         pythons = {cell.python for cell in cells}
         plain = {
             Cell(c.python, "", c.torch).base: Cell(c.python, "", c.torch) for c in axes.cells if c.python in pythons
@@ -171,7 +171,7 @@ def resolve_parts(
 
 
 def _agreed(parts: Sequence[Part]) -> list[str]:
-    """What all the bases have in the same version."""
+    """The pins that all bases have in the same version."""
     if not parts:
         return []
     shared = set.intersection(*({(pin.name, pin.version) for pin in part.pins} for part in parts))
@@ -179,7 +179,7 @@ def _agreed(parts: Sequence[Part]) -> list[str]:
 
 
 def requirements_of(part: Literal["base", "layer"], axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
-    """What a part of a cell must satisfy: torch or transformers, with the project's requirements and the packages that go there."""
+    """The requirements of a part of a cell: torch or transformers, the project's requirements, and further packages."""
     layered = _layered(axes)
     exactly = _exactly("torch", cell.torch) if part == "base" else _exactly("transformers", cell.transformers)
     packages = [text for entry in axes.packages if entry.part == part and entry.holds(cell) for text in entry.requires]
@@ -202,7 +202,7 @@ def _exactly(name: str, version: str) -> str:
 
 
 def project_requirements(axes: Axes) -> list[Requirement]:
-    """What the tested project's pyproject.toml asks for, with the extras the axes name, in this order.
+    """The requirements in the tested project's pyproject.toml, followed by those of the extras that the axes name.
 
     Raises:
         MatrixError: there is no pyproject.toml, no such extra, or its dependencies are dynamic.

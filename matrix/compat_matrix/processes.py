@@ -1,4 +1,4 @@
-"""Processes of cells: started afresh, or forked from one that has imported torch."""
+"""Processes of cells: new ones, or forks of one that has imported torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-#: What runs inside of a cell: a folder with nothing else of ours.
+#: The folder of the modules that run inside a cell; it contains nothing else.
 INSIDE = Path(__file__).parent / "cell"
 
 
@@ -25,23 +25,23 @@ class Process(Protocol):
     pid: int
 
     def wait(self, timeout: float) -> int:
-        """Its return code, negative for a signal; TimeoutError if it is still running."""
+        """The return code, negative for a signal; raises TimeoutError if it is still running."""
         ...
 
 
-#: Reads the number of a group of processes, and ends the group when there is nothing more to read: its input is a pipe that the
-#: runner alone holds, and that closes when the runner ends, however it ends.
+#: Reads the id of a process group, and kills the group at the end of its input, which is a pipe that only the
+#: runner holds. The pipe closes when the runner ends, however it ends.
 _GUARD = 'read -r group; read -r _; kill -s KILL -- "-$group"'
 
-#: Tells the guard its number before it is the command, so that there is no moment at which nobody knows it.
+#: Sends its process id to the guard before it executes the command, so that the guard always knows it.
 _GUARDED = 'echo $$ >&0; exec "$@" </dev/null'
 
 
 class Fresh:
-    """A process with an interpreter of its own. It and all of its group end when this process does.
+    """A new process. Its whole process group ends when this process does.
 
     Raises:
-        OSError: there is no such program.
+        OSError: the program doesn't exist.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
@@ -82,7 +82,7 @@ class Fresh:
 
 
 class Host:
-    """A Python that has imported torch, and forks a process for each cell. From several threads."""
+    """A Python that has imported torch and forks a process for each cell. Thread-safe."""
 
     def __init__(self, python: Path) -> None:
         ours, theirs = socket.socketpair()
@@ -105,7 +105,7 @@ class Host:
         threading.Thread(target=self._read, daemon=True).start()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Process:
-        """``python -m`` with these arguments.
+        """Start ``python -m`` with these arguments.
 
         Raises:
             OSError: the host has died.
@@ -124,7 +124,7 @@ class Host:
         return _Forked(started.result(), ended)
 
     def close(self) -> None:
-        """End it and all that it has forked."""
+        """End the host and all its forks."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -163,7 +163,7 @@ class _Forked:
 
 
 class Hosts:
-    """One host a Python, started when it is first asked for."""
+    """A host for each Python, started on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -183,7 +183,7 @@ class Hosts:
 
 
 def end(process: Process, grace: float) -> None:
-    """End a process and all it started, after so many seconds to do it by itself."""
+    """End a process and all its children, after some seconds to end by itself."""
     with suppress(TimeoutError):
         process.wait(grace)
     with suppress(ProcessLookupError):

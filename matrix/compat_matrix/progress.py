@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes on: a live table in a terminal, a line a cell elsewhere."""
+"""The progress of a run: a live table in a terminal, elsewhere a line per cell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SYMBOLS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "not run": ("-
 
 
 class Progress:
-    """Of a run with so many cells, so many at a time."""
+    """The progress of a run, with the number of its cells and of those that run at a time."""
 
     def __init__(self, total: int, jobs: int, console: Console) -> None:
         self.total, self.jobs, self.console = total, jobs, console
@@ -41,7 +41,7 @@ class Progress:
             self._live.stop()
 
     def started(self, cell: Cell) -> None:
-        if cell not in self._ended:  # another machine's word of it may come late
+        if cell not in self._ended:  # another machine's message may arrive late
             self.running[cell] = time.monotonic()
 
     def ended(self, result: CellResult) -> None:

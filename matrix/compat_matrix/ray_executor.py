@@ -1,4 +1,4 @@
-"""Cells as tasks of a Ray cluster: Ray says where and when, and runs once more what a lost node had."""
+"""Running cells as tasks of a Ray cluster. Ray schedules them, and repeats those of a lost node."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ try:
 except ImportError as error:
     raise MatrixError(f"--executor ray needs Ray: pip install 'kernel-compat-matrix[ray]' ({error})") from None
 
-#: How often Ray starts a cell anew whose node or worker was lost. A cell that ends, however it does, isn't run again.
+#: How often Ray restarts a cell whose node or worker was lost. A cell that ended, however it did, isn't restarted.
 RETRIES = 3
 
-#: Seconds between two looks at what has started.
+#: Seconds between two checks of which cells have started.
 _POLL = 0.5
-#: Seconds that cancelled cells have to end by themselves.
+#: Seconds for cancelled cells to end by themselves.
 _GRACE = 15.0
 
 
 class RayExecutor:
-    """The cluster of RAY_ADDRESS, or one that `ray start` has made on this machine, or one of this machine and this run.
+    """The cluster at RAY_ADDRESS, or one started on this machine by `ray start`, or a new one on this machine for this run.
 
     The tested project, the wheelhouse and the base Python must be at the same paths on every node. Each node makes its
     environments in its own cache folder.
 
     Args:
-        jobs: CPUs of a cluster of our own; any other has what it has, and is refused with this.
-        cache: that folder; the node's default if None.
-        fork: cells without a GPU from a process that has imported torch.
+        jobs: the CPUs of a new cluster; not allowed with an existing one.
+        cache: that folder; the node's default by default.
+        fork: fork cells without a GPU from a process that has imported torch.
 
     Raises:
-        MatrixError: there is no such cluster, or it can't be joined.
+        MatrixError: the cluster doesn't exist or can't be joined.
     """
 
     def __init__(self, jobs: int | None, cache: Path | None, *, fork: bool = True) -> None:
@@ -67,7 +67,7 @@ class RayExecutor:
         self.jobs = int(ray.cluster_resources().get("CPU", 1))
         node = ray.get_runtime_context().get_node_id()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        # With this process, and not with a node that may be lost.
+        # On the node of this process, and not on one that may be lost.
         self._begun = ray.remote(_Begun).options(num_cpus=0, scheduling_strategy=here).remote()
         self._started: Callable[[Cell], None] | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -115,19 +115,19 @@ class RayExecutor:
         ray.shutdown()
 
     def _follow(self) -> None:
-        """Tell what has started, as it does."""
+        """Report cells as they start."""
         while not self._closing.wait(_POLL):
             try:
                 names = ray.get(self._begun.take.remote())
             except RayError:
-                return  # the cluster is going; the cells' futures say so
+                return  # the cluster is shutting down; the cells' futures report it
             for name in names:
                 if self._started is not None:
                     self._started(parse(name))
 
 
 class _Begun:
-    """An actor that knows which cells have started and weren't told of yet."""
+    """An actor that collects the cells that have started and weren't reported yet."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -144,7 +144,7 @@ _hosts = Hosts()
 
 
 def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) -> CellResult:
-    """On a node: run a cell, on GPUs that nothing else on that machine has leased."""
+    """Run a cell on a node, with GPUs that no other process on that machine has leased."""
     here = job.environments.project
     if not here.is_dir():
         raise MatrixError(f"node {platform.node()} has no {here}: the project must be at the same path on every node")
@@ -154,7 +154,7 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
         )
     job = replace(job, environments=replace(job.environments, root=cache or default_root()))
     needed = job.tests.gpus if job.cell.device == "cuda" else 0
-    # Ray gives a task GPUs by CUDA_VISIBLE_DEVICES, and knows nothing of runs beside it.
+    # Ray assigns GPUs by CUDA_VISIBLE_DEVICES, and doesn't know about other runs on the machine.
     with gpus.leased(needed, gpus.visible() if needed else ()) as held:
         begun.add.remote(job.cell.name)
         return work.run(job, held, hosts=_hosts if fork else None)
@@ -192,7 +192,7 @@ def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:
 
 
 def _lacking(needs: Mapping[str, float]) -> str | None:
-    """Why no node of the cluster could ever run what needs this; None if one could."""
+    """The reason why no node of the cluster can have these resources; None if one can."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
         return None

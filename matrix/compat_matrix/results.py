@@ -1,4 +1,4 @@
-"""What is known of a cell that has run."""
+"""The result of a cell."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .cells import Cell
 #: ``not run``: the machine lacks what the cell needs.
 Verdict = Literal["passed", "failed", "not run"]
 
-#: Why a cell failed, the most telling first: one that couldn't be installed has no tests, and one whose seams changed fails
-#: many. ``test`` is a test that failed for none of the other reasons.
+#: The kinds of failure, the most specific first: a cell that couldn't be installed has no tests, and one whose seams changed
+#: fails many tests. ``test`` is a failed test for none of the other reasons.
 Kind = Literal["hardware", "installation", "import", "seam", "crash", "timeout", "wrong", "test"]
 
 Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
@@ -24,9 +24,9 @@ class Test:
     """One test's outcome.
 
     Attributes:
-        nodeid: pytest's name of it, relative to the project.
-        seconds: set-up, call and tear-down together.
-        message: the failure's report or the reason of a skip; empty for what passed.
+        nodeid: pytest's node id, relative to the project.
+        seconds: the time of setup, call and teardown together.
+        message: the report of a failure or the reason of a skip; empty for a test that passed.
     """
 
     __test__ = False  # pytest collects classes called Test
@@ -39,18 +39,18 @@ class Test:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What one run of a cell gave.
+    """The result of one attempt at a cell.
 
     Attributes:
-        cell: which.
-        verdict, kind, reason: how it ended; `kind` is None and `reason` empty for what passed.
-        tests: every test that reported, in their order.
-        started: with a time zone.
-        seconds: from the start of its installation to its end.
-        environment: what the cell said of itself: ``packages`` (name to version), ``device``, ``driver``, ``python``,
-            ``shims`` (name to state, reason and seams). Empty where it died before.
+        cell: the cell.
+        verdict, kind, reason: how it ended; `kind` is None and `reason` empty if it passed.
+        tests: every test that reported, in order.
+        started: the time of its start, with a time zone.
+        seconds: the time from the start of its installation to its end.
+        environment: the cell's report on itself: ``packages`` (version by name), ``device``, ``driver``, ``python``,
+            ``shims`` (state, reason and seams by name). Empty if it died before reporting.
         pins: the text of its requirement files.
-        command: what ran the tests, as arguments.
+        command: the command that ran the tests, as arguments.
         log: everything it printed.
         attempt: 1 for the first in its run.
     """

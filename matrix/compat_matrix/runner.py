@@ -1,4 +1,4 @@
-"""A run: cells in, results in the store, each in a transaction of its own as soon as it is there."""
+"""Runs: executing cells and storing each result in a transaction of its own as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from .work import Job
 
 
 class Executor(Protocol):
-    """Runs jobs somewhere, several at a time."""
+    """Runs jobs, several at a time."""
 
     jobs: int
 
     def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]: ...
 
     def cancel(self) -> None:
-        """End what is running; their futures raise `work.Cancelled`."""
+        """End running jobs; their futures raise `work.Cancelled`."""
         ...
 
     def close(self) -> None:
-        """Free what it holds, once all it was given has ended."""
+        """Free resources, after all jobs have ended."""
         ...
 
 
 @dataclass
 class Local:
-    """This machine: so many processes at a time, each with the GPUs it needs and no other's.
+    """Runs jobs on this machine, each in a process of its own with exclusive GPUs.
 
     Attributes:
-        jobs: cells at a time.
+        jobs: the number of cells at a time.
         devices: the GPUs that may be leased.
-        fork: cells without a GPU from a process that has imported torch, instead of starting each afresh.
+        fork: fork cells without a GPU from a process that has imported torch, instead of starting each anew.
     """
 
     jobs: int
@@ -103,14 +103,14 @@ def jobs_of(
     arguments: Sequence[str] = (),
     attempts: Mapping[Cell, int] | None = None,
 ) -> list[Job]:
-    """What there is to run for these cells.
+    """The jobs for these cells.
 
     Args:
-        latest: resolve now, instead of taking the committed pins.
-        attempts: how often a cell has run before.
+        latest: resolve the newest releases instead of using the pins.
+        attempts: the number of earlier attempts, by cell.
 
     Raises:
-        MatrixError: pins are missing or broken, or a cell has nothing to run.
+        MatrixError: pins are missing or invalid, or a cell has no tests.
     """
     if not (environments.project / "pyproject.toml").is_file():
         raise MatrixError(f"{environments.project} has no pyproject.toml: no project to test")
@@ -138,12 +138,12 @@ def jobs_of(
 
 
 def execute(run: str, jobs: Sequence[Job], store: Store, executor: Executor, progress: Progress) -> Counter[str]:
-    """Run the jobs, store each result, and say how many ended how.
+    """Run the jobs and store each result; returns the number of cells with each verdict.
 
-    Ctrl-C ends what is running and leaves the run as ``interrupted``: its finished cells are stored, the others unfinished.
+    Ctrl-C ends running cells and leaves the run ``interrupted``: finished cells are stored, the others are unfinished.
 
     Raises:
-        MatrixError: a result can't be stored; what was stored before stays.
+        MatrixError: a result can't be stored; earlier results stay stored.
         KeyboardInterrupt: after the store is in order.
     """
     counts: Counter[str] = Counter()
@@ -155,7 +155,7 @@ def execute(run: str, jobs: Sequence[Job], store: Store, executor: Executor, pro
             done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in done:
                 result = future.result()
-                if result.verdict != "not run" or result.attempt == 1:  # it would hide what the cell gave before
+                if result.verdict != "not run" or result.attempt == 1:  # it would hide the cell's earlier result
                     store.add(run, result)
                 pending.remove(future)
                 progress.ended(result)
@@ -181,6 +181,6 @@ def _ended_in_order(
 
 
 def default_root() -> Path:
-    """Where environments are kept if nothing else is said."""
+    """The default folder of the environments."""
     named = os.environ.get("KERNEL_COMPAT_MATRIX_CACHE")
     return Path(named) if named else platformdirs.user_cache_path("kernel-compat-matrix")

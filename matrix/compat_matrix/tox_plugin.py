@@ -1,6 +1,6 @@
-"""A tox plugin: `tox -e py311-tf5.23-torch2.15` runs that cell in the environment in which `kernel-compat-matrix run` has it.
+"""A tox plugin: `tox -e py311-tf5.23-torch2.15` runs that cell in the same environment as `kernel-compat-matrix run`.
 
-What follows ``--`` goes to pytest. tox makes no environment of its own for a cell.
+Arguments after ``--`` go to pytest. tox creates no environment of its own for a cell.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RUNNER = "kernel-compat-matrix"
 
 
 class CellEnv(RunToxEnv):
-    """Runs a command, and has nothing installed."""
+    """A tox environment that runs a command and installs nothing."""
 
     @staticmethod
     def id() -> str:
@@ -98,7 +98,7 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
     if axes is None:
         return
     if getattr(state.conf.options, "list_envs", False):
-        # `tox -l` shows what `tox` alone runs, which isn't the whole matrix.
+        # `tox -l` lists the default environments, not the whole matrix.
         cells = EnvList([*_configured(core_conf, state), *(cell.name for cell in axes.cells)])
         core_conf.loaders.insert(0, MemoryLoader(env_list=cells))
     more = state.conf.pos_args(None)
@@ -118,7 +118,7 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
 
 
 def _configured(core_conf: ConfigSet, state: State) -> list[str]:
-    """The environments that the project's own configuration has `tox` run."""
+    """The environments in the project's own tox configuration."""
     for loader in core_conf.loaders:
         with suppress(KeyError):
             found = loader.load_raw("env_list", state.conf, None)
@@ -128,7 +128,7 @@ def _configured(core_conf: ConfigSet, state: State) -> list[str]:
 
 @cache
 def axes_of() -> Axes | None:
-    """The axes of the project around the current folder; None where there are none."""
+    """The axes of the project around the current folder; None if there are none."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         path = folder / "matrix" / "axes.toml"

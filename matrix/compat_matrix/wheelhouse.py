@@ -1,4 +1,4 @@
-"""A folder with all that cells need, fetched where there is a network for where there is none."""
+"""Wheelhouses: folders with everything that cells need, for installing them without network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .locking import ANY_DAY, ResolutionError, lock
 from .pins import Part, Pin, compile_pins, of_cells, write
 from .work import Job
 
-#: Files that are fetched at a time.
+#: The number of files that are fetched at a time.
 _THREADS = 4
 
 
@@ -42,7 +42,7 @@ class _Table(BaseModel):
 
 
 class Stored(_Table):
-    """A file, as it was fetched: `requirement` is ``"numpy==2.5.4"``."""
+    """A fetched file; `requirement` is for example ``"numpy==2.5.4"``."""
 
     requirement: str
     sha256: str
@@ -50,19 +50,19 @@ class Stored(_Table):
 
 
 class PartOf(_Table):
-    """A base or a layer: `torch_alone` are its pins that nothing but torch needs, and torch."""
+    """A base or a layer; `torch_alone` are torch and its pins that only torch needs."""
 
     python: str
     torch_alone: list[str] = []
 
 
 class Manifest(_Table):
-    """What a wheelhouse was fetched for, and what is in it.
+    """The manifest of a wheelhouse.
 
     Attributes:
-        project: the file of the tested project's wheel.
-        cells: by name, their base and layer; the pins of those are in ``pins``.
-        files: by name.
+        project: the file name of the tested project's wheel.
+        cells: base and layer by the name of the cell; their pins are in the folder ``pins``.
+        files: the fetched files by name.
     """
 
     version: Literal[1] = 1
@@ -74,7 +74,7 @@ class Manifest(_Table):
 
 @dataclass(frozen=True)
 class Wheelhouse:
-    """A fetched folder."""
+    """A folder that `fetch` has written."""
 
     folder: Path
     manifest: Manifest
@@ -83,7 +83,7 @@ class Wheelhouse:
     def open(cls, folder: Path) -> Wheelhouse:
         """
         Raises:
-            MatrixError: the folder isn't there, or is none that `fetch` has written.
+            MatrixError: the folder doesn't exist, or `fetch` hasn't written it.
         """
         folder = folder.absolute()
         if not folder.is_dir():
@@ -106,13 +106,13 @@ class Wheelhouse:
 
     @property
     def torch_alone(self) -> dict[str, frozenset[str]]:
-        """Of every base: what nothing but torch needs, and torch."""
+        """For each base: torch, and the pins that only torch needs."""
         return {name: frozenset(part.torch_alone) for name, part in self.manifest.parts.items()}
 
     def check(self, cells: Sequence[Cell], project: Path) -> None:
         """
         Raises:
-            MatrixError: it was fetched for other cells, or of another state of the tested project.
+            MatrixError: it was fetched for other cells, or for a different state of the tested project.
         """
         others = [cell.name for cell in cells if not {cell.base, cell.layer} <= self.manifest.parts.keys()]
         if others:
@@ -124,10 +124,10 @@ class Wheelhouse:
             )
 
     def take(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs, with pins of what is here: a wheel that was added by hand stands in for an sdist.
+        """The jobs with pins of the files in this folder: a wheel that was added by hand replaces an sdist.
 
         Raises:
-            MatrixError: a file is missing, or isn't the one that was fetched; names all of them, and the cells.
+            MatrixError: files are missing, or differ from the fetched ones; the message names all of them and the cells.
         """
         files = {stored.sha256: name for name, stored in self.manifest.files.items()}
         added = [path for path in sorted(self.folder.glob("*.whl")) if path.name not in self.manifest.files]
@@ -171,7 +171,7 @@ class Wheelhouse:
         ]
 
     def _there(self, name: str) -> bool:
-        """Whether a file is as long as it was; what it holds is checked as it is installed."""
+        """Whether a file has its recorded size; its hash is checked at installation."""
         path = self.folder / name
         return path.is_file() and path.stat().st_size == self.manifest.files[name].size
 
@@ -191,17 +191,17 @@ def fetch(
     runner: bool = False,
     note: Callable[[str], None],
 ) -> Wheelhouse:
-    """Write a wheelhouse for cells, or add to one. What is there with the right hash isn't fetched again.
+    """Write a wheelhouse for cells, or add to one. Files that it has with the right hash are not fetched again.
 
     Args:
-        latest: resolve now, instead of taking the committed pins.
-        without_torch: leave out torch and what nothing else needs.
-        runner: add this command itself, and a ``runner-py312.txt`` to install it by.
-        note: is told of every file.
+        latest: resolve the newest releases instead of using the pins.
+        without_torch: leave out torch and the packages that only torch needs.
+        runner: add this command itself, and a requirement file ``runner-py312.txt`` for installing it.
+        note: called with a line about every file.
 
     Raises:
         MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
-            built, the disk is full. What was fetched stays, for the next time.
+            built, or the disk is full. Fetched files stay, for the next attempt.
     """
     parts: dict[str, Part] = {}
     for name, found in of_cells(axes, cells, pin_folder, latest).items():
@@ -262,7 +262,7 @@ def fetch(
 
 
 def differing(wheel: Path, folder: Path) -> str | None:
-    """A module that a wheel and a project's folder both have, and not the same; None where there is none."""
+    """A module that differs between a wheel and the project's folder; None if there is none."""
     there: dict[str, list[Path]] = {}
     for path in sources(folder):
         there.setdefault(path.name, []).append(path)
@@ -290,10 +290,10 @@ def _manifest(folder: Path) -> Manifest | None:
 def _fetched(
     axes: Axes, wanted: Mapping[str, Mapping[str, Pin]], folder: Path, note: Callable[[str], None]
 ) -> dict[str, Pin]:
-    """The files of the pins, by their names; those that weren't there are fetched.
+    """The files of the pins by name; missing ones are fetched.
 
     Args:
-        wanted: pins by their hashes, for each Python.
+        wanted: for each Python, the pins by hash.
     """
     pins = {sha256: pin for group in wanted.values() for sha256, pin in group.items()}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -325,7 +325,7 @@ def _fetched(
 
 
 def _located(axes: Axes, python: str, pins: Iterable[Pin]) -> dict[str, str]:
-    """Where the files of pins are, by their hashes. Several releases of one distribution are asked for one after the other."""
+    """The locations of the pins' files by hash. Releases of one distribution are looked up one after the other."""
     found: dict[str, str] = {}
     left = sorted(pins, key=lambda pin: (pin.name, Version(pin.version)))
     while left:
@@ -345,7 +345,7 @@ def _located(axes: Axes, python: str, pins: Iterable[Pin]) -> dict[str, str]:
 def _download(index: Index, file: File, target: Path) -> None:
     """
     Raises:
-        MatrixError: it can't be fetched, or isn't what was pinned; nothing of it stays.
+        MatrixError: it can't be fetched, or its hash differs from the pin; no part of it stays.
     """
     digest = hashlib.sha256()
     scratch = target.with_name(f"{target.name}.part")
@@ -392,7 +392,7 @@ def _build(source: Path, folder: Path) -> tuple[str, Pin]:
 
 
 def _runner(axes: Axes, python: str, folder: Path) -> tuple[str, list[Pin], dict[str, Pin]]:
-    """The name of the requirement file by which this command is installed, its pins, and those of what is built for it."""
+    """The name of the requirement file for installing this command, its pins, and the pins of the packages built for it."""
     from importlib.metadata import distribution
     from json import loads
 
@@ -418,7 +418,7 @@ def _runner(axes: Axes, python: str, folder: Path) -> tuple[str, list[Pin], dict
 
 
 def _added(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Path | None:
-    """The wheel that stands in for a pin: of its version, for the Python, and not built for another torch."""
+    """The wheel that replaces a pin: of its version, for the Python, and not built for a different torch."""
     tags = _tags(python)
     for path in wheels:
         try:
@@ -437,7 +437,7 @@ def _added(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Path | 
 
 
 def _tags(python: str) -> frozenset[Tag]:
-    """Those of this machine for a Python of another version too."""
+    """The wheel tags of this machine for any version of Python."""
     major, minor = map(int, python.split("."))
     return frozenset([*cpython_tags((major, minor)), *compatible_tags((major, minor), f"cp{major}{minor}")])
 

@@ -1,4 +1,4 @@
-"""One cell's work: its environments, its process, its result. Everything in it travels to another process or machine."""
+"""Running one cell: its environments, its process, its result. A `Job` can be sent to another process or machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .pins import Part
 from .processes import INSIDE, Fresh, Hosts, Process, end
 from .results import CellResult, Kind, Verdict
 
-#: Of the runner's environment. A cell that mayn't keep what it compiles would compile torch and transformers for 10 s each time.
-#: Nor is it told what the runner may write to.
+#: Environment variables that cells don't inherit. Without bytecode caches a cell would compile torch and transformers for 10 s;
+#: and cells must not know where the runner may write.
 _NOT_INHERITED = (
     *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
     *("KERNEL_COMPAT_MATRIX_TOKEN", "KERNEL_COMPAT_MATRIX_STORE"),
 )
 
-#: Seconds that a process has to end by itself.
+#: Seconds for a process to end by itself.
 _GRACE = 5.0
 
 
@@ -40,9 +40,9 @@ class Job:
     """A cell to run.
 
     Attributes:
-        parts: its base and its layer; or why it can't be resolved.
-        attempt: 1 for the first in its run.
-        arguments: more for pytest.
+        parts: its base and its layer, or the reason why it can't be resolved.
+        attempt: the number of the attempt in its run, from 1.
+        arguments: further arguments for pytest.
     """
 
     cell: Cell
@@ -58,21 +58,21 @@ class Job:
 
 
 class Cancelled(Exception):
-    """The cell was ended because the run is."""
+    """The cell was ended because its run was cancelled."""
 
 
 def run(
     job: Job, gpus: Sequence[str] = (), cancelled: threading.Event | None = None, hosts: Hosts | None = None
 ) -> CellResult:
-    """Run a cell to its end; whatever becomes of it is in the result.
+    """Run a cell to its end; failures of any kind are in the result.
 
     Args:
-        gpus: the devices leased for it.
-        cancelled: ends it when it is set.
-        hosts: fork the cells that need no GPU, instead of starting each afresh.
+        gpus: the devices that are leased for it.
+        cancelled: setting it ends the cell.
+        hosts: processes to fork cells from that need no GPU; without them every cell is a new process.
 
     Raises:
-        Cancelled: it was.
+        Cancelled: `cancelled` was set.
     """
     started, clock = datetime.now(timezone.utc), time.monotonic()
 
@@ -88,7 +88,7 @@ def run(
         layer = job.environments.layer(job.parts[1], python)
     except InstallationError as error:
         return result("failed", "installation", _first(str(error)), log=str(error))
-    except OSError as error:  # of the machine, and so of every cell
+    except OSError as error:  # an error of the machine, which every cell would have
         raise MatrixError(
             f"environments can't be kept in {job.environments.root}: {error.strerror or error}"
         ) from error
@@ -118,7 +118,7 @@ def _start(job: Job, python: Path, layer: Path, folder: Path, gpus: Sequence[str
     if len(gpus) > 1:
         arguments += ["-n", str(len(gpus))]
     if hosts is not None and not gpus:
-        with suppress(OSError):  # a torch that can't be imported: the cell says why
+        with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts(python).start(arguments, *place)
     return Fresh([str(python), "-m", *arguments], *place)
 
@@ -127,13 +127,13 @@ def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> di
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in _NOT_INHERITED and not name.startswith("PYTEST_XDIST_")  # of a pytest around the runner
+        if name not in _NOT_INHERITED and not name.startswith("PYTEST_XDIST_")  # from a pytest that runs the runner
     }
     return {
         "OMP_NUM_THREADS": "1",
         **inherited,
         **job.tests.environment,
-        # The cell's own cells see no device but the leased ones, on a machine with devices too.
+        # A cell sees the leased devices only, also on a machine that has more.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "COMPAT_MATRIX_GPUS": ",".join(gpus),
         "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
@@ -143,7 +143,7 @@ def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> di
 
 
 def _supervise(process: Process, minutes: float, cancelled: threading.Event | None) -> int | None:
-    """The process' return code; None if it was ended at its time limit."""
+    """The return code of the process; None if it was ended at its time limit."""
     deadline = time.monotonic() + minutes * 60
     try:
         while True:
@@ -154,11 +154,11 @@ def _supervise(process: Process, minutes: float, cancelled: threading.Event | No
                     raise Cancelled from None
                 if time.monotonic() > deadline:
                     with suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes where every thread stands
+                        os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes the stacks of all threads
                     end(process, _GRACE)
                     return None
     finally:
-        end(process, 0)  # what it has left running
+        end(process, 0)  # its remaining children
 
 
 def _read_environment(path: Path) -> Mapping[str, Any]:
@@ -170,5 +170,5 @@ def _read_environment(path: Path) -> Mapping[str, Any]:
 
 
 def _first(text: str) -> str:
-    """The line of an installer's message that says most, and what follows it up to a few hundred characters."""
+    """The beginning of an installer's message, on one line."""
     return " ".join(text.split())[:600]

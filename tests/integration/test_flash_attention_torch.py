@@ -37,6 +37,7 @@ import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, policy
 from kernel_compat.choosing import loading
 from kernel_compat.diagnostics import numerics as check
+from kernel_compat.diagnostics.names import explain
 
 TORCH = Version(torch.__version__).release
 NAME = "flash_attention_torch"
@@ -388,7 +389,7 @@ class TestWithoutAKernel:
             load(saved(models, "llama_gqa"), NAME)(input_ids=tokens())
 
     def test_explain(self) -> None:
-        explanation = check.explain(NAME)
+        explanation = explain(NAME)
         assert explanation.status.reasons == ("no CUDA device is visible",)
         assert explanation.status.owner == "kernel-compat"
         assert [(step.name, step.usable) for step in explanation.ladder] == [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from postgresql import Postgres
+from recorded_service import Service
 from small import Small
 from sqlalchemy import create_engine, text
 
@@ -59,3 +60,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def store(url: str) -> Iterator[Store]:
     with Store.open(url) as store:
         yield store
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """A matrix service with recorded answers."""
+    service = Service()
+    yield service
+    service.stop()

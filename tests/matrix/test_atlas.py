@@ -29,9 +29,9 @@ from compat_matrix.atlas import command
 from compat_matrix.atlas.cache import Cache
 from compat_matrix.atlas.index import File, Index
 from compat_matrix.atlas.published import Published
-from compat_matrix.atlas.reading import Sources
 from compat_matrix.atlas.releases import Release, covered, select
-from compat_matrix.atlas.survey import Disagreement, check, history, read, unclaimed
+from compat_matrix.atlas.scan import Disagreement, check, history, read, unclaimed
+from compat_matrix.atlas.sources import Sources
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
 from kernel_compat.errors import SeamError

@@ -114,7 +114,7 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
         "cell-refused": "/cells/py312-tf5.23-torch2.15-fa2-cuda",
         "runs": "/runs",
         "run": f"/runs/{runs['new']}",
-        "run-running": f"/runs/{runs['going']}",
+        "run-running": f"/runs/{runs['running']}",
         "diff": f"/runs/{runs['old']}...{runs['new']}",
         "seams": "/seams",
         "types": "/types",
@@ -247,7 +247,7 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
             # The page is the same one: what was focused is.
             assert page.evaluate("document.activeElement.getAttribute('href')") == f"/cells/{cell}"
             expect(other.locator(".verdict")).to_contain_text("ok", timeout=15_000)
-            expect(other.locator("#going")).to_have_count(0, timeout=15_000)
+            expect(other.locator("#activity")).to_have_count(0, timeout=15_000)
             expect(status.locator("main")).not_to_contain_text("worker-3 just now", timeout=15_000)
             # It goes on looking.
             second = service_demo.lease(queue, "worker-3", only=f"python=={cell.python}")

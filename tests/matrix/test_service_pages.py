@@ -32,9 +32,9 @@ from compat_matrix.errors import MatrixError
 from compat_matrix.results import Test
 from compat_matrix.service import html, pages
 from compat_matrix.service.app import create_app
-from compat_matrix.service.board import Board
 from compat_matrix.service.grid import STATES, age
 from compat_matrix.service.settings import Settings
+from compat_matrix.service.snapshot import SnapshotCache
 from compat_matrix.store import Run, Store, documents
 from compat_matrix.views import common
 
@@ -191,7 +191,7 @@ def test_nothing_runs_within_a_page_or_comes_from_elsewhere(demo: tuple[Get, ser
     for address in (
         "/",
         "/runs",
-        f"/runs/{made.runs['going']}",
+        f"/runs/{made.runs['running']}",
         "/diff",
         "/seams",
         "/types",
@@ -410,7 +410,7 @@ def test_ages() -> None:
 def test_the_picture_is_what_the_store_says(url: str, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     with Store.open(url) as store, Store.open(str(tmp_path / "other.db")) as other:
-        board = Board(store, busy=1.0)
+        snapshots = SnapshotCache(store, busy=1.0)
         going: list[str] = []
         for _ in range(40):
             what = chance.random()
@@ -427,33 +427,33 @@ def test_the_picture_is_what_the_store_says(url: str, tmp_path: Path, seed: int)
             else:
                 stored(other, [chance.choice([passed, failed, not_run])(chance.choice(OLD))])
                 store.merge(other)
-            picture = board.look()
+            snapshot = snapshots.current()
             current = store.current()
-            assert picture.cells == current
-            assert picture.runs == store.runs()
-            for cell, run_ in picture.open.items():
+            assert snapshot.cells == current
+            assert snapshot.runs == store.runs()
+            for cell, run_ in snapshot.open.items():
                 assert run_.state == "running"
                 assert store.summary(run_.id)[cell].state == "unfinished"
             waiting = {
                 cell
-                for run_ in picture.runs
+                for run_ in snapshot.runs
                 if run_.state == "running" and not run_.partial
                 for cell, one in store.summary(run_.id).items()
                 if one.state == "unfinished" and (cell not in current or current[cell].run.started <= run_.started)
             }
-            assert picture.open.keys() == waiting
+            assert snapshot.open.keys() == waiting
 
 
 def test_a_picture_that_nothing_changed_is_the_same(store: Store) -> None:
     run = stored(store, [passed(OLD[0])])
-    board = Board(store, busy=1.0)
-    first = board.look()
-    assert board.look() is first
+    snapshots = SnapshotCache(store, busy=1.0)
+    first = snapshots.current()
+    assert snapshots.current() is first
     store.finish(run, "interrupted")
-    second = board.look()
+    second = snapshots.current()
     assert second.version != first.version
     assert second.cells[OLD[0]].run.state == "interrupted"
-    assert Board(store).look().version != second.version
+    assert SnapshotCache(store).current().version != second.version
 
 
 # A cell.
@@ -488,7 +488,7 @@ def test_a_cell_that_is_running_and_one_that_came_late(demo: tuple[Get, service_
     page = _page(get(f"/cells/{running.cell}"))
     assert f"on {running.worker}" in page.text
     part = get(f"/cells/{running.cell}?live=1")
-    assert part.text.startswith('<p id="going"')
+    assert part.text.startswith('<p id="activity"')
     assert get("/cells/py312-tf5.21-torch2.15?live=1").headers["hx-refresh"] == "true"
     late = re.search(r"/cells/([^\"]+)", get("/status").text.partition("Late results")[2])
     assert late
@@ -655,18 +655,18 @@ def test_runs(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, made, store = demo
     page = _page(get("/runs"))
     assert [link for link in page.links if link.startswith("/runs/")] == [
-        f"/runs/{made.runs[name]}" for name in ("going", "new", "gpu", "old")
+        f"/runs/{made.runs[name]}" for name in ("running", "new", "gpu", "old")
     ]
     assert "✓ 140 passed" in " ".join(page.text.split())
     page = _page(get("/runs/latest"))
-    assert f"Run {made.runs['going']}" in page.text
+    assert f"Run {made.runs['running']}" in page.text
     assert "5 running" in page.text
     page = _page(get(f"/runs/{made.runs['new']}"))
     assert f"/runs/{made.runs['gpu']}...{made.runs['new']}" in page.links
     assert "3 of 87 tests are off" in page.text
     assert f"/cells/py312-tf5.17-torch2.12?run={made.runs['new']}" in page.links
     assert get(f"/runs/{made.runs['new']}?live=1").headers["hx-refresh"] == "true"
-    assert store.runs()[0].id == made.runs["going"]
+    assert store.runs()[0].id == made.runs["running"]
 
 
 def test_many_runs(store: Store, get: Get) -> None:

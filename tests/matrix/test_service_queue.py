@@ -25,10 +25,10 @@ from compat_matrix.results import CellResult, Test
 from compat_matrix.service import tokens
 from compat_matrix.service.client import Direct, Unreachable
 from compat_matrix.service.logs import Ends
+from compat_matrix.service.protocol import REPORT_BYTES, Gpu, Leased, Machine, Report, Result, Submission, Wanted
 from compat_matrix.service.queue import CAPABILITIES, Differs, NoLease, Over, Queue
 from compat_matrix.service.settings import Settings
-from compat_matrix.service.spool import Spool
-from compat_matrix.service.wire import REPORT_BYTES, Gpu, Leased, Machine, Report, Result, Submission, Wanted
+from compat_matrix.service.upload_queue import UploadQueue
 from compat_matrix.service.worker import Worker
 from compat_matrix.store import Store
 from compat_matrix.store.models import LEASE, TOKEN, pack
@@ -374,7 +374,7 @@ def test_an_answer_that_a_worker_did_not_hear_is_no_lost_try(store: Store, axes:
     def job(leased: Leased) -> Any:
         return SimpleNamespace(cell=parse(leased.cell), tests=SimpleNamespace(gpus=0, memory=0.0))
 
-    service, spool = Unlucky(queue, "token"), Spool(tmp_path / "spool")
+    service, spool = Unlucky(queue, "token"), UploadQueue(tmp_path / "spool")
     worker = Worker(service, machine(), Done(), job, spool, fingerprint=lambda: PRINT, note=lambda _: None)
     worker.work(until_empty=True)
     assert service.lost == 2
@@ -657,12 +657,12 @@ def test_a_log_is_not_cut_in_a_character() -> None:
 
 
 def test_a_spool_has_whole_results_alone(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool")
+    spool = UploadQueue(tmp_path / "spool")
     lease, found = "l" * 32, failed(parse(CPU[0]))
     spool.put(lease, dataclasses.replace(found, log="log \udc80"))
     (tmp_path / "spool" / f"{'m' * 32}.log").write_text("of one that was killed")
     (tmp_path / "spool" / f"{'m' * 32}.part").write_text("{")
-    assert Spool(tmp_path / "spool").leases() == [lease]
+    assert UploadQueue(tmp_path / "spool").leases() == [lease]
     assert spool.get(lease) == Result.of(found)
     assert spool.log(lease).read_bytes() == b"log \xed\xb2\x80"
     spool.drop(lease)

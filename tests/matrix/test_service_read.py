@@ -27,11 +27,11 @@ from stored import cells, failed, not_run, passed, stored
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Test
-from compat_matrix.service import api_read, feed, reading, verdicts
+from compat_matrix.service import api_read, feed, queries, verdicts
 from compat_matrix.service.app import create_app
-from compat_matrix.service.board import Board
 from compat_matrix.service.queue import Queue
 from compat_matrix.service.settings import Settings
+from compat_matrix.service.snapshot import SnapshotCache
 from compat_matrix.service.verdicts import Wanted, answer
 from compat_matrix.store import Store
 from compat_matrix.store.documents import NEWS, keep
@@ -58,7 +58,7 @@ def either(url: str) -> Iterator[Store]:
 @pytest.fixture
 def app(store: Store) -> FastAPI:
     app = create_app(store, None, Settings())
-    app.state.board = Board(store, busy=1.0)  # it looks at once for what a test has stored
+    app.state.snapshots = SnapshotCache(store, busy=1.0)  # it looks at once for what a test has stored
     return app
 
 
@@ -277,14 +277,14 @@ def test_the_newest_results_are_the_store_s_own(either: Store) -> None:
     """For a selection that has every kind of a past."""
     store = either
     every = cells(("5.7", "5.8", "5.9"), ("2.10", "2.11"))
-    assert reading.newest(store, every) == {}
+    assert queries.newest(store, every) == {}
     stored(store, [passed(one) for one in every[:3]])
     for number in range(6):
         stored(store, [failed(every[0]), not_run(every[1]), not_run(every[3])] if number % 2 else [passed(every[2])])
     store.new_run(every, excluded={every[4]: "can't be"})
     partial = store.new_run(every, partial=True)
     store.add(partial, passed(every[5]))
-    assert reading.newest(store, every) == store.current()
+    assert queries.newest(store, every) == store.current()
     assert [past.summary.state for past in store.current().values()] == [
         "failed",
         "passed",
@@ -302,12 +302,12 @@ def test_both_databases_answer_the_same_of_a_page_of_everything(either: Store) -
     run = store.new_run(every, excluded={Cell("3.10", "5.9", "2.11"): "needs Python 3.11"})
     store.add(run, failed(every[0], reason=ODD))
     assert answer(store, Wanted(transformers="5.8.1")).counts == {"failed": 1, "passed": 1}
-    assert [one.id for one in reading.run_page(store, 9, None, {"label": "nightly", "partial": False})] == [old]
+    assert [one.id for one in queries.run_page(store, 9, None, {"label": "nightly", "partial": False})] == [old]
     began = store.run(run).started
-    assert [one.id for one in reading.run_page(store, 9, (began, run), {})] == [old]
+    assert [one.id for one in queries.run_page(store, 9, (began, run), {})] == [old]
     for state, expected in (("excluded", 1), ("unfinished", 3), ("failed", 1), ("passed", 0), (None, 5)):
-        assert len(reading.cell_page(store, run, 9, -1, {"device": "cpu"}, state)) == expected
-    assert [(one.cell, one.before) for one in reading.broke(store, 9)] == [(every[0], old)]
+        assert len(queries.cell_page(store, run, 9, -1, {"device": "cpu"}, state)) == expected
+    assert [(one.cell, one.before) for one in queries.broke(store, 9)] == [(every[0], old)]
     ET.fromstring(feed.atom(feed.entries(store), "https://matrix.example/"))
 
 
@@ -551,7 +551,7 @@ def test_what_has_not_changed_is_not_sent_again(
     assert tag.startswith('W/"')
     with monkeypatch.context() as patched:
         # Nothing is rendered for it: what the answers are made of isn't asked for.
-        for module, name in ((reading, "cells"), (reading, "run_page"), (verdicts, "answer"), (feed, "entries")):
+        for module, name in ((queries, "cells"), (queries, "run_page"), (verdicts, "answer"), (feed, "entries")):
             patched.delattr(module, name)
         again = client.get(path, headers={"If-None-Match": f'"other", {tag}'})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
@@ -577,13 +577,13 @@ def test_a_result_has_the_same_strong_tag_whatever_else_is_stored(store: Store, 
 
 def test_the_version_changes_with_everything_that_is_shown(either: Store) -> None:
     store = either
-    seen = [reading.version(store)]
+    seen = [queries.version(store)]
 
     def changed() -> bool:
-        seen.append(reading.version(store))
+        seen.append(queries.version(store))
         return seen[-1] not in seen[:-1]
 
-    assert reading.version(store) == seen[0]
+    assert queries.version(store) == seen[0]
     run = store.new_run(cells()[:2])
     assert changed()
     store.add(run, passed(cells()[0]))
@@ -655,9 +655,10 @@ def test_check_asks_the_real_service(store: Store, address: str, tmp_path: Path)
     seen = []
     for kind in ("wrong", None):
         stored(store, [ran(Cell(python, "5.9", "2.11"), "5.9.0", kind=kind, started=datetime.now(timezone.utc))])
+        search = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
-            [sys.executable, "-m", "kernel_compat", "check", "--service", address, "--json"],
-            env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "CUDA_VISIBLE_DEVICES": ""},
+            [sys.executable, "-m", "compat_matrix", "check", address, "--json"],
+            env={**os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
             check=False,
@@ -703,7 +704,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         run = store.new_run(every, excluded={Cell("3.10", "5.9", "2.11"): "needs Python 3.11"})
         store.add(run, failed(every[0], reason=ODD))
         keep(store, "atlas", '{"seams": []}')
-        APP.state.store, APP.state.board = store, Board(store)
+        APP.state.store, APP.state.snapshots = store, SnapshotCache(store)
         APP.state.queue = Queue(store, None, Settings())
         yield
 

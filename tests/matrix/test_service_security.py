@@ -35,12 +35,12 @@ from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
 from compat_matrix.fingerprint import of_axes
 from compat_matrix.results import CellResult
-from compat_matrix.service import guard, protocol, tokens
+from compat_matrix.service import guard, head_timeout, tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import HEADERS
+from compat_matrix.service.protocol import Machine, Report, Result, Submission, Wanted
 from compat_matrix.service.queue import Queue
 from compat_matrix.service.settings import Settings
-from compat_matrix.service.wire import Machine, Report, Result, Submission, Wanted
 from compat_matrix.store import Store
 from compat_matrix.store.models import TASK, TOKEN, metadata
 
@@ -586,7 +586,7 @@ def test_two_requests_in_one_are_refused(target: Target, url: str) -> None:
 def test_who_holds_a_connection_without_a_request_loses_it(
     target: Target, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEAD", 0.5)
+    monkeypatch.setattr(head_timeout, "HEAD", 0.5)
     monkeypatch.setattr(guard, "_SLOW", 0.5)
     assert raw(url, b"") == b""
     assert raw(url, b"GET / HTTP/1.1\r\nX: ") == b""

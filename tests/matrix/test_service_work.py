@@ -277,7 +277,7 @@ def test_the_server_is_an_extra_that_a_worker_does_not_need(small: Small, monkey
     )
     for command in ("work", "token"):
         subprocess.run(
-            [sys.executable, "-c", f"{code.format(command)}; import compat_matrix.service.standing"], check=True
+            [sys.executable, "-c", f"{code.format(command)}; import compat_matrix.service.local_worker"], check=True
         )
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_service import Service
 
 import kernel_compat
 
@@ -138,11 +137,3 @@ def _nothing_left_behind() -> Iterator[None]:
         kernel_compat.uninstall()
     for name in kernel_compat.registered_attention():
         kernel_compat.unregister_attention(name)
-
-
-@pytest.fixture
-def service() -> Iterator[Service]:
-    """A matrix service that says what it was recorded to say."""
-    service = Service()
-    yield service
-    service.stop()

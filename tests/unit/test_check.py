@@ -11,7 +11,9 @@ import pytest
 
 import kernel_compat
 from kernel_compat import Features, Kernel, Provider
+from kernel_compat.diagnostics import names
 from kernel_compat.diagnostics import numerics as check
+from kernel_compat.errors import UnknownNameError
 from kernel_compat.policy import LADDER
 
 torch = pytest.importorskip("torch")
@@ -296,24 +298,24 @@ def test_a_refused_name_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_names_are_an_error_that_lists_the_known() -> None:
-    with pytest.raises(check.UnknownNameError, match=r"'nope' can't be checked here.*flash_attention_reference.*sdpa"):
+    with pytest.raises(UnknownNameError, match=r"'nope' can't be checked here.*flash_attention_reference.*sdpa"):
         check.run(["flash_attention_reference", "nope"])
     with pytest.raises(TypeError, match="not the string 'sdpa'"):
         check.run("sdpa")
 
 
-def test_the_oracle_agrees_with_torch() -> None:
+def test_the_reference_formula_agrees_with_torch() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(heads, 9, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     visible = torch.ones(9, 9, dtype=torch.bool).tril().triu(-2)
     k_, v_ = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k_, v_, attn_mask=visible)
-    torch.testing.assert_close(check._oracle(q, k, v, 3), expected.transpose(0, 1))
+    torch.testing.assert_close(check._reference(q, k, v, 3), expected.transpose(0, 1))
 
 
 def test_every_kernel_and_every_registered_name_is_listed() -> None:
     kernel_compat.register_attention("my_flash", "flash_attention_reference")
-    found = {name.name: name for name in check.attention_names(kernel_compat.Environment.detect())}
+    found = {name.name: name for name in names.attention_names(kernel_compat.Environment.detect())}
     assert set(found) == {*kernel_compat.known_kernels(), "my_flash"}
     assert found["my_flash"].kernel == "flash_attention_reference"
     assert found["my_flash"].owner == "registered"
@@ -324,7 +326,7 @@ def test_every_kernel_and_every_registered_name_is_listed() -> None:
 
 
 def test_explain_lists_every_provider() -> None:
-    found = check.explain("flash_attention_3")
+    found = names.explain("flash_attention_3")
     assert [provider.distribution for provider in found.providers] == ["flash-attn-3", "fa3-fwd"]
     assert found.providers[1].features.backward is False
     assert found.status.owner == "transformers"
@@ -338,7 +340,7 @@ def test_explain_shows_the_features_of_the_torch_there_is(
 ) -> None:
     here = kernel_compat.Environment(packages={"torch": version}, imports={"torch": ("torch",)})
     monkeypatch.setattr(kernel_compat.Environment, "detect", classmethod(lambda cls, distributions=(): here))
-    found = check.explain("flash_attention_torch")
+    found = names.explain("flash_attention_torch")
     (provider,) = found.providers
     assert (provider.distribution, provider.version) == ("torch", version)
     assert {"window", "paged"} & set(provider.features.names()) == features
@@ -351,8 +353,8 @@ def test_explain_a_registered_name(name: str) -> None:
     def forward() -> None: ...
 
     kernel_compat.register_attention("my_flash", "flash_attention_reference", forward)
-    found = check.explain(name)
-    assert found.status == check.NameStatus("my_flash", "flash_attention_reference", "registered")
+    found = names.explain(name)
+    assert found.status == names.NameStatus("my_flash", "flash_attention_reference", "registered")
     assert found.forward is not None
     assert found.forward.endswith("test_explain_a_registered_name.<locals>.forward")
     assert found.state == "pending"
@@ -360,8 +362,8 @@ def test_explain_a_registered_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
 def test_explain_what_transformers_owns(name: str) -> None:
-    found = check.explain(name)
-    assert found.status == check.NameStatus(name, None, "transformers")
+    found = names.explain(name)
+    assert found.status == names.NameStatus(name, None, "transformers")
     assert found.providers == ()
 
 
@@ -374,8 +376,8 @@ def test_explain_what_transformers_owns(name: str) -> None:
     ],
 )
 def test_explain_of_a_bad_name(name: str, message: str) -> None:
-    with pytest.raises(check.UnknownNameError, match=message):
-        check.explain(name)
+    with pytest.raises(UnknownNameError, match=message):
+        names.explain(name)
 
 
 @pytest.mark.parametrize(
@@ -389,11 +391,11 @@ def test_explain_of_a_bad_name(name: str, message: str) -> None:
     ],
 )
 def test_explain_shows_the_ladder(name: str, steps: tuple[str, ...]) -> None:
-    found = check.explain(name).ladder
+    found = names.explain(name).ladder
     assert tuple(step.name for step in found) == steps
     assert all(step.reason for step in found)
 
 
 def test_explain_of_what_is_no_string() -> None:
     with pytest.raises(TypeError, match="must be a string"):
-        check.explain(3)  # type: ignore[arg-type]
+        names.explain(3)  # type: ignore[arg-type]

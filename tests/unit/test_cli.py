@@ -1,4 +1,4 @@
-"""The command line as its users meet it: in a process of its own, in good and in broken environments."""
+"""The command line, in this process; in one of its own where that is the point: imports, pipes, broken environments."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import bare_site
 import pytest
 
 import kernel_compat
 from kernel_compat import cli
+from kernel_compat.cli import tables
 from kernel_compat.policy import LADDER
 from kernel_compat.proving import table
 
@@ -43,14 +45,48 @@ register_attention("wrong_flash", SimpleNamespace(flash_attn_varlen_func=varlen)
 """
 
 
-def kernel_compat_cli(*arguments: str, paths: tuple[Path, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Cli = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The command line in this process, with environment variables of its own."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # --import adds the current folder
+
+    def run(*arguments: str, **environment: str) -> Done:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            try:
+                code = cli.main(arguments)
+            except SystemExit as exit:
+                code = int(str(exit.code))
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernel_compat.environment._devices", lambda: ())
+
+
+def process(*arguments: str, paths: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
     search = [str(path) for path in paths] + [p for p in [os.environ.get("PYTHONPATH")] if p]
-    return subprocess.run(  # noqa: PLW1510 - the exit code is what is tested
+    return subprocess.run(
         [sys.executable, "-m", "kernel_compat", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), **env},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         capture_output=True,
         text=True,
         timeout=300,
+        check=False,
     )
 
 
@@ -61,8 +97,11 @@ def module(folder: Path, name: str, code: str) -> Path:
 
 
 @pytest.fixture
-def framework(tmp_path: Path) -> Path:
-    return module(tmp_path / "framework", "some_framework", FRAMEWORK)
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of the module."""
+    monkeypatch.syspath_prepend(module(tmp_path / "framework", "some_framework", FRAMEWORK))
+    yield "some_framework"
+    sys.modules.pop("some_framework", None)
 
 
 @pytest.fixture
@@ -83,42 +122,53 @@ def bare_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["status"],
-        ["explain", "flash_attention_2"],
-        ["explain", "eager"],
-        ["plan", "--attn", "flash_attention_2", "--packed"],
-    ],
-)
-@pytest.mark.parametrize("form", ["json", "tables"])
-def test_what_runs_nothing_imports_nothing_heavy(arguments: list[str], form: str) -> None:
-    code = (
-        "import sys; from kernel_compat.cli import main; code = main(sys.argv[1:]);"
-        "print(*sorted({m.partition('.')[0] for m in sys.modules}), file=sys.stderr); sys.exit(code)"
-    )
-    options = ["--json"] if form == "json" else []
-    done = subprocess.run(  # noqa: PLW1510 - the exit code is what is tested
-        [sys.executable, "-c", code, *arguments, *options], capture_output=True, text=True, timeout=120
-    )
+#: Prints, for each form of output, the exit codes and the top-level modules that are loaded after them.
+IMPORTED = """
+import contextlib, io, json, sys
+from kernel_compat.cli import main
+
+commands = [
+    ["status"], ["explain", "flash_attention_2"], ["explain", "eager"], ["plan", "--attn", "flash_attention_2", "--packed"]
+]
+found = {}
+for form in (["--json"], []):
+    outputs = [io.StringIO() for _ in commands]
+    codes = []
+    for command, output in zip(commands, outputs):
+        with contextlib.redirect_stdout(output):
+            codes.append(main([*command, *form]))
+    if form:
+        [json.loads(output.getvalue()) for output in outputs]
+    found["json" if form else "tables"] = [codes, sorted({name.partition(".")[0] for name in sys.modules})]
+print(json.dumps(found))
+"""
+
+
+def test_what_runs_nothing_imports_nothing_heavy() -> None:
+    """Neither frameworks nor, for JSON, rich; in a process that has imported nothing yet."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    imported = set(done.stderr.splitlines()[-1].split())
-    assert not imported & {"torch", "transformers", "numpy", "flash_attn"}
-    assert ("rich" in imported) == (form == "tables")
-    if form == "json":
-        json.loads(done.stdout)
+    for form, (codes, imported) in json.loads(done.stdout).items():
+        assert codes == [0, 0, 0, 0]
+        assert not {*imported} & {"torch", "transformers", "numpy", "flash_attn"}
+        assert ("rich" in imported) == (form == "tables")
 
 
-def test_status_tells_the_environment_the_shims_and_the_names() -> None:
-    found = json.loads(kernel_compat_cli("status", "--json").stdout)
+def test_the_process_ends_with_the_exit_code() -> None:
+    done = process("status", "--colour")
+    assert done.returncode == 2
+    assert "kernel-compat: error: unrecognized arguments: --colour" in done.stderr
+
+
+def test_status_tells_the_environment_the_shims_and_the_names(run: Cli) -> None:
+    found = json.loads(run("status", "--json").stdout)
     assert found["ok"] is True
     assert found["installed"] is False
     assert found["environment"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert all(shim["state"] in ("pending", "not needed") and shim["reason"] for shim in found["shims"])
     names = {name["name"]: name for name in found["attention"]}
     assert list(names) == list(kernel_compat.known_kernels())
-    text = kernel_compat_cli("status").stdout
+    text = run("status").stdout
     for shim in found["shims"]:
         # Where nobody resizes the window a row is a line, however long its reason.
         assert any(shim["name"] in line and shim["reason"] in line for line in text.splitlines())
@@ -126,15 +176,15 @@ def test_status_tells_the_environment_the_shims_and_the_names() -> None:
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_colour_is_never_the_only_carrier() -> None:
-    coloured = kernel_compat_cli("status", FORCE_COLOR="1", TERM="xterm-256color", COLUMNS="200").stdout
+def test_colour_is_never_the_only_carrier(run: Cli) -> None:
+    coloured = run("status", FORCE_COLOR="1", TERM="xterm-256color", COLUMNS="200").stdout
     assert "\x1b[" in coloured
     assert "usable" in coloured
 
 
 @needs_transformers
-def test_check_of_the_reference_is_right() -> None:
-    done = kernel_compat_cli("check", "flash_attention_reference", "--json")
+def test_check_of_the_reference_is_right(run: Cli) -> None:
+    done = run("check", "flash_attention_reference", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"] is True
@@ -146,10 +196,8 @@ def test_check_of_the_reference_is_right() -> None:
 
 
 @needs_transformers
-def test_a_wrong_kernel_ends_in_1_and_stdout_is_json_alone(framework: Path) -> None:
-    done = kernel_compat_cli(
-        "check", "right_flash", "wrong_flash", "--json", "--import", "some_framework", paths=(framework,)
-    )
+def test_a_wrong_kernel_ends_in_1_and_stdout_is_json_alone(run: Cli, framework: str) -> None:
+    done = run("check", "right_flash", "wrong_flash", "--json", "--import", framework)
     assert done.returncode == 1, done.stderr
     assert "a banner" in done.stderr
     found = json.loads(done.stdout)
@@ -161,8 +209,8 @@ def test_a_wrong_kernel_ends_in_1_and_stdout_is_json_alone(framework: Path) -> N
 
 
 @needs_torch
-def test_a_wrong_kernel_is_called_so_in_the_tables(framework: Path) -> None:
-    done = kernel_compat_cli("check", "wrong_flash", "--import", "some_framework", paths=(framework,))
+def test_a_wrong_kernel_is_called_so_in_the_tables(run: Cli, framework: str) -> None:
+    done = run("check", "wrong_flash", "--import", framework)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert any(line.split()[:3] == ["wrong_flash", "causal", "WRONG"] and "wrong: output" in line for line in lines)
@@ -170,10 +218,10 @@ def test_a_wrong_kernel_is_called_so_in_the_tables(framework: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_status_and_explain_know_registered_names(framework: Path) -> None:
-    found = json.loads(kernel_compat_cli("status", "--json", "--import", "some_framework", paths=(framework,)).stdout)
+def test_status_and_explain_know_registered_names(run: Cli, framework: str) -> None:
+    found = json.loads(run("status", "--json", "--import", framework).stdout)
     assert found["attention"][-1]["name"] == "wrong_flash"
-    done = kernel_compat_cli("explain", "right_flash", "--import", "some_framework", paths=(framework,))
+    done = run("explain", "right_flash", "--import", framework)
     assert done.returncode == 0
     assert "registered with register_attention (pending)" in done.stdout
     assert "Kernel: flash_attention_reference. Forward: the default." in done.stdout
@@ -208,7 +256,7 @@ def test_check_without_transformers_still_runs_kernels(tmp_path: Path, bare_cli:
 
 def test_a_broken_torch_is_diagnosed(tmp_path: Path, bare_cli: Callable[..., Any]) -> None:
     broken = module(tmp_path / "broken", "torch", "raise OSError('libcudart.so.12: cannot open [shared] object file')")
-    for done in (bare_cli("check", paths=(broken,)), kernel_compat_cli("check", paths=(broken,))):
+    for done in (bare_cli("check", paths=(broken,)), process("check", paths=(broken,))):
         assert done.returncode == 1
         assert "does not import (OSError: libcudart.so.12: cannot open [shared] object file)" in done.stdout
         assert "Traceback" not in done.stderr
@@ -221,7 +269,7 @@ def test_a_broken_torch_is_diagnosed(tmp_path: Path, bare_cli: Callable[..., Any
 @needs_torch
 def test_a_broken_transformers_is_diagnosed_and_kernels_still_run(tmp_path: Path) -> None:
     broken = module(tmp_path / "broken", "transformers", "raise RuntimeError('tokenizers is too old')")
-    done = kernel_compat_cli("check", "flash_attention_reference", "sdpa", "--json", paths=(broken,))
+    done = process("check", "flash_attention_reference", "sdpa", "--json", paths=(broken,))
     assert done.returncode == 1
     found = json.loads(done.stdout)
     (problem,) = found["problems"]
@@ -231,7 +279,7 @@ def test_a_broken_transformers_is_diagnosed_and_kernels_still_run(tmp_path: Path
 
 
 @pytest.mark.parametrize("command", ["status", "check"])
-def test_a_failed_shim_ends_in_1(tmp_path: Path, command: str) -> None:
+def test_a_failed_shim_ends_in_1(run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     broken = module(tmp_path / "shim", "some_shim", "raise ValueError('made for another release')")
     (broken / "some_shim-1.0.dist-info").mkdir()
     (broken / "some_shim-1.0.dist-info" / "METADATA").write_text(
@@ -241,7 +289,8 @@ def test_a_failed_shim_ends_in_1(tmp_path: Path, command: str) -> None:
         "[kernel_compat.shims]\nsome = some_shim:SHIM\n"
     )
     names = ["flash_attention_2"] if command == "check" else []
-    done = kernel_compat_cli(command, *names, "--json", paths=(broken,))
+    monkeypatch.syspath_prepend(broken)
+    done = run(command, *names, "--json")
     assert done.returncode == 1, done.stderr
     (shim,) = [shim for shim in json.loads(done.stdout)["shims"] if shim["state"] == "failed"]
     assert "made for another release" in shim["reason"]
@@ -265,42 +314,44 @@ def test_a_failed_shim_ends_in_1(tmp_path: Path, command: str) -> None:
         (["plan", "--packed", "--cp", "2", "--json"], "packed sequences can't be split over context parallel ranks"),
     ],
 )
-def test_bad_arguments_end_in_2(arguments: list[str], message: str) -> None:
-    done = kernel_compat_cli(*arguments)
+def test_bad_arguments_end_in_2(run: Cli, arguments: list[str], message: str) -> None:
+    done = run(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
 
 
-def test_explain_shows_features_and_reasons() -> None:
-    text = kernel_compat_cli("explain", "flash_attention_3").stdout
+def test_explain_shows_features_and_reasons(run: Cli) -> None:
+    text = run("explain", "flash_attention_3").stdout
     for expected in ("9.0 to 9.9", "bfloat16", "up to 256", "fa3-fwd", "lacks: window, sinks", "transformers' own"):
         assert expected in text
-    assert "transformers' own" in kernel_compat_cli("explain", "sdpa").stdout
-    found = json.loads(kernel_compat_cli("explain", "flash_attention_4", "--json").stdout)
+    assert "transformers' own" in run("explain", "sdpa").stdout
+    found = json.loads(run("explain", "flash_attention_4", "--json").stdout)
     assert found["name"] == "flash_attention_4"
     assert found["providers"][0]["features"]["min_capability"] == [9, 0]
 
 
-def test_explain_torchs_own_kernel() -> None:
-    text = kernel_compat_cli("explain", "flash_attention_torch", CUDA_VISIBLE_DEVICES="").stdout
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_torchs_own_kernel(run: Cli) -> None:
+    text = run("explain", "flash_attention_torch").stdout
     for expected in ("torch.nn.attention.varlen", "8.0 or greater", "lacks: ", "no CUDA device is visible"):
         assert expected in text
-    found = json.loads(kernel_compat_cli("explain", "flash_attention_torch", "--json", CUDA_VISIBLE_DEVICES="").stdout)
+    found = json.loads(run("explain", "flash_attention_torch", "--json").stdout)
     (provider,) = found["providers"]
     assert provider["features"]["head_dim_multiple"] == 8
     assert provider["version"] == found["environment"]["packages"].get("torch")
     assert [step["name"] for step in found["ladder"]] == ["flash_attention_torch", "sdpa", "eager"]
 
 
-def test_explain_shows_the_ladder_with_a_reason_a_step() -> None:
-    done = kernel_compat_cli("explain", "flash_attention_3", "--json", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_shows_the_ladder_with_a_reason_a_step(run: Cli) -> None:
+    done = run("explain", "flash_attention_3", "--json")
     steps = json.loads(done.stdout)["ladder"]
     walked = [step["name"] for step in steps]
     assert (walked[0], walked[-2:]) == ("flash_attention_3", ["sdpa", "eager"])
     assert "no CUDA device is visible" in steps[0]["reason"]
-    text = kernel_compat_cli("explain", "flash_attention_3", CUDA_VISIBLE_DEVICES="").stdout
+    text = run("explain", "flash_attention_3").stdout
     for step in steps:
         (line,) = [line for line in text.splitlines() if line.startswith(step["name"]) and step["reason"] in line]
         assert ("not usable" in line) is not step["usable"]
@@ -339,16 +390,17 @@ def test_explain_what_is_proven_of_a_model_type(
         assert [step["name"] for step in found["ladder"]] == [*LADDER]
 
 
-def test_explain_a_kernel_of_the_hub() -> None:
-    steps = json.loads(kernel_compat_cli("explain", "org/repo", "--json").stdout)["ladder"]
+def test_explain_a_kernel_of_the_hub(run: Cli) -> None:
+    steps = json.loads(run("explain", "org/repo", "--json").stdout)["ladder"]
     assert [step["name"] for step in steps] == ["org/repo", "eager"]
     assert "a kernel of the hub" in steps[0]["reason"]
 
 
 class TestPlan:
-    def test_what_is_decided_and_why(self) -> None:
+    @pytest.mark.usefixtures("without_gpu")
+    def test_what_is_decided_and_why(self, run: Cli) -> None:
         arguments = ("plan", "--tp", "2", "--packed", "--attn", "flash_attention_3", "--liger")
-        done = kernel_compat_cli(*arguments, CUDA_VISIBLE_DEVICES="")
+        done = run(*arguments)
         assert done.returncode == 0, done.stderr
         assert "attn_implementation  flash_attention_3\n" in done.stdout
         assert "use_liger_kernel     False\n" in done.stdout
@@ -358,27 +410,26 @@ class TestPlan:
             "flash_attention_3 is not usable here: ",
         ):
             assert reason in done.stdout
-        found = json.loads(kernel_compat_cli(*arguments, "--json", CUDA_VISIBLE_DEVICES="").stdout)
+        found = json.loads(run(*arguments, "--json").stdout)
         assert found["ok"] is True
         assert (found["attn_implementation"], found["use_liger_kernel"]) == ("flash_attention_3", False)
         assert all(reason in done.stdout for reason in found["reasons"])
 
-    def test_context_parallelism(self) -> None:
-        found = json.loads(kernel_compat_cli("plan", "--cp", "2", "--attn", "eager", "--json").stdout)
+    def test_context_parallelism(self, run: Cli) -> None:
+        found = json.loads(run("plan", "--cp", "2", "--attn", "eager", "--json").stdout)
         assert found["attn_implementation"] == "sdpa"
 
-    def test_nothing_asked_for(self) -> None:
-        assert "unset: sdpa where the model has it, else eager" in kernel_compat_cli("plan").stdout
+    def test_nothing_asked_for(self, run: Cli) -> None:
+        assert "unset: sdpa where the model has it, else eager" in run("plan").stdout
 
-    def test_registered_names(self, framework: Path) -> None:
-        arguments = ("plan", "--packed", "--attn", "right_flash", "--import", "some_framework", "--json")
-        assert (
-            json.loads(kernel_compat_cli(*arguments, paths=(framework,)).stdout)["attn_implementation"] == "right_flash"
-        )
+    def test_registered_names(self, run: Cli, framework: str) -> None:
+        arguments = ("plan", "--packed", "--attn", "right_flash", "--import", framework, "--json")
+        assert json.loads(run(*arguments).stdout)["attn_implementation"] == "right_flash"
 
+    @pytest.mark.usefixtures("without_gpu")
     @pytest.mark.parametrize("form", [(), ("--json",)])
-    def test_no_plan_ends_in_1(self, form: tuple[str, ...]) -> None:
-        done = kernel_compat_cli("plan", "--packed", *form, CUDA_VISIBLE_DEVICES="")
+    def test_no_plan_ends_in_1(self, run: Cli, form: tuple[str, ...]) -> None:
+        done = run("plan", "--packed", *form)
         assert done.returncode == 1, done.stderr
         for name in LADDER:
             assert f"{name}: " in done.stdout
@@ -388,33 +439,36 @@ class TestPlan:
 
 
 def test_a_number_that_is_not_finite_is_null() -> None:
-    assert cli._plain({"errors": (float("nan"), float("inf"), 1.0)}) == {"errors": [None, None, 1.0]}
+    assert tables.plain({"errors": (float("nan"), float("inf"), 1.0)}) == {"errors": [None, None, 1.0]}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo terminals are POSIX")
 @needs_torch
-def test_the_progress_bar_goes_to_a_terminal_alone() -> None:
+def test_the_progress_bar_goes_to_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import pty
 
     leader, follower = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "kernel_compat", "check", "flash_attention_reference"],
-        env={**os.environ, "TERM": "xterm-256color"},
-        stdout=subprocess.PIPE,
-        stderr=follower,
-        text=True,
-    ) as process:
-        os.close(follower)
-        shown = b""
+    shown = bytearray()
+
+    def read() -> None:
         try:
             while chunk := os.read(leader, 4096):
-                shown += chunk
-        except OSError:  # Linux ends a terminal that nobody holds open any more with an error
+                shown.extend(chunk)
+        except OSError:  # Linux reports the end of a terminal that nobody holds open any more as an error
             pass
-        os.close(leader)
-        assert process.stdout is not None
-        text = process.stdout.read()
-    assert process.returncode == 0
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        code = cli.main(["check", "flash_attention_reference"])
+    reader.join()
+    os.close(leader)
+    text = capsys.readouterr().out
+    assert code == 0
     assert b"flash_attention_reference: " in shown
     assert "\x1b" not in text
     assert "flash_attention_reference" in text
@@ -439,8 +493,9 @@ def test_a_reader_that_stops_reading_is_no_error(arguments: tuple[str, ...]) -> 
 # ops -----------------------------------------------------------------------------------------------------------------
 
 
-def test_ops_lists_every_field_and_value_with_the_reason() -> None:
-    done = kernel_compat_cli("ops", "--json", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.usefixtures("without_gpu")
+def test_ops_lists_every_field_and_value_with_the_reason(run: Cli) -> None:
+    done = run("ops", "--json")
     found = json.loads(done.stdout)
 
     assert done.returncode == 0
@@ -451,13 +506,13 @@ def test_ops_lists_every_field_and_value_with_the_reason() -> None:
     assert liger["variants"] == ["standard", "offset"]
     assert any("it needs a CUDA device" in reason for reason in liger["reasons"])
     assert found["model"] == ""
-    text = kernel_compat_cli("ops", CUDA_VISIBLE_DEVICES="").stdout
+    text = run("ops").stdout
     assert "cross_entropy_loss_implementation" in text
     assert "eager" not in text
 
 
 @needs_transformers
-def test_ops_says_what_would_be_bound_to_a_saved_model(tmp_path: Path) -> None:
+def test_ops_says_what_would_be_bound_to_a_saved_model(run: Cli, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -473,7 +528,7 @@ def test_ops_says_what_would_be_bound_to_a_saved_model(tmp_path: Path) -> None:
             }
         )
     )
-    done = kernel_compat_cli("ops", "--model", str(tmp_path), "--json")
+    done = run("ops", "--model", str(tmp_path), "--json")
     fits = {(one["op"], one["value"]): one for one in json.loads(done.stdout)["fits"]}
 
     assert json.loads(done.stdout)["model"] == "Gemma2ForCausalLM"
@@ -483,7 +538,7 @@ def test_ops_says_what_would_be_bound_to_a_saved_model(tmp_path: Path) -> None:
     )
     assert "it differs from down(silu(gate(x)) * up(x))" in fits["swiglu_mlp", "liger_kernel"]["refused"]
     assert fits["load_balancing_loss", "triton"]["notes"] == ["load_balancing_loss: this model has none"]
-    text = kernel_compat_cli("ops", "--model", str(tmp_path)).stdout
+    text = run("ops", "--model", str(tmp_path)).stdout
     assert "Gemma2ForCausalLM" in text
     assert "eps 1e-06, gemma casting" in text
 
@@ -497,11 +552,11 @@ def test_ops_says_what_would_be_bound_to_a_saved_model(tmp_path: Path) -> None:
     ],
 )
 @needs_transformers
-def test_ops_refuses_what_is_no_model(tmp_path: Path, config: str | None, problem: str) -> None:
+def test_ops_refuses_what_is_no_model(run: Cli, tmp_path: Path, config: str | None, problem: str) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
 
-    done = kernel_compat_cli("ops", "--model", str(tmp_path), "--json")
+    done = run("ops", "--model", str(tmp_path), "--json")
 
     assert done.returncode == 2
     assert done.stdout == ""

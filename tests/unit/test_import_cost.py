@@ -1,4 +1,4 @@
-"""What is imported when: each in a process of its own, where torch and transformers are installed."""
+"""What is imported when, in a process that begins with nothing, where torch and transformers are installed."""
 
 from __future__ import annotations
 
@@ -14,45 +14,57 @@ HEAVY = ("torch", "transformers", "numpy", "flash_attn", "rich")
 
 ALLOWED = {
     "nothing but the import": "",
-    "register_attention": "k.register_attention('x_flash', kernel='flash_attention_2')",
+    "register_attention": "k.register_attention('a_flash', kernel='flash_attention_2')",
     "register_attention with a forward and a mask": (
-        "k.register_attention('x_flash', kernel='flash_attention_reference', forward=print, mask=print)"
+        "k.register_attention('b_flash', kernel='flash_attention_reference', forward=print, mask=print)"
     ),
     "a refused registration": (
         "try:\n    k.register_attention('sdpa', kernel='flash_attention_2')\nexcept ValueError:\n    pass"
     ),
-    "unregister_attention": "k.register_attention('x_flash', kernel='flash_attention_4'); k.unregister_attention('x_flash')",
-    "status": "k.status()",
-    "status with a name": "k.register_attention('x_flash', kernel='flash_attention_2'); k.status()",
+    "unregister_attention": "k.register_attention('c_flash', kernel='flash_attention_4'); k.unregister_attention('c_flash')",
+    "status with a name": "k.status()",
     "the environment": "k.Environment.detect()",
     "why a kernel is not usable": (
         "[kernel.unavailable_because(k.Environment.detect()) for kernel in k.known_kernels().values()]"
     ),
     "what to load a model with": "k.policy.ladder(); k.policy.resolve_preload('flash_attention_2', packed_sequence=True)",
     "uninstall": "k.uninstall()",
+    "status without a name": "[k.unregister_attention(name) for name in ('a_flash', 'b_flash')]; k.status()",
     "every public name": "[getattr(k, name) for name in k.__all__]",
 }
 
+PROGRAM = """
+import json, sys
+import kernel_compat as k
+loaded = {}
+for name, code in json.loads(sys.argv[1]).items():
+    exec(code)
+    loaded[name] = sorted(sys.modules)
+print(json.dumps(loaded))
+"""
 
-def loaded_after(code: str) -> list[str]:
-    program = f"import json, sys\nimport kernel_compat as k\n{code}\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[str]]:
+    """The modules that are loaded after each step."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(ALLOWED)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    modules: list[str] = json.loads(done.stdout)
-    return modules
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
 
 
-@pytest.mark.parametrize("what", ALLOWED)
-def test_no_framework_is_imported(what: str) -> None:
-    loaded = loaded_after(ALLOWED[what])
-    assert [name for name in loaded if name.partition(".")[0] in HEAVY] == []
+@pytest.mark.parametrize("step", ALLOWED)
+def test_no_framework_is_imported(loaded: dict[str, list[str]], step: str) -> None:
+    assert [name for name in loaded[step] if name.partition(".")[0] in HEAVY] == []
 
 
-def test_the_import_loads_nothing_else_of_ours() -> None:
+def test_the_import_loads_nothing_else_of_ours(loaded: dict[str, list[str]]) -> None:
     """That is what makes it cheap: each part comes with the first use of one of its names."""
-    loaded = loaded_after("")
-    assert [name for name in loaded if name.startswith("kernel_compat")] == ["kernel_compat"]
-    assert not {"packaging", "importlib.metadata", "pynvml", "email"} & set(loaded)
+    first = loaded["nothing but the import"]
+    assert [name for name in first if name.startswith("kernel_compat")] == ["kernel_compat"]
+    assert not {"packaging", "importlib.metadata", "pynvml", "email"} & set(first)
 
 
 def test_public_names() -> None:

@@ -8,13 +8,12 @@ from typing import NamedTuple
 from ..attention.defaults import registered_attention
 from ..attention.registry import UPSTREAM, check_name, upstream_owner
 from ..environment import Environment
-from ..errors import KernelCompatError, UnsupportedFeatureError
+from ..errors import UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, Provider, known_kernels
 from ..kernels.catalog import TRANSFORMERS, instead
 
 __all__ = [
     "Capabilities",
-    "UnknownNameError",
     "capabilities",
     "kernel_of",
     "require_features",
@@ -22,10 +21,6 @@ __all__ = [
     "require_string",
     "unknown_because",
 ]
-
-
-class UnknownNameError(KernelCompatError, ValueError):
-    """No attention name of this environment; the message lists the names that exist."""
 
 
 class Capabilities(NamedTuple):

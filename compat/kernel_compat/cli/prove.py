@@ -1,4 +1,4 @@
-"""``kernel-compat prove``: model types on tiny models, a registered attention name against eager attention."""
+"""``kernel-compat prove``: compare a registered attention name with eager attention, on tiny models of model types."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..choosing.capabilities import require_known
+from .arguments import MODEL_HELP, BadArgumentsError
+from .tables import print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..proving import Proof
 
-__all__ = ["PROVE_HELP", "ProveArgumentError", "add_arguments", "as_json", "find", "show"]
-
-PROVE_HELP = "prove on tiny models that a registered name computes what eager attention does"
+__all__ = ["add_arguments", "as_json", "find", "show"]
 
 
-#: The share of model types that a release is checked for.
+#: The share of model types that must have a tiny model, with --release-check.
 _COVERED = 0.95
 
 
-class ProveArgumentError(Exception):
-    """Arguments that don't go together, or name nothing."""
-
-
 class Proofs(NamedTuple):
-    """What was proven, and on which release; not all of it where it was interrupted."""
+    """The proofs and the release of transformers they were made on.
+
+    Attributes:
+        transformers: the release.
+        proofs: a proof for each model type; the first ones only if the command was interrupted.
+        least_covered: the share of model types that must have a tiny model.
+        interrupted: whether the command was interrupted.
+    """
 
     transformers: str
     proofs: tuple[Proof, ...]
@@ -41,37 +44,36 @@ class Proofs(NamedTuple):
 
     @property
     def covered(self) -> float:
-        """The share of the model types that a tiny model was made for."""
+        """The share of the model types that have a tiny model."""
         return sum(not proof.no_recipe for proof in self.proofs) / max(len(self.proofs), 1)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, nothing crashed and enough was proven."""
+        """Whether nothing is wrong, nothing crashed, and enough model types were proven."""
         return not self.interrupted and all(proof.ok for proof in self.proofs) and self.covered >= self.least_covered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="a model type, or a folder with a config.json")
+    """Add the command's arguments."""
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--all", action="store_true", help="every model type of the installed transformers")
     parser.add_argument("--case", dest="cases", action="append", metavar="CASE", help="only this case (repeatable)")
-    parser.add_argument("--quick", action="store_true", help="only the cases that find most mistakes")
+    parser.add_argument("--quick", action="store_true", help="only the cases that find the most errors")
     parser.add_argument(
-        "--attn", metavar="NAME", help="prove this registered name (default: one of the reference kernel)"
-    )
-    parser.add_argument(
-        "--import", dest="imports", metavar="MODULE", action="append", default=[], help="import this module first"
+        "--attn", metavar="NAME", help="the registered name to prove (default: one bound to the reference kernel)"
     )
     parser.add_argument(
         "--release-check",
         action="store_true",
-        help="fail as well where fewer than 95 of 100 model types have a tiny model",
+        help="fail also if fewer than 95 of 100 model types have a tiny model",
     )
-    parser.add_argument("--workers", type=_positive, default=None, metavar="N", help="processes (default: one a core)")
     parser.add_argument(
-        "--timeout", type=_positive, default=60, metavar="SECONDS", help="for one model type (default: 60)"
+        "--workers", type=_positive, default=None, metavar="N", help="number of processes (default: one per core)"
     )
-    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the outcomes to this file as well")
+    parser.add_argument(
+        "--timeout", type=_positive, default=60, metavar="SECONDS", help="time limit of one model type (default: 60)"
+    )
+    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the results to this file as well")
 
 
 def _positive(text: str) -> int:
@@ -81,9 +83,9 @@ def _positive(text: str) -> int:
 
 
 def find(arguments: argparse.Namespace) -> Proofs:
-    """Prove what the arguments name."""
+    """Prove the model types and folders that the arguments name."""
     if arguments.all == bool(arguments.models):
-        raise ProveArgumentError("name model types or folders, or pass --all")
+        raise BadArgumentsError("name model types or folders, or pass --all")
     try:
         import transformers
 
@@ -91,13 +93,13 @@ def find(arguments: argparse.Namespace) -> Proofs:
         from ..proving.architectures import model_types
         from ..proving.proof import UnknownCaseError, require_cases
     except ImportError as error:
-        raise ProveArgumentError(f"this needs torch and transformers: {error}") from None
+        raise BadArgumentsError(f"this needs torch and transformers: {error}") from None
 
     cases: Sequence[str] | None = arguments.cases or (QUICK if arguments.quick else None)
     try:
         require_cases(cases)
     except UnknownCaseError as error:
-        raise ProveArgumentError(str(error)) from None
+        raise BadArgumentsError(str(error)) from None
     if arguments.attn is not None:
         require_known(arguments.attn)
     known = model_types()
@@ -105,20 +107,19 @@ def find(arguments: argparse.Namespace) -> Proofs:
     types = known if arguments.all else [name for name in named if not os.path.isdir(name)]
     for name in types:
         if name not in known:
-            raise ProveArgumentError(f"{name!r} is neither a model type of transformers nor a folder")
+            raise BadArgumentsError(f"{name!r} is neither a model type of transformers nor a folder")
     configs = [_config(path) for path in named if os.path.isdir(path)]
     if arguments.json_file:
-        _write(arguments.json_file, "", "a")  # before the work, which may take an hour
+        _write(arguments.json_file, "", "a")  # fails now, not after an hour of work
 
     proofs: list[Proof] = []
-    show = _progress() if len(types) > 1 else None
 
     def progress(proof: Proof, done: int, total: int) -> None:
         if noted:
             raise KeyboardInterrupt
         proofs.append(proof)
-        if show is not None:
-            show(proof, done, total)
+        if total > 1:
+            _print_progress(proof, done, total)
 
     interrupted = False
     try:
@@ -145,7 +146,7 @@ def find(arguments: argparse.Namespace) -> Proofs:
 
 @contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C raises as ever, and is noted: Python swallows what is raised in the middle of a fork."""
+    """Record Ctrl-C besides raising KeyboardInterrupt: Python drops an exception that is raised during a fork."""
     noted: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -153,7 +154,7 @@ def _noted_interrupts() -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, or another's
+    if before is not signal.default_int_handler:  # ignored, or handled by someone else
         yield noted
         return
     signal.signal(signal.SIGINT, note)
@@ -168,19 +169,19 @@ def _write(path: str, text: str, mode: str = "w") -> None:
         with open(path, mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ProveArgumentError(f"--json {path} can't be written: {error.strerror or error}") from None
+        raise BadArgumentsError(f"--json {path} can't be written: {error.strerror or error}") from None
 
 
 def _config(path: str) -> tuple[Any, Any]:
     """The config in a folder, and its model class where the folder brings its own."""
     if not os.path.isfile(os.path.join(path, "config.json")):
-        raise ProveArgumentError(f"{path} has no config.json")
+        raise BadArgumentsError(f"{path} has no config.json")
     try:
         return _read_config(path)
     except (Exception, SystemExit) as error:  # the folder's own code may raise anything
         from ..proving.subject import describe
 
-        raise ProveArgumentError(f"{path} can't be read: {describe(error)}") from None
+        raise BadArgumentsError(f"{path} can't be read: {describe(error)}") from None
 
 
 def _read_config(path: str) -> tuple[Any, Any]:
@@ -200,16 +201,13 @@ def _read_config(path: str) -> tuple[Any, Any]:
     return config, None
 
 
-def _progress() -> Any:
-    def progress(proof: Proof, done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done} of {total}: {proof.model_type} {proof.verdict}".ljust(70), end="", file=sys.stderr)
-
-    return progress
+def _print_progress(proof: Proof, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done} of {total}: {proof.model_type} {proof.verdict}".ljust(70), end="", file=sys.stderr)
 
 
 def as_json(found: Proofs) -> dict[str, Any]:
-    """The document: sorted, and the same on every machine."""
+    """The proofs as a document, sorted by model type, the same on every machine."""
     from ..proving import summary
 
     return {
@@ -222,26 +220,24 @@ def as_json(found: Proofs) -> dict[str, Any]:
 
 
 def show(console: Console, found: Proofs) -> None:
-    """What isn't equal, a line each, and the summary."""
-    from rich.text import Text
-
+    """Print a line for each case that isn't equal, and the summary."""
     from ..proving import summary
 
     colours = {"wrong": "bold red", "crashed": "bold red", "refused": "yellow", "no recipe": "yellow"}
     for proof in found.proofs:
         line = f"{proof.model_type}: {proof.verdict}" + (f" ({proof.no_recipe})" if proof.no_recipe else "")
-        console.print(Text(line, style=colours.get(proof.verdict, "")), soft_wrap=True)
+        print_text(console, line, colours.get(proof.verdict, ""))
         everything = len(found.proofs) == 1
         for outcome in proof.outcomes:
             if everything or outcome.verdict in ("wrong", "crashed", "refused"):
                 number = f" {outcome.difference:.1e}" if outcome.difference is not None else ""
                 reason = f": {outcome.reason}" if outcome.reason else ""
                 text = f"  {outcome.model} {outcome.case} {outcome.verdict}{number}{reason}"
-                console.print(Text(text, style=colours.get(outcome.verdict, "")), soft_wrap=True)
+                print_text(console, text, colours.get(outcome.verdict, ""))
     if found.least_covered > found.covered:
         text = f"{found.covered:.1%} of the model types have a tiny model; at least {found.least_covered:.0%} must."
-        console.print(Text(text, style="bold red"), soft_wrap=True)
+        print_text(console, text, "bold red")
     if found.interrupted:
-        console.print(Text("Interrupted: this is what was proven until then.", style="yellow"), soft_wrap=True)
+        print_text(console, "Interrupted: the proofs made until then.", "yellow")
     counts = ", ".join(f"{number} {verdict}" for verdict, number in summary(found.proofs).items())
-    console.print(Text(f"transformers {found.transformers}: {counts}", style="bold"), soft_wrap=True)
+    print_text(console, f"transformers {found.transformers}: {counts}", "bold")

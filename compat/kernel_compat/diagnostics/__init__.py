@@ -1,1 +1,1 @@
-"""Diagnoses of an installation: what runs here, and whether it computes the right numbers."""
+"""Diagnoses of an environment: attention names, the numbers that kernels compute, and broken installs."""

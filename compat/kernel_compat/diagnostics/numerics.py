@@ -1,6 +1,7 @@
-"""What works here: attention names and why they are usable or not, and each run against a float64 reference.
+"""Attention names checked against a float64 reference: tiny problems, forward and backward.
 
-Nothing here imports torch or transformers before `run` is called.
+The reference is the formula of attention in float64, which shares no code with any kernel. Importing this module imports
+neither torch nor transformers; `run` does.
 """
 
 from __future__ import annotations
@@ -9,115 +10,40 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
-from ..attention.registry import AttentionName, upstream_owner
-from ..choosing.capabilities import UnknownNameError, require_known
-from ..choosing.ladder import LADDER, Step, ladder
+from ..attention.registry import AttentionName
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
 from ..environment import torch_flash_backend as active_backend
-from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from ..errors import KernelUnavailableError, UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, known_kernels
-from ..kernels.catalog import TRANSFORMERS
-from ..patching.report import ShimReport
+from .names import attention_names
+from .packages import import_frameworks, one_line
 
-__all__ = [
-    "CaseResult",
-    "CheckReport",
-    "Explanation",
-    "NameResult",
-    "NameStatus",
-    "attention_names",
-    "explain",
-    "run",
-]
+__all__ = ["CaseResult", "CheckReport", "NameResult", "run"]
 
-Owner = Literal["transformers", "kernel-compat", "registered"]
 Verdict = Literal["right", "WRONG", "failed", "not usable"]
 CaseVerdict = Literal["right", "WRONG", "failed", "skipped"]
-#: Called with what runs next, how many cases are done and how many there are.
+#: Called with the case that runs next, the number of cases that are done, and the number of cases.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class NameStatus:
-    """One attention name.
-
-    Attributes:
-        name: as it is written in ``attn_implementation=``.
-        kernel: the name of the kernel behind it; None where transformers computes it itself.
-        owner: who answers to the name in transformers. Where that is transformers and a kernel has the same name,
-            the kernel is what `register_attention` takes by it.
-        reasons: why its kernel is not usable here; empty when it is.
-        install: the sentence that says how to install it, where that would help.
-    """
-
-    name: str
-    kernel: str | None
-    owner: Owner
-    reasons: tuple[str, ...] = ()
-    install: str = ""
-
-
-@dataclass(frozen=True)
-class ProviderStatus:
-    """One package that has a kernel's functions; `reasons` as in `NameStatus`."""
-
-    distribution: str
-    module: str
-    version: str | None
-    features: Features
-    reasons: tuple[str, ...]
-    install: str
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What is known of one name: `shims` are those that touch registered names in this environment, and `ladder` is what
-    `policy.load_with_fallback` would try, the name itself first."""
-
-    environment: Environment
-    status: NameStatus
-    forward: str | None
-    state: str | None
-    providers: tuple[ProviderStatus, ...]
-    shims: tuple[ShimReport, ...]
-    ladder: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
-class TypeExplanation:
-    """What the table of proofs says of a model type on the installed transformers.
-
-    Attributes:
-        transformers: the release; None where none is installed.
-        verdict: the worst of its cases, ``equal`` where all are; None where the type isn't in the table.
-        cases: for each verdict besides equal, the names of the cases that have it.
-        ladder: what its model can be loaded with.
-    """
-
-    model_type: str
-    transformers: str | None
-    verdict: str | None
-    cases: Mapping[str, tuple[str, ...]]
-    ladder: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
 class CaseResult:
-    """One problem, computed by one name.
+    """The result of one case under one attention name.
 
     Attributes:
-        verdict: ``skipped`` where the kernel doesn't have the feature, ``failed`` where it raised.
-        errors: of ``output``, ``dq``, ``dk`` and ``dv``: norm of the difference over norm of the reference. Without
-            the gradients where the kernel has none.
-        max_abs: the greatest absolute difference in any of them.
-        tolerance: what the relative errors may be.
-        reason: why not right, or why no gradients.
+        case: the name of the case.
+        verdict: ``skipped`` if the kernel lacks a feature that the case needs, ``failed`` if it raised.
+        errors: relative errors of ``output``, ``dq``, ``dk`` and ``dv``: the norm of the difference over the norm of the
+            reference. Without gradients if the kernel has no backward.
+        max_abs: the largest absolute difference of any element.
+        tolerance: the largest relative error that counts as right.
+        reason: why the case isn't right, or why there are no gradients.
     """
 
     case: str
@@ -130,12 +56,17 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class NameResult:
-    """What became of one attention name.
+    """The result of all cases under one attention name.
 
     Attributes:
-        reasons: why it is not usable, or why it failed as a whole.
-        install: what would make it run, where an installation would.
-        device: what it ran on, e.g. ``"cpu"``; empty when it didn't run.
+        name: the attention name.
+        kernel: the name of its kernel; None for transformers' own sdpa.
+        verdict: the worst verdict of its cases, or ``not usable``.
+        reasons: why it can't run here, or why it failed before the first case.
+        install: a sentence with the command that would make it run, if installing something would.
+        device: the device it ran on, such as ``"cpu"``; empty if it didn't run.
+        dtype: the dtype of its inputs, such as ``"bfloat16"``.
+        cases: a result for each case, in the order of `CASES`.
     """
 
     name: str
@@ -150,13 +81,14 @@ class NameResult:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """All of it.
+    """The results of `run`.
 
     Attributes:
-        installation: what `install()` did; nothing was installed where torch or transformers can't be imported.
-        problems: what is broken beside names and shims: a torch or transformers that is there and doesn't import.
-        missing: what isn't there, and how to install it. Not a problem.
-        torch_flash_backend: what torch's own flash attention ran on; None for the FlashAttention-2 it is built with.
+        installation: the report of `install()`, or of `status()` if torch or transformers can't be imported.
+        names: a result for each attention name.
+        problems: torch or transformers raising on import, `install()` failing, or the torch backend not being available.
+        missing: a sentence for each of torch and transformers that isn't installed. Not a problem.
+        torch_flash_backend: the FlashAttention that torch's own attention ran on; None for torch's built-in one.
     """
 
     installation: Report
@@ -167,97 +99,17 @@ class CheckReport:
 
     @property
     def environment(self) -> Environment:
+        """The environment that the names ran in."""
         return self.installation.environment
 
     @property
     def ok(self) -> bool:
-        """Whether everything that is usable is right and every shim that is needed is in place."""
+        """Whether every name that can run is right, every needed shim is applied and there are no problems."""
         wrong = any(result.verdict in ("WRONG", "failed") for result in self.names)
         return self.installation.ok and not self.problems and not wrong
 
 
-def attention_names(environment: Environment) -> tuple[NameStatus, ...]:
-    """Every kernel's name and every registered name, the kernels first."""
-    registered = registered_attention()
-    kernels = {name: registered[name].kernel if name in registered else k for name, k in known_kernels().items()}
-    kernels.update((name, entry.kernel) for name, entry in registered.items())
-    return tuple(_status(name, kernel, environment) for name, kernel in kernels.items())
-
-
-def _status(name: str, kernel: Kernel, environment: Environment) -> NameStatus:
-    provider = kernel.provider(environment)
-    return NameStatus(
-        name,
-        kernel.name,
-        _owner(name),
-        tuple(provider.unavailable_because(environment)),
-        provider.install_hint(environment),
-    )
-
-
-def _owner(name: str) -> Owner:
-    entry = registered_attention().get(name)
-    if entry is not None:
-        return "kernel-compat" if entry.builtin else "registered"
-    return "transformers" if upstream_owner(name) else "kernel-compat"
-
-
-def explain_type(model_type: str, name: str = LADDER[0]) -> TypeExplanation:
-    """What is proven of a model type here, and the ladder from `name` down for it. Imports neither torch nor transformers."""
-    from ..proving.table import WORSE, known
-
-    environment = status().environment
-    release = environment.version("transformers")
-    cases = known(str(release)).get(model_type) if release else None
-    verdict = None if cases is None else next((one for one in (*WORSE, "no recipe") if one in cases), "equal")
-    steps = ladder(name, environment, model_type=model_type)
-    return TypeExplanation(model_type, str(release) if release else None, verdict, cases or {}, steps)
-
-
-def explain(name: str) -> Explanation:
-    """What a name means here, and why it is or isn't usable. Imports neither torch nor transformers.
-
-    Raises:
-        UnknownNameError: nothing has that name, or nothing can have it.
-        TypeError: `name` is not a string.
-    """
-    require_known(name)
-    report = status()
-    environment = report.environment
-    steps = ladder(name, environment)
-    name = name.removeprefix("paged|")
-    known = {status.name: status for status in attention_names(environment)}
-    if name not in known:
-        return Explanation(environment, NameStatus(name, None, "transformers"), None, None, (), (), steps)
-    entry = registered_attention().get(name)
-    kernel = entry.kernel if entry else known_kernels()[name]
-    return Explanation(
-        environment,
-        known[name],
-        _qualified(entry.forward) if entry and entry.forward else None,
-        report.attention.get(name),
-        tuple(
-            ProviderStatus(
-                provider.distribution,
-                provider.module,
-                environment.packages.get(provider.distribution),
-                provider.features_in(environment),
-                tuple(provider.unavailable_because(environment)),
-                provider.install,
-            )
-            for provider in kernel.providers
-        ),
-        tuple(shim for shim in report.shims if shim.state != "not needed"),
-        steps,
-    )
-
-
-def _qualified(function: Any) -> str:
-    name = getattr(function, "__qualname__", None)
-    return f"{function.__module__}.{name}" if name else repr(function)
-
-
-# The problems. Short, and no length a multiple of a kernel's block.
+# The cases. The sequences are short, and no length is a multiple of a kernel's block size.
 
 HEADS, HEAD_DIM = 4, 64
 Layout = Literal["batch", "padded left", "padded right", "position_ids", "cu_seq_lens"]
@@ -265,7 +117,18 @@ Layout = Literal["batch", "padded left", "padded right", "position_ids", "cu_seq
 
 @dataclass(frozen=True)
 class Case:
-    """A causal attention problem: sequences of these lengths, and how transformers would hand them over."""
+    """A causal attention problem.
+
+    Attributes:
+        name: the name of the case.
+        lengths: the length of each sequence.
+        layout: how transformers passes the sequences: a row each, padded to one length, or packed into one row with
+            position ids or cumulative lengths.
+        kv_heads: the number of key and value heads.
+        value_dim: the head dimension of the values.
+        window: the sliding window, in tokens; None for none.
+        needs: the `Features` that a kernel needs for it.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -276,7 +139,7 @@ class Case:
     needs: tuple[str, ...] = ("causal",)
 
     def places(self) -> list[tuple[int, slice]]:
-        """Row and positions of each sequence in the (rows, length) that the attention function is given."""
+        """Row and positions of each sequence in the attention function's input of shape ``(rows, length)``."""
         if self.layout in ("position_ids", "cu_seq_lens"):
             ends = [sum(self.lengths[: i + 1]) for i in range(len(self.lengths))]
             return [(0, slice(end - length, end)) for end, length in zip(ends, self.lengths, strict=True)]
@@ -304,17 +167,20 @@ def run(
 ) -> CheckReport:
     """Run attention names forward and backward and compare them with float64 math.
 
-    Calls `install()` for as long as it takes, so that the shims are verified and applied as they are in use.
+    Calls `install()` for the duration of the check, unless it is already in force.
 
     Args:
-        names: kernels' names, registered names and ``sdpa``, transformers' own; None for all of them.
-        progress: called before each case and at the end.
-        torch_flash_backend: activated for as long as it takes, as `use_torch_flash_backend` does; None leaves it as it is. One
-            that can't be is a problem of the report.
+        names: attention names: of kernels, registered names, and ``sdpa`` of transformers. All of them by default.
+        progress: called before each case and after the last.
+        torch_flash_backend: activated for the duration of the check, as `use_torch_flash_backend` does. One that isn't
+            available is a problem of the report.
+
+    Returns:
+        A result for each name, and the problems of the environment.
 
     Raises:
-        UnknownNameError: `names` holds one that isn't there.
-        TypeError: `names` is a single string.
+        UnknownNameError: `names` holds a name that can't be checked here.
+        TypeError: `names` is a string.
     """
     if isinstance(names, str):
         raise TypeError(f"names takes a list of attention names, not the string {names!r}")
@@ -322,11 +188,10 @@ def run(
     known = [status.name for status in attention_names(environment)]
     if unknown := [name for name in names or () if name not in (*known, "sdpa")]:
         raise UnknownNameError(f"{unknown[0]!r} can't be checked here; these can: {', '.join([*known, 'sdpa'])}")
-    problems: list[str] = []
-    missing: list[str] = []
-    lacking = _lacking(environment, problems, missing)
+    imports = import_frameworks(environment)
+    problems = [*imports.problems]
     with ExitStack() as stack:
-        report = _installation(stack, not lacking, problems)
+        report = status() if imports.failed else _installation(stack, problems)
         if torch_flash_backend is not None:
             try:
                 stack.enter_context(use_torch_flash_backend(torch_flash_backend))
@@ -334,51 +199,37 @@ def run(
                 problems.append(str(error))
         backend = active_backend()
         if names is None:
-            names = known if "transformers" in lacking or "torch" in lacking else [*known, "sdpa"]
+            names = known if imports.failed else [*known, "sdpa"]
         wanted = list(dict.fromkeys(names))
-        steps = _Steps(progress, len(wanted))
-        results = tuple(_check_name(name, report, lacking, steps) for name in wanted)
-        steps.end()
-    return CheckReport(report, results, tuple(problems), tuple(missing), backend)
+        counter = _Counter(progress, len(wanted))
+        results = tuple(_check_name(name, report, imports.failed, counter) for name in wanted)
+        counter.end()
+    return CheckReport(report, results, tuple(problems), imports.missing, backend)
 
 
-def _lacking(environment: Environment, problems: list[str], missing: list[str]) -> dict[str, str]:
-    """Which of torch and transformers can't be imported, with the reason in short; in full in the two lists."""
-    lacking: dict[str, str] = {}
-    for distribution, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
-        if distribution not in environment.packages and distribution not in environment.imports:
-            lacking[distribution] = f"{distribution} is not installed"
-            missing.append(f"{distribution} is not installed: pip install {distribution}")
-        elif not lacking:  # transformers without torch has no attention to speak of
-            try:
-                importlib.import_module(module)
-            except Exception as error:  # a broken install fails in any way it likes
-                lacking[distribution] = f"{distribution} does not import"
-                problems.append(f"{distribution} is installed but does not import ({_message(error)})")
-    return lacking
-
-
-def _installation(stack: ExitStack, wanted: bool, problems: list[str]) -> Report:
-    """`installed()` until the stack unwinds, where that can work and the caller hasn't installed already."""
+def _installation(stack: ExitStack, problems: list[str]) -> Report:
+    """Enter `installed()` until the stack unwinds, unless `install()` is already in force."""
     report = status()
-    if report.installed or not wanted:
+    if report.installed:
         return report
     try:
         return stack.enter_context(installed())
     except Exception as error:
-        problems.append(f"install() failed ({_message(error)})")
+        problems.append(f"install() failed ({one_line(error)})")
         return status()
 
 
-class _Steps:
+class _Counter:
+    """Calls `progress` with the number of cases that are done."""
+
     def __init__(self, progress: Progress | None, count: int) -> None:
         self.progress = progress
         self.total = count * len(CASES)
         self.done = 0
 
-    def __call__(self, what: str) -> None:
+    def begin(self, case: str) -> None:
         if self.progress is not None:
-            self.progress(what, self.done, self.total)
+            self.progress(case, self.done, self.total)
         self.done += 1
 
     def skip_name(self) -> None:
@@ -389,14 +240,14 @@ class _Steps:
             self.progress("", self.total, self.total)
 
 
-def _check_name(name: str, report: Report, lacking: Mapping[str, str], steps: _Steps) -> NameResult:
+def _check_name(name: str, report: Report, failed: Mapping[str, str], counter: _Counter) -> NameResult:
     environment = report.environment
     entry = registered_attention().get(name)
     kernel = entry.kernel if entry else known_kernels().get(name)
     kernel_name = kernel.name if kernel else None
 
     def unchecked(verdict: Verdict, reasons: Sequence[str], install: str = "") -> NameResult:
-        steps.skip_name()
+        counter.skip_name()
         return NameResult(name, kernel_name, verdict, tuple(reasons), install)
 
     state = report.attention.get(name, "pending")
@@ -405,19 +256,19 @@ def _check_name(name: str, report: Report, lacking: Mapping[str, str], steps: _S
     if kernel is not None:
         unusable = kernel.unavailable_because(environment)
         install = kernel.provider(environment).install_hint(environment)
-        reasons = [reason for reason in unusable if reason != lacking.get("torch")]
-        if "torch" in lacking:
-            reasons.append(lacking["torch"])
+        reasons = [reason for reason in unusable if reason != failed.get("torch")]
+        if "torch" in failed:
+            reasons.append(failed["torch"])
         if reasons:
             return unchecked("not usable", reasons, install)
-    elif lacking:
-        return unchecked("not usable", list(lacking.values()))
+    elif failed:
+        return unchecked("not usable", list(failed.values()))
     try:
         subject = _Sdpa() if kernel is None else _Registered(name, kernel, entry)
     except KernelUnavailableError as error:
         return unchecked("not usable", error.reasons, error.install)
     except Exception as error:
-        return unchecked("failed", [_message(error)])
+        return unchecked("failed", [one_line(error)])
     place = _place(subject.features)
     if place is None:
         wanted = " or ".join(subject.features.devices)
@@ -425,7 +276,7 @@ def _check_name(name: str, report: Report, lacking: Mapping[str, str], steps: _S
     device, dtype = place
     cases = []
     for case in CASES:
-        steps(f"{name}: {case.name}")
+        counter.begin(f"{name}: {case.name}")
         cases.append(_check_case(case, subject, device, dtype))
     verdicts = {case.verdict for case in cases}
     worst_first: tuple[Literal["WRONG", "failed", "right"], ...] = ("WRONG", "failed", "right")
@@ -435,7 +286,7 @@ def _check_name(name: str, report: Report, lacking: Mapping[str, str], steps: _S
 
 
 class _Registered:
-    """A kernel behind the forward that transformers calls for a name."""
+    """The attention function that transformers calls for a name, with its kernel."""
 
     def __init__(self, name: str, kernel: Kernel, entry: AttentionName | None) -> None:
         from ..attention.forward import attention_forward
@@ -452,7 +303,7 @@ class _Registered:
         if lacking:
             return f"no {lacking[0]}"
         if self.own_mask and case.layout.startswith("padded"):
-            return "its own mask function decides what it is given"
+            return "its own mask function decides the mask"
         return None
 
     def mask_and_options(self, case: Case, visible: Any) -> tuple[Any, dict[str, Any]]:
@@ -483,17 +334,17 @@ class _Registered:
 
 
 class _Sdpa:
-    """transformers' own function over torch's scaled_dot_product_attention: what others are compared with."""
+    """transformers' own attention function over torch's scaled_dot_product_attention."""
 
     def __init__(self) -> None:
         self.name = "sdpa"
-        self.features = replace(TRANSFORMERS["sdpa"], dtypes=("float32",), devices=("cuda", "cpu"))
+        self.features = Features(dtypes=("float32",), devices=("cuda", "cpu"))
         functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
         self.forward = functions["sdpa"]
         self.own_forward = False
 
     def skip_because(self, case: Case) -> str | None:
-        return "it is given masks alone" if case.layout == "cu_seq_lens" else None
+        return "it takes masks only" if case.layout == "cu_seq_lens" else None
 
     def mask_and_options(self, case: Case, visible: Any) -> tuple[Any, dict[str, Any]]:
         plain = case.layout == "batch" and case.window is None
@@ -501,7 +352,7 @@ class _Sdpa:
 
 
 def _place(features: Features) -> tuple[str, Any] | None:
-    """A device the kernel runs on, CUDA where there is one, and a dtype it takes; None where there is none."""
+    """A device that the kernel runs on, CUDA if possible, and a dtype that it takes; None if there is no such device."""
     import torch
 
     low, high = features.min_capability or (0, 0), features.max_capability or (99, 0)
@@ -524,18 +375,19 @@ def _why_no_cuda() -> str:
 
 
 def _tolerance(device: str, dtype: Any) -> float:
-    """What the relative error may be.
+    """The largest relative error that counts as right.
 
-    The inputs are exact in `dtype`, so the error of a right kernel is rounding. With 16 bits it rounds probabilities,
-    score gradients and results, which comes to 0.8 of the unit roundoff u (2^-11 in float16, 2^-8 in bfloat16), and
-    sums in another order add little: 4u, 2e-3 and 1.6e-2. In float32 it is a few times 2^-24: 1e-5. Wrong is far from
-    either: a boundary or window off by one is 0.2 and more, one key too many or too few for one query mostly 2e-2.
+    The inputs are exact in `dtype`, so a right kernel differs from float64 by rounding only. In 16 bits it rounds
+    probabilities, score gradients and results, which amounts to 0.8 u, where u is the unit roundoff (2^-11 in float16,
+    2^-8 in bfloat16); another order of summation adds little. The tolerance is 4u: 2e-3 and 1.6e-2. In float32 the error
+    is a few times 2^-24, and the tolerance 1e-5. Wrong results are far beyond: a boundary or window that is off by one
+    gives 0.2 and more, one key too many or too few for one query mostly 2e-2.
     """
     import torch
 
     if dtype in (torch.float16, torch.bfloat16):
         return 2 * float(torch.finfo(dtype).eps)  # eps is 2u
-    # TF32, which NVIDIA's containers switch on, has 10 bits of fraction, as float16.
+    # TF32, which NVIDIA's containers enable, has 10 bits of fraction, as float16 has.
     if device.startswith("cuda") and torch.get_float32_matmul_precision() != "highest":
         return 4 * 2.0**-11
     return 1e-5
@@ -546,10 +398,9 @@ def _check_case(case: Case, subject: _Registered | _Sdpa, device: str, dtype: An
 
     if reason := subject.skip_because(case):
         return CaseResult(case.name, "skipped", reason=reason)
-    features = subject.features
-    backward = features.backward and set(case.needs).isdisjoint(features.forward_only)
+    backward = subject.features.backward
     try:
-        # The caller's no_grad, inference mode and autocast are not what is being checked.
+        # The caller's no_grad, inference mode and autocast must not change the result.
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(backward),
@@ -557,18 +408,18 @@ def _check_case(case: Case, subject: _Registered | _Sdpa, device: str, dtype: An
         ):
             found, expected = _compute(case, subject, device, dtype, backward)
     except UnsupportedFeatureError as error:
-        # A forward that isn't ours may refuse what the kernel behind it can do; ours must not.
-        return CaseResult(case.name, "skipped" if subject.own_forward else "failed", reason=_message(error))
+        # A registered forward may refuse a feature that its kernel has; the default forward must not.
+        return CaseResult(case.name, "skipped" if subject.own_forward else "failed", reason=one_line(error))
     except Exception as error:
-        return CaseResult(case.name, "failed", reason=_message(error))
+        return CaseResult(case.name, "failed", reason=one_line(error))
     errors, max_abs = {}, 0.0
-    for what, x in found.items():
-        difference = x - expected[what]
-        errors[what] = float(difference.norm() / expected[what].norm())
+    for name, x in found.items():
+        difference = x - expected[name]
+        errors[name] = float(difference.norm() / expected[name].norm())
         greatest = float(difference.abs().max())
         max_abs = greatest if math.isnan(greatest) else max(max_abs, greatest)
     tolerance = _tolerance(device, dtype)
-    wrong = [what for what, error in errors.items() if not error <= tolerance]  # NaN is wrong
+    wrong = [name for name, error in errors.items() if not error <= tolerance]  # NaN is wrong
     reason = f"wrong: {', '.join(wrong)}" if wrong else "" if backward else "no backward: forward only"
     return CaseResult(case.name, "WRONG" if wrong else "right", errors, max_abs, tolerance, reason)
 
@@ -576,7 +427,10 @@ def _check_case(case: Case, subject: _Registered | _Sdpa, device: str, dtype: An
 def _compute(
     case: Case, subject: _Registered | _Sdpa, device: str, dtype: Any, backward: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Output and gradients at the real tokens, on the CPU in float64: by the attention function, and by the oracle."""
+    """Output and gradients at the real tokens, by the attention function and by the reference.
+
+    Both as float64 tensors on the CPU, of shape ``(real tokens, heads, head dim)``.
+    """
     import torch
 
     places = case.places()
@@ -605,31 +459,42 @@ def _compute(
         return torch.cat([x[row, place] for row, place in places]).detach().cpu().double()
 
     found = {"output": joined(output)}
-    oracle: dict[str, list[Any]] = {"output": [], "dq": [], "dk": [], "dv": []}
+    parts: dict[str, list[Any]] = {"output": [], "dq": [], "dk": [], "dv": []}
     if backward:
         real = [output[row, place] for row, place in places]
         gradients = torch.autograd.grad(real, inputs, [weight[row, place] for row, place in places])
         found.update(zip(("dq", "dk", "dv"), (joined(x.transpose(1, 2)) for x in gradients), strict=True))
     for row, place in places:
         q, k, v = sequence = [x[row, :, place].detach().cpu().double().requires_grad_(backward) for x in inputs]
-        out = _oracle(q, k, v, case.window)
-        oracle["output"].append(out.detach())
+        out = _reference(q, k, v, case.window)
+        parts["output"].append(out.detach())
         if backward:
             gradients = torch.autograd.grad(out, sequence, weight[row, place].cpu().double())
-            for what, x in zip(("dq", "dk", "dv"), gradients, strict=True):
-                oracle[what].append(x.transpose(0, 1))
-    return found, {what: torch.cat(oracle[what]) for what in found}
+            for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+                parts[name].append(x.transpose(0, 1))
+    return found, {name: torch.cat(parts[name]) for name in found}
 
 
 def _visible(length: int, window: int | None) -> Any:
+    """A mask of shape ``(length, length)``: True where the query of the row attends to the key of the column."""
     import torch
 
     distance = torch.arange(length, device="cpu")[:, None] - torch.arange(length, device="cpu")[None]
     return (distance >= 0) & (distance < (window or length))
 
 
-def _oracle(q: Any, k: Any, v: Any, window: int | None) -> Any:
-    """One sequence, by the formula: (heads, length, dim) to (length, heads, dim). Shares no code with any kernel."""
+def _reference(q: Any, k: Any, v: Any, window: int | None) -> Any:
+    """Attention of one sequence by the formula. Shares no code with any kernel.
+
+    Args:
+        q: of shape ``(heads, length, head dim)``.
+        k: of shape ``(key heads, length, head dim)``.
+        v: of shape ``(key heads, length, value dim)``.
+        window: the sliding window, in tokens.
+
+    Returns:
+        The output, of shape ``(length, heads, value dim)``.
+    """
     groups = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
@@ -638,7 +503,7 @@ def _oracle(q: Any, k: Any, v: Any, window: int | None) -> Any:
 
 
 def _stub(name: str, case: Case) -> Any:
-    """What attention functions ask of a model's attention module."""
+    """A stand-in for a model's attention module, with the attributes that attention functions read."""
     import torch
 
     module = torch.nn.Module()
@@ -656,11 +521,3 @@ def _stub(name: str, case: Case) -> Any:
         sliding_window=case.window,
     )
     return module
-
-
-def _message(error: BaseException) -> str:
-    """An exception on one line; compilers of kernels write pages."""
-    text = " ".join(str(error).split())
-    if len(text) > 400:
-        text = text[:397] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

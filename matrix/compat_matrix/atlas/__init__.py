@@ -1,4 +1,4 @@
-"""The seam atlas: what releases of transformers, torch and FlashAttention have in the place of the library's seams.
+"""The seam atlas: the library's seams in the releases of transformers, torch and FlashAttention.
 
-Read from the published wheels, of which a few modules each are fetched and nothing is installed or imported.
+It is read from a few modules of each published wheel; nothing is installed or imported.
 """

@@ -1,4 +1,4 @@
-"""What was read before: the members of published files and what was found in them, never whole files."""
+"""A cache of members of published files and of the seams found in them; never of whole files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """A folder of small files, each put in place whole, so that several processes may share it.
+    """A folder of small files, each written atomically, so that several processes may share it.
 
-    What can't be read back counts as absent, and is fetched again. The folder may be deleted at any time.
+    Unreadable entries count as absent and are fetched again. The folder may be deleted at any time.
 
     Args:
-        folder: made where it doesn't exist.
-        note: is told, once, when it can't be written.
+        folder: created if it doesn't exist.
+        note: called once with a message if the folder can't be written.
     """
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
@@ -44,7 +44,7 @@ class Cache:
         self._write(path, of.dump_json(value))
 
     def load_source(self, path: str, crc: int) -> bytes | None:
-        """Bytes that were stored, if they still have this CRC-32."""
+        """Stored bytes, if they have this CRC-32."""
         try:
             content = zlib.decompress((self._folder / path).read_bytes())
         except (OSError, zlib.error):
@@ -66,7 +66,7 @@ class Cache:
                 except BaseException:
                     os.unlink(file.name)
                     raise
-        except OSError as error:  # a full disk, or a folder of somebody else's: slower without it, and no worse
+        except OSError as error:  # a full disk, or a read-only folder: only slower
             if not self._unwritable:
                 self._unwritable = True
                 self._note(f"nothing is kept in {self._folder}, and the next run fetches it again: {error}")

@@ -1,11 +1,11 @@
-"""``kernel-compat-matrix atlas``."""
+"""``kernel-compat-matrix atlas``: show when seams appeared, changed and vanished upstream."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .watched import WATCHED
+from .seam_list import SEAMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,15 +14,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "between several: 5.3.0; 5.3, its newest patch; 4.48-5.23, the newest patch of every minor; 5.9.0-5.10.2, "
         "every release between; latest. Without any: the minors that the installed shims claim."
     )
-    for distribution in WATCHED:
-        parser.add_argument(f"--{distribution}", metavar="RELEASES", help=f"of {distribution}")
+    for distribution in SEAMS:
+        parser.add_argument(f"--{distribution}", metavar="RELEASES", help=f"the releases of {distribution} to read")
     parser.add_argument(
-        "--seam", action="append", default=[], metavar="MODULE:ATTRIBUTE", help="one more to look for; repeatable"
+        "--seam",
+        action="append",
+        default=[],
+        metavar="MODULE:ATTRIBUTE",
+        help="a further seam to look for (repeatable)",
     )
     parser.add_argument(
-        "--check", action="store_true", help="compare with what the installed shims claim; exit with 1 if it differs"
+        "--check",
+        action="store_true",
+        help="compare with the claims of the installed shims; exit with 1 if they differ",
     )
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="where what was read is kept")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="the folder of the cache")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -32,6 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         MatrixError: bad input, or a release that can't be read.
     """
-    from .answer import run  # here: what it imports takes longer than most other commands
+    from .lookup import run  # here: its imports take longer than most other commands
 
     return run(arguments)

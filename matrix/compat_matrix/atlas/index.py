@@ -1,4 +1,4 @@
-"""The package indexes: which files they have of a distribution, and where."""
+"""Package indexes: the files of a distribution and their locations."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from urllib3.util import Retry
 from ..errors import MatrixError
 from .cache import Cache
 
-#: Files that are read at a time.
+#: The number of files that are read at a time.
 THREADS = 16
-#: To connect, and between two pieces of an answer, in seconds.
+#: Seconds to connect, and between two parts of a response.
 TIMEOUT = (10, 60)
 
 
 @dataclass(frozen=True)
 class File:
-    """One published file, as its index describes it."""
+    """A published file, as its index describes it."""
 
     filename: str
     url: str
@@ -59,7 +59,7 @@ class File:
 
     @property
     def identity(self) -> tuple[NormalizedName, Version] | None:
-        """The distribution and its version; None for what is neither a wheel nor a source distribution, or named as none."""
+        """The distribution and its version; None for a file that isn't a wheel or source distribution, or has an invalid name."""
         if not self.filename.endswith((".whl", ".tar.gz")):
             return None
         try:
@@ -77,11 +77,11 @@ _FILES = TypeAdapter(list[File])
 
 
 class Index:
-    """All that pip or uv would ask here, merged: the default index, extra ones, and folders of wheels.
+    """All indexes that pip or uv would use, merged: the default index, extra ones, and folders of wheels.
 
     Args:
-        cache: remembers what an index had, for when it can't be reached.
-        note: is told what the user should know.
+        cache: keeps the responses of indexes, for when one can't be reached.
+        note: called with messages for the user.
     """
 
     def __init__(self, cache: Cache, note: Callable[[str], None]) -> None:
@@ -100,10 +100,10 @@ class Index:
             self.session.mount(scheme, HTTPAdapter(pool_maxsize=THREADS, max_retries=retry))
 
     def files(self, distribution: str) -> dict[Version, list[File]]:
-        """What there is of each release, oldest first.
+        """The files of each release, oldest first.
 
         Raises:
-            MatrixError: nothing has it, or an index can't be reached and was never asked for it before.
+            MatrixError: no index has it, or an index can't be reached and the cache has no response of it.
         """
         merged: dict[str, File] = {}
         for url in self._urls:
@@ -121,7 +121,7 @@ class Index:
         return dict(sorted(found.items()))
 
     def fetchable(self, file: File) -> str:
-        """Its address, with the credentials of an index on the same host."""
+        """The address of a file, with the credentials of an index on the same host."""
         parts = urlsplit(file.url)
         for index in map(urlsplit, self._urls):
             if index.username and (index.scheme, index.hostname, index.port) == (
@@ -155,7 +155,7 @@ class Index:
 
 
 def reason(error: OSError) -> str:
-    """What went wrong, in a few words; those of requests' errors may hold credentials."""
+    """A short reason for an error; the messages of requests' errors may contain credentials."""
     if not isinstance(error, requests.RequestException):
         return str(error)
     if error.response is not None:
@@ -194,14 +194,14 @@ def _local_page(index: str, distribution: str) -> list[File]:
 
 
 def _in_folder(folder: str) -> Iterator[File]:
-    """The files of a folder of wheels. Pages of links aren't read."""
+    """The files in a folder of wheels. Pages of links aren't read."""
     path = Path(url2pathname(urlsplit(folder).path) if folder.startswith("file:") else folder)
     for entry in sorted(path.glob("*")) if path.is_dir() else ():
         yield File(entry.name, entry.absolute().as_uri(), None, None, False)
 
 
 def _index_url(text: str) -> str:
-    """As pip and uv write one: an address, ``name=address`` (uv), or a folder."""
+    """The address of an index as in pip's and uv's options: an address, ``name=address`` (uv), or a folder."""
     name, _, address = text.partition("=")
     url = address if name.replace("-", "").replace("_", "").isalnum() and address else text
     if "://" not in url:
@@ -220,7 +220,7 @@ def _listed(*variables: str, pip: str) -> list[str]:
 
 
 def _pip(option: str) -> str:
-    """An option of pip's, from the environment or its configuration files; empty where it isn't set."""
+    """An option of pip, from the environment or its configuration files; empty if it isn't set."""
     value = os.environ.get("PIP_" + option.upper().replace("-", "_"))
     return _pip_files().get(option, "") if value is None else value
 

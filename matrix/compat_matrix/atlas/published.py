@@ -1,4 +1,4 @@
-"""Published wheels, of which the members asked for are fetched and no others."""
+"""Published files, of which only the requested members are fetched."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ..errors import MatrixError
 from .cache import Cache
 from .index import TIMEOUT, File, Index, reason
 
-#: Holds the directory of most wheels, which is at their end.
+#: Bytes at the end of a wheel that contain its directory, for most wheels.
 _TAIL = 512 * 1024
-#: What a module can be made of.
+#: The suffixes of modules.
 _SUFFIXES = (".py", ".so", ".pyd")
-#: Answers of servers that take no ranges, or none that count from the end.
+#: Status codes of servers that don't support ranges, or ranges from the end.
 _NO_RANGES = (400, 405, 416, 501)
-#: One whole file at a time: they are large, and the disk may be small.
+#: One whole file at a time is downloaded: they are large, and the disk may be small.
 _whole = threading.Lock()
 
 _DATA = re.compile(r"[^/]+\.data/(?:pure|plat)lib/")
@@ -39,10 +39,10 @@ _MEMBERS = TypeAdapter(dict[str, int])
 
 
 class Published:
-    """A published file, opened when something is asked of it that isn't in the cache. For one thread.
+    """A published file, opened on the first request that the cache can't answer. Not thread-safe.
 
-    A wheel is read through HTTP ranges: its directory, then each member asked for. Of a server without ranges, and of a
-    source distribution, the whole file is fetched, into a temporary one that is gone when this is closed.
+    A wheel is read through HTTP ranges: its directory, then each requested member. From a server without ranges, and for a
+    source distribution, the whole file is fetched into a temporary file, which is deleted on closing.
     """
 
     def __init__(self, file: File, index: Index, cache: Cache, note: Callable[[str], None]) -> None:
@@ -62,7 +62,7 @@ class Published:
 
     @cached_property
     def members(self) -> dict[str, int]:
-        """The CRC-32 of each of its modules, by the path they are installed to.
+        """The CRC-32 of each of its modules, by their installed path.
 
         Raises:
             MatrixError: it can't be fetched, or is damaged.

@@ -1,4 +1,4 @@
-"""Which releases a user means, and which of a release's files is read."""
+"""Selecting releases from the user's text, and the file of a release to read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MINOR = re.compile(r"\d+\.\d+")
 
 @dataclass(frozen=True)
 class Release:
-    """A release, and the one of its files that is read."""
+    """A release, and the file of it that is read."""
 
     distribution: str
     version: Version
@@ -29,17 +29,17 @@ class Release:
 
 
 def select(distribution: str, text: str, available: Mapping[Version, Sequence[File]]) -> list[Release]:
-    """The releases a user asks for, oldest first.
+    """The releases that a text selects, oldest first.
 
     Args:
-        distribution: whose.
-        text: separated by commas: ``5.3.0``, one release; ``5.3``, the newest patch of that minor; ``4.48-5.23``, the newest
+        distribution: the name of the distribution.
+        text: entries separated by commas: ``5.3.0``, one release; ``5.3``, the newest patch of that minor; ``4.48-5.23``, the newest
             patch of every minor; ``5.9.0-5.10.2``, every release between the two; ``latest``. Yanked releases and
-            pre-releases are taken where they are named, or lie between two of which one is a pre-release.
-        available: what an index has.
+            pre-releases are included if they are named, or lie between two releases of which one is a pre-release.
+        available: the files that the index has.
 
     Raises:
-        MatrixError: it can't be read, or there is no such release.
+        MatrixError: the text is invalid, or a release doesn't exist.
     """
     versions: set[Version] = set()
     for part in text.split(","):
@@ -48,7 +48,7 @@ def select(distribution: str, text: str, available: Mapping[Version, Sequence[Fi
 
 
 def covered(distribution: str, specifiers: Iterable[str], available: Mapping[Version, Sequence[File]]) -> list[Release]:
-    """The newest patch of every minor that some shim claims."""
+    """The newest patch of every minor release that a shim claims."""
     claims = [SpecifierSet(specifier) for specifier in specifiers]
     usual = [version for version in _usual(available) if any(version in claim for claim in claims)]
     return [release(distribution, version, available) for version in _newest_of_minors(usual)]
@@ -113,7 +113,7 @@ def _near(version: Version, available: Iterable[Version]) -> str:
 
 
 def _usual(available: Mapping[Version, Sequence[File]], pre_releases: bool = False) -> list[Version]:
-    """What an installer would take without being told to, oldest first."""
+    """The releases that an installer chooses from by default, oldest first."""
     return sorted(
         version
         for version, files in available.items()
@@ -128,9 +128,9 @@ def _newest_of_minors(versions: Iterable[Version]) -> list[Version]:
 
 
 def _preference(file: File) -> tuple[object, ...]:
-    """A wheel rather than a source distribution, for Linux on x86-64, with the GIL, the last build, for the newest Python.
+    """The file to read: a wheel if possible, for Linux on x86-64, with the GIL, the last build, for the newest Python.
 
-    The Python sources hardly differ between them; always the same one makes its parts be found in the cache.
+    The Python sources hardly differ between files; always choosing the same one makes the cache effective.
     """
     if not file.is_wheel:
         return (False, not file.yanked, 0, False, (), 0, file.filename)

@@ -1,6 +1,6 @@
-"""A pytest plugin for the inside of a cell: what is installed there, which shims apply, and a GPU for each worker.
+"""A pytest plugin that runs inside a cell: reports its packages and shims, and gives each pytest worker a GPU.
 
-It is put on the path of a cell's Python, which has nothing else of the matrix; so it imports what pytest does anyway.
+It is on the path of a cell's Python, which has nothing else of the matrix, and imports only modules that pytest imports too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def pytest_configure() -> None:
         threading.Thread(target=_follow, args=(int(lifeline),), daemon=True).start()
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     leased = os.environ.get("COMPAT_MATRIX_GPUS")
-    if worker and leased:  # before anything asks for a device
+    if worker and leased:  # before anything uses a device
         gpus = leased.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 
 def _follow(descriptor: int) -> None:
-    """End with the process that forked this one, and all that was started here with it."""
+    """End together with the process that forked this one, including all children."""
     os.read(descriptor, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -43,14 +43,14 @@ def pytest_sessionfinish() -> None:
 
 
 def write(path: Path) -> None:
-    """Describe this process' environment as JSON."""
+    """Write a description of this process' environment as JSON."""
     there = installed()
     found = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "packages": {name: distribution.version for name, distribution in there.items()},
         "conflicts": conflicts(there),
-        **shims(),  # imports torch, where pytest's workers alone had it
+        **shims(),  # imports torch, which otherwise only pytest's workers have imported
         **device(),
     }
     scratch = path.with_suffix(".part")
@@ -59,7 +59,7 @@ def write(path: Path) -> None:
 
 
 def installed() -> dict[str, Distribution]:
-    """What is installed, by normalized name: of several, the first on the path is what runs."""
+    """The installed versions by normalized name; of several, the first on the path is used."""
     found: dict[str, Distribution] = {}
     for distribution in distributions():
         name = distribution.metadata["Name"]
@@ -69,7 +69,7 @@ def installed() -> dict[str, Distribution]:
 
 
 def conflicts(there: dict[str, Distribution]) -> list[str]:
-    """Requirements that what is installed doesn't meet: base and layer are resolved one after the other."""
+    """The unmet requirements of installed packages; there may be some, as base and layer are resolved separately."""
     found = []
     for name, distribution in there.items():
         for text in distribution.requires or ():
@@ -96,13 +96,13 @@ def device() -> dict[str, str]:
 
         pynvml.nvmlInit()
         found["driver"] = pynvml.nvmlSystemGetDriverVersion()
-    except Exception as error:  # the driver is for information
+    except Exception as error:  # the driver's version is only informative
         found["driver"] = f"unknown: {error}"
     return found
 
 
 def shims() -> dict[str, Any]:
-    """What the library says of its shims here, with every seam verified."""
+    """The library's report on its shims, with every seam verified."""
     if "transformers" not in sys.modules:
         return {}
     try:

@@ -1,7 +1,7 @@
-"""A process with torch imported, that forks one for each cell: a transformers layer over it costs its own import alone.
+"""A process that has imported torch and forks a process for each cell, which then only imports transformers.
 
-It runs in the Python of a base, which has nothing else of the matrix. Its socket, the descriptor in its first argument, brings
-a line of JSON for each cell to start, and takes one as it starts and one as it ends.
+It runs in the Python of a base, which has nothing else of the matrix. Its first argument is the descriptor of a socket, on which
+it receives a line of JSON for each cell to start, and sends one when the cell starts and one when it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-#: What most cells import anyway, of what a base has. None of it starts a thread or asks for a device.
+#: Modules of a base that most cells import. None of them starts a thread or uses a device.
 PRELOADED = (
     "numpy",
     "pytest",
@@ -35,13 +35,13 @@ PRELOADED = (
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
-        with suppress(ImportError):  # the cell says so, and better
+        with suppress(ImportError):  # the cell reports it, with details
             __import__(name)
     lifeline, ours = os.pipe()
     children: dict[int, int] = {}
     buffer = b""
     gc.collect()
-    gc.freeze()  # what is here already: else each cell would go through it, and so copy its pages, at every collection
+    gc.freeze()  # excludes existing objects from collection: else each cell's collections would touch, and so copy, their pages
     while True:
         if select.select([control], [], [], 0.05 if children else None)[0]:
             received = control.recv(65536)
@@ -72,7 +72,7 @@ def tell(control: socket.socket, **message: object) -> None:
 
 
 def become(request: dict[str, Any], lifeline: int) -> None:
-    """Be `python -m MODULE ARGUMENTS` with another environment; never returns."""
+    """Act as `python -m MODULE ARGUMENTS` with another environment; never returns."""
     code = 1
     try:
         os.setsid()
@@ -85,7 +85,7 @@ def become(request: dict[str, Any], lifeline: int) -> None:
         os.environ.update(request["environment"])
         os.environ["COMPAT_MATRIX_LIFELINE"] = str(lifeline)
         os.set_inheritable(lifeline, False)
-        # As at the start of an interpreter: the folder, PYTHONPATH, the packages.
+        # As at the start of an interpreter: the folder, PYTHONPATH, site-packages.
         old = os.path.dirname(os.path.abspath(__file__))
         rest = [entry for entry in sys.path if entry and os.path.abspath(entry) != old]
         sys.path[:] = [os.getcwd(), *os.environ["PYTHONPATH"].split(os.pathsep), *rest]

@@ -1,1 +1,1 @@
-"""The commands that make cells run; each module has `add_arguments` and `run`, as those of `views` do."""
+"""The commands other than views, a module each with `add_arguments` and `run`."""

@@ -1,4 +1,4 @@
-"""``architectures PATH``: what is proven of every model type, as Markdown."""
+"""``kernel-compat-matrix architectures``: write a Markdown document with the proofs of every model type."""
 
 from __future__ import annotations
 

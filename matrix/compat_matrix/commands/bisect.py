@@ -1,4 +1,4 @@
-"""``kernel-compat-matrix bisect``: the first release that broke a test or a shim, in as few cells as possible."""
+"""``kernel-compat-matrix bisect``: find the first release that broke a test or a shim, running as few cells as possible."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..results import CellResult
 from ..store import Store
 from ..work import Job
 
-#: What a cell runs of which the library's report on its shims is wanted and nothing else.
+#: Run in a cell to get only the library's report on its shims.
 _REPORT = "import torch, transformers, kernel_compat_cell as cell; cell.pytest_sessionfinish()"
 
-#: What pytest says of a test that isn't there, or isn't chosen; of one whose file has an error it says so as well.
+#: pytest's output for a test that doesn't exist or isn't selected. It also prints this if the test's file has an error.
 _MISSING = re.compile(
     r"^ERROR: (?:(?:file or directory )?not found|found no collectors for)\b|^=* ?\d+ skipped in |\d deselected",
     re.MULTILINE,
@@ -36,7 +36,7 @@ _MISSING = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a cell says of the question; ``unknown``: a skipped or missing test, or no environment to ask it in."""
+    """The state of a cell; ``unknown`` for a skipped or missing test, or if the cell can't be installed."""
 
     state: Literal["good", "bad", "unknown"]
     reason: str = ""
@@ -44,12 +44,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Found:
-    """Where it broke.
+    """The result of a search.
 
     Attributes:
-        good: the last value that is good.
-        bad: the first that is known to be bad.
-        between: those of which nothing is known.
+        good: the last good value.
+        bad: the first value known to be bad.
+        between: the values between them, whose state is unknown.
     """
 
     good: str
@@ -60,16 +60,20 @@ class Found:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Looks for the first release on an axis that broke a test or a shim. The selection leaves one value on every other "
-        "axis. What the store has of the same pins and the same commit is not run again."
+        "axis. Results that the store has for the same pins and the same commit are reused."
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--test", metavar="NODEID", help="a test as pytest names it, or all below a name; it alone runs")
     what.add_argument(
-        "--seam", metavar="NAME", help="a shim as `kernel-compat status` names it: bad where it isn't applied"
+        "--test", metavar="NODEID", help="a test by its pytest node id, or all tests below it; only these run"
     )
-    parser.add_argument("--axis", choices=VERSIONED, default="transformers", help="transformers if nothing is said")
-    parser.add_argument("--good", metavar="VERSION", help="where all was well (the oldest)")
-    parser.add_argument("--bad", metavar="VERSION", help="where it isn't (the newest)")
+    what.add_argument(
+        "--seam", metavar="NAME", help="a shim by its name in `kernel-compat status`; it is bad if it isn't applied"
+    )
+    parser.add_argument(
+        "--axis", choices=VERSIONED, default="transformers", help="the axis to search (default: transformers)"
+    )
+    parser.add_argument("--good", metavar="VERSION", help="a good value (default: the oldest)")
+    parser.add_argument("--bad", metavar="VERSION", help="a bad value (default: the newest)")
     add_selection(parser)
     add_store(parser)
     add_working(parser)
@@ -99,10 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) -> dict[str, Cell]:
-    """The cells from the good value of an axis to the bad one, by value, the oldest first.
+    """The cells from the good value of an axis to the bad one, by value, oldest first.
 
     Raises:
-        MatrixError: they differ on other axes too, or there are no such values in this order.
+        MatrixError: they differ on other axes too, or a value doesn't exist, or the good one isn't older.
     """
     for other in AXES:
         values = list(dict.fromkeys(getattr(cell, other) for cell in cells))
@@ -123,14 +127,14 @@ def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) ->
 
 
 def search(values: Sequence[str], ask: Callable[[str], Answer], known: Mapping[str, Answer]) -> Found:
-    """Where good becomes bad, for as few questions as possible.
+    """Find where good becomes bad, with as few calls of `ask` as possible.
 
     Args:
-        values: the first is good and the last is bad, which is asked before anything else.
-        known: answers that need no question.
+        values: in order; the first must be good and the last bad, which is checked first.
+        known: answers that are known already.
 
     Raises:
-        MatrixError: the ends are not as they should be.
+        MatrixError: the first value isn't good or the last isn't bad.
     """
     answers = dict(known)
 
@@ -158,7 +162,7 @@ def search(values: Sequence[str], ask: Callable[[str], Answer], known: Mapping[s
 
 
 class _Asking:
-    """Asks cells by running them, all of them in one run of the store, made when the first is."""
+    """Gets answers by running cells, all in one run of the store, which is created with the first of them."""
 
     def __init__(self, options: argparse.Namespace, axes: Axes, store: Store, cells: Mapping[str, Cell]) -> None:
         self.options, self.axes, self.store, self.cells = options, axes, store, cells
@@ -169,7 +173,7 @@ class _Asking:
         self._judge = _of_test(options.test) if options.test else _of_shim(options.seam)
 
     def known(self) -> dict[str, Answer]:
-        """The answers that are in the store."""
+        """The answers in the store."""
         found = {}
         for value, cell in self.cells.items():
             past = next((one for one in map(self._judge, self._stored(cell)) if one.state != "unknown"), None)
@@ -216,8 +220,8 @@ class _Asking:
         return replace(job, tests=job.tests.model_copy(update={"command": command}))
 
     def _stored(self, cell: Cell) -> Iterator[CellResult]:
-        """What this cell gave before, on this commit and with these pins, the newest first."""
-        if not self.revision or self.revision.endswith("+"):  # code that is nowhere kept
+        """The earlier results of this cell for the same commit and pins, newest first."""
+        if not self.revision or self.revision.endswith("+"):  # uncommitted code
             return
         pins: str | None = None
         for run, summary in self.store.history(cell):

@@ -1,4 +1,4 @@
-"""``kernel-compat-matrix emit github``: the cells as the strategy matrices of a GitHub Actions workflow."""
+"""``kernel-compat-matrix emit``: print the cells as strategy matrices for GitHub Actions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from ..cells import DEVICES, Cell, shard
 from ..options import add_selection, axes_of, cells_of, positive
 
-#: Jobs that GitHub makes of one matrix at most.
+#: GitHub's limit on the jobs of one matrix.
 LIMIT = 256
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("service", choices=["github"])
     add_selection(parser)
-    parser.add_argument("--shards", type=positive, metavar="N", help="so many jobs a device, instead")
+    parser.add_argument("--shards", type=positive, metavar="N", help="use this number of jobs per device instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,10 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def jobs(cells: Sequence[Cell], shards: int | None = None) -> list[dict[str, str | int]]:
-    """The jobs of a matrix, no more than GitHub takes, with every cell in one of them.
+    """The jobs of a matrix, at most as many as GitHub allows. Every cell is in one job.
 
     Args:
-        shards: at most so many.
+        shards: the largest number of jobs.
     """
     if shards is None:
         for key in _KEYS:
@@ -51,7 +51,7 @@ def jobs(cells: Sequence[Cell], shards: int | None = None) -> list[dict[str, str
     return [_job(shard(cells, f"{n}/{count}"), f"{n}/{count}") for n in range(1, count + 1)]
 
 
-#: What the cells of a job share, the fewest cells first: an environment is made once in a job.
+#: Ways to group cells into jobs, smallest groups first; a job creates each environment once.
 _KEYS: tuple[Callable[[Cell], Hashable], ...] = (
     lambda cell: cell,
     lambda cell: (cell.base, cell.flash_attention),

@@ -1,4 +1,4 @@
-"""A folder from which cells are installed without a network."""
+"""``kernel-compat-matrix fetch``: write a folder that cells can be installed from without network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from ..wheelhouse import fetch
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what is there already isn't fetched again")
-    parser.add_argument("--pins", type=Path, metavar="DIR", help="where the pins are (pins, beside the axes file)")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the folder; files that it has already are not fetched again"
+    )
+    parser.add_argument(
+        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
+    )
     parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
-    parser.add_argument("--without-torch", action="store_true", help="for machines with their own: `run --base-python`")
-    parser.add_argument("--with-runner", action="store_true", help="this command itself too")
+    parser.add_argument(
+        "--without-torch",
+        action="store_true",
+        help="leave out torch, for machines that have their own: `run --base-python`",
+    )
+    parser.add_argument("--with-runner", action="store_true", help="include this command itself")
 
 
 def run(options: argparse.Namespace) -> int:

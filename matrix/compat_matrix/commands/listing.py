@@ -1,4 +1,4 @@
-"""The cells there are, and those that can't be."""
+"""``kernel-compat-matrix list``: list the cells, or the excluded ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..options import add_selection, axes_of, cells_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
-    parser.add_argument("--excluded", action="store_true", help="those that can't be, and why")
+    parser.add_argument("--excluded", action="store_true", help="list the excluded cells, with the reasons")
     parser.add_argument("--json", action="store_true")
 
 

@@ -1,4 +1,4 @@
-"""Resolve cells and write their pins."""
+"""``kernel-compat-matrix pin``: resolve cells and write their pins."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ..options import add_selection, axes_of, cells_of, pin_folder
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
-    parser.add_argument("--pins", type=Path, metavar="DIR", help="where they are (pins, beside the axes file)")
-    parser.add_argument("--latest", action="store_true", help="whatever `exclude_newer` says")
+    parser.add_argument(
+        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
+    )
+    parser.add_argument("--latest", action="store_true", help="ignore `exclude_newer`")
 
 
 def run(options: argparse.Namespace) -> int:

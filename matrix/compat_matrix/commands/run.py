@@ -1,4 +1,4 @@
-"""Run cells, and store what they give."""
+"""``kernel-compat-matrix run``: run cells and store their results."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
     add_store(parser)
     add_working(parser)
-    parser.add_argument("-j", "--jobs", type=positive, help="cells at a time (as many as there are cores)")
+    parser.add_argument("-j", "--jobs", type=positive, help="cells to run at a time (default: the number of cores)")
     parser.add_argument("--label", default="", help="a name for the run")
     parser.add_argument(
-        "--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run (the latest whole one)"
+        "--resume", nargs="?", const="latest", metavar="RUN", help="continue a run (default: the latest whole run)"
     )
-    parser.add_argument("--failed", action="store_true", help="with --resume: run once more what failed")
+    parser.add_argument("--failed", action="store_true", help="with --resume: repeat the cells that failed")
     parser.add_argument(
-        "--executor", choices=["local", "ray"], default="local", help="where: this machine, or $RAY_ADDRESS"
+        "--executor",
+        choices=["local", "ray"],
+        default="local",
+        help="run on this machine, or on the Ray cluster at $RAY_ADDRESS",
     )
-    parser.add_argument("--no-fork", action="store_true", help="start every cell afresh, with its own import of torch")
+    parser.add_argument(
+        "--no-fork", action="store_true", help="start a new process for every cell, which imports torch itself"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         raise MatrixError("--resume goes on with the cells of that run, and takes no others")
     console = Console()
     new = options.resume is None
-    if new:  # nothing is stored before the input is right
+    if new:  # nothing is stored before the input is valid
         cells = cells_of(options, axes)
         work = jobs_of(options, axes, cells, {})
         executor = _executor(options)
@@ -76,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _code(store: Store, run: str) -> int:
-    """0 if all of a run has passed, also what an earlier runner ran of it."""
+    """0 if all cells of a run passed, including those of an interrupted earlier command; else 1."""
     return 0 if {summary.state for summary in store.summary(run).values()} <= {"passed", "excluded"} else 1
 
 
@@ -89,7 +94,7 @@ def _executor(options: argparse.Namespace) -> runner.Executor:
 
 
 def _left(store: Store, run: str, axes: Axes, failed: bool) -> tuple[list[Cell], dict[Cell, int]]:
-    """The cells that a run hasn't finished, those that failed too if they are wanted, and how often those have run."""
+    """The unfinished cells of a run, with `failed` also the failed ones, and the number of their earlier attempts."""
     summary = store.summary(run)
     again = [cell for cell, found in summary.items() if failed and found.verdict in ("failed", "not run")]
     cells = [*store.unfinished(run), *again]

@@ -1,4 +1,4 @@
-"""The service: the store on the network, and a queue of cells for workers."""
+"""``kernel-compat-matrix serve``: serve the store over HTTP, with a queue of cells for workers."""
 
 from __future__ import annotations
 
@@ -23,28 +23,43 @@ from ..store import Store
 if TYPE_CHECKING:
     from ..service.queue import Queue
 
-#: Seconds that requests have to end by themselves.
+#: Seconds for open requests to end at shutdown.
 _GRACE = 10
-#: Seconds after which a thread lets others run Python. The default is 5 ms, which each thread that comes back from the database
-#: waits for those that compute.
+#: Python's thread switch interval, in seconds. With the default of 5 ms, a thread that returns from the database would wait
+#: that long for threads that compute.
 _SWITCH = 0.0005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
-    parser.add_argument("--axes", type=Path, metavar="FILE", help="whose cells may be run (matrix/axes.toml)")
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (8000)")
-    parser.add_argument("--root-path", default="", metavar="PATH", help="where a proxy has it, such as /matrix")
-    parser.add_argument("--read", choices=["open", "token"], default="open", help="who may read: all, or any token")
     parser.add_argument(
-        "--lease", type=positive, default=60, metavar="SECONDS", help="a lost worker has its cell so long (60)"
+        "--axes", type=Path, metavar="FILE", help="the axes file whose cells can be run (default: matrix/axes.toml)"
     )
-    parser.add_argument("--local", type=positive, metavar="N", help="run cells here too, so many at a time")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
     parser.add_argument(
-        "--executor", choices=["queue", "ray"], default="queue", help="who runs cells: workers, or Ray ($RAY_ADDRESS)"
+        "--port", type=int, default=8000, help="the port to listen on; 0 for any free one (default: 8000)"
     )
-    parser.add_argument("--no-fork", action="store_true", help="start every cell afresh, with its own import of torch")
+    parser.add_argument(
+        "--root-path", default="", metavar="PATH", help="the path at which a proxy serves it, such as /matrix"
+    )
+    parser.add_argument(
+        "--read", choices=["open", "token"], default="open", help="allow reading without a token, or only with one"
+    )
+    parser.add_argument(
+        "--lease", type=positive, default=60, metavar="SECONDS", help="the duration of a lease (default: 60)"
+    )
+    parser.add_argument(
+        "--local", type=positive, metavar="N", help="also run cells on this machine, this number at a time"
+    )
+    parser.add_argument(
+        "--executor",
+        choices=["queue", "ray"],
+        default="queue",
+        help="run cells by workers, or on the Ray cluster at $RAY_ADDRESS",
+    )
+    parser.add_argument(
+        "--no-fork", action="store_true", help="start a new process for every cell, which imports torch itself"
+    )
     add_environments(parser)
 
 
@@ -53,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         import uvicorn
 
         from ..service.app import create_app
-        from ..service.protocol import Impatient
+        from ..service.head_timeout import HeadTimeout
     except ModuleNotFoundError as error:
         raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
     from ..service import tokens
@@ -74,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         config = uvicorn.Config(
             app,
-            http=Impatient,
+            http=HeadTimeout,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -98,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _axes(options: argparse.Namespace) -> Axes | None:
-    """The axes file; None where there is none, and none is asked for."""
+    """The axes file; None if none is given and there is none."""
     try:
         return axes_of(options)
     except MatrixError:
@@ -111,7 +126,7 @@ def _axes(options: argparse.Namespace) -> Axes | None:
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     """
     Raises:
-        MatrixError: nothing can listen there.
+        MatrixError: the address can't be listened on.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -119,12 +134,12 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     except OSError as error:
         reason = (
             os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        )  # of a name: not errno's
+        )  # a name lookup's error numbers are not errno's
         raise MatrixError(f"{host}:{port}: {reason}") from None
     except OverflowError as error:
         raise MatrixError(f"{host}:{port}: {error}") from None
-    # Connections have it from here. asyncio sets it on sockets that say they are TCP's, which this one doesn't; without it an
-    # answer's second packet waits 40 ms for the first one's acknowledgement.
+    # Accepted connections inherit it. asyncio sets it only on sockets created with proto=TCP, which this one isn't; without it the
+    # second packet of a response waits 40 ms for the acknowledgement of the first.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with found:
         yield found
@@ -132,7 +147,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 def _server(uvicorn: Any) -> Any:
     class Server(uvicorn.Server):  # type: ignore[misc]
-        """Without handlers of its own, which would end this process by the signal once more."""
+        """uvicorn's server without its signal handlers, which would raise the signal again after shutdown."""
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -143,7 +158,7 @@ def _server(uvicorn: Any) -> Any:
 
 @contextmanager
 def _ended_by(server: Any) -> Iterator[None]:
-    """Ctrl-C and SIGTERM let the server end in order."""
+    """Shut the server down on Ctrl-C and SIGTERM."""
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -154,12 +169,12 @@ def _ended_by(server: Any) -> Iterator[None]:
 
 @contextmanager
 def _worker(options: argparse.Namespace, axes: Axes | None, queue: Queue) -> Iterator[None]:
-    """A worker beside the server, where one is asked for: of this machine, or one that hands cells to Ray."""
+    """Run a worker beside the server if the options say so, for this machine or for Ray."""
     if axes is None or not (options.local or options.executor == "ray"):
         yield
         return
     from ..service.client import Direct
-    from ..service.standing import worker
+    from ..service.local_worker import worker
 
     executor = None
     if options.executor == "ray":

@@ -1,4 +1,4 @@
-"""The tokens of a service."""
+"""``kernel-compat-matrix token``: manage the tokens of a service."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ from ..store import Store
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    add = verbs.add_parser("add", help="make one: it is shown now, and never again")
-    add.add_argument("name", metavar="NAME", help="by which it is listed and revoked")
-    add.add_argument("--scope", action="append", choices=tokens.SCOPES, required=True, help="what it allows")
-    add.add_argument("--days", type=positive, metavar="N", help="it expires (it doesn't)")
-    listing = verbs.add_parser("list", help="all of them")
-    revoke = verbs.add_parser("revoke", help="from now on it allows nothing")
+    add = verbs.add_parser("add", help="create a token and print it; it can't be shown again")
+    add.add_argument("name", metavar="NAME", help="the name by which it is listed and revoked")
+    add.add_argument(
+        "--scope",
+        action="append",
+        choices=tokens.SCOPES,
+        required=True,
+        help="the requests that it allows (repeatable)",
+    )
+    add.add_argument(
+        "--days", type=positive, metavar="N", help="the number of days after which it expires (default: never)"
+    )
+    listing = verbs.add_parser("list", help="list all tokens")
+    revoke = verbs.add_parser("revoke", help="make a token invalid")
     revoke.add_argument("name", metavar="NAME")
     for verb in (add, listing, revoke):
         add_store(verb)

@@ -1,4 +1,4 @@
-"""Look for new releases; read them into the atlas, run the cells that they touch, and tell what broke."""
+"""``kernel-compat-matrix watch``: find new releases, scan them for the atlas, run the cells they affect, and report."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"Asks the package index for releases of {', '.join(watch.DISTRIBUTIONS)} that came out since the last time. Exit codes: "
         "0, nothing is new or all is well; 1, something broke; 2, bad input, or the index can't be asked."
     )
-    parser.add_argument("--axes", type=Path, metavar="FILE", help="the axes file (matrix/axes.toml)")
-    parser.add_argument("--only", metavar="EXPRESSION", help='of the cells touched only those, such as "device==cpu"')
-    parser.add_argument("--pairwise", action="store_true", help="of them so few that every two values still meet")
+    parser.add_argument("--axes", type=Path, metavar="FILE", help="the axes file (default: matrix/axes.toml)")
+    parser.add_argument("--only", metavar="EXPRESSION", help='only affected cells that match, such as "device==cpu"')
+    parser.add_argument(
+        "--pairwise", action="store_true", help="a small subset of them in which every two values still meet"
+    )
     add_store(parser)
-    parser.add_argument("--index", metavar="URL", help="this index, instead of the one that pip or uv would ask")
-    parser.add_argument("--dry-run", action="store_true", help="list the releases and the cells, and keep nothing")
-    parser.add_argument("--submit", metavar="URL", help="let the workers of this service run the cells")
+    parser.add_argument("--index", metavar="URL", help="the package index (default: the one that pip or uv would use)")
+    parser.add_argument("--dry-run", action="store_true", help="list the releases and the cells; store nothing")
+    parser.add_argument("--submit", metavar="URL", help="submit the cells to this service, whose workers run them")
     add_token(parser)
-    parser.add_argument("--webhook", metavar="URL", help="POST what was found there, as JSON")
-    parser.add_argument("--every", type=positive, metavar="MINUTES", help="look again and again")
-    parser.add_argument("--suite", default="default", help="which tests (default)")
-    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for pytest, in one string")
-    parser.add_argument("-j", "--jobs", type=positive, help="cells at a time (as many as there are cores)")
+    parser.add_argument("--webhook", metavar="URL", help="POST the report to this address, as JSON")
+    parser.add_argument("--every", type=positive, metavar="MINUTES", help="repeat at this interval")
+    parser.add_argument("--suite", default="default", help="the suite to run (default: default)")
+    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="further arguments for pytest, as one string")
+    parser.add_argument("-j", "--jobs", type=positive, help="cells to run at a time (default: the number of cores)")
     add_environments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.index is not None:
-        os.environ["UV_DEFAULT_INDEX"] = options.index  # for what is installed, too
+        os.environ["UV_DEFAULT_INDEX"] = options.index  # also for installers
     if options.webhook is not None:
         watch.checked_url(options.webhook, "--webhook")
     if options.submit is not None:
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     while options.every is not None:
         try:
             _look(options, axes, token)
-        except MatrixError as error:  # the index is gone, and may be back the next time
+        except MatrixError as error:  # the index can't be reached now; the next look may succeed
             print(f"kernel-compat-matrix: {error}", file=sys.stderr)
         time.sleep(options.every * 60)
     return _look(options, axes, token)
@@ -103,7 +105,7 @@ def _look(options: argparse.Namespace, axes: Axes, token: str) -> int:
             else:
                 report = watch.reported(new, None, None, 0, 0, (), disagreements, no_atlas)
             reports.append(report)
-            disagreements, no_atlas = [], None  # said once
+            disagreements, no_atlas = [], None  # logged once
         for report in reports:
             watch.publish(store, report)
         watch.remember(store, index, new)
@@ -140,7 +142,7 @@ def _run(
         cells,
         excluded={cell: why for cell, why in axes.excluded(options.only).items() if touches(cell)},
         axes=f"# With {releases}.\n{axes.path.read_text(encoding='utf-8')}",
-        # Not as it was typed: addresses may hold secrets, and this is shown to everybody.
+        # Not the command as typed: addresses may contain secrets, and this is public.
         command=shlex.join(["watch", *words]),
         label=f"watch {releases}",
         host=platform.node(),

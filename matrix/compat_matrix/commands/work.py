@@ -1,4 +1,4 @@
-"""A worker of a service: leases cells that this machine can run, runs them, and reports."""
+"""``kernel-compat-matrix work``: lease cells that this machine can run from a service, run them, and report the results."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ from ..options import add_environments, add_token, axes_of, positive, token_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Ctrl-C and SIGTERM end it: what it runs is given back. 1 if a cell that it ran didn't pass."
-    parser.add_argument("url", metavar="URL", help="of the service")
+    parser.description = "Ctrl-C and SIGTERM end it and return its leases. Exit code 1: a cell that it ran didn't pass."
+    parser.add_argument("url", metavar="URL", help="the address of the service")
     add_token(parser)
-    parser.add_argument("--axes", type=Path, metavar="FILE", help="the axes file, as the service has it")
+    parser.add_argument("--axes", type=Path, metavar="FILE", help="the axes file; it must equal the service's")
     add_environments(parser)
-    parser.add_argument("-j", "--jobs", type=positive, help="cells at a time (as many as there are cores)")
-    parser.add_argument("--label", action="append", default=[], metavar="NAME", help="that cells may ask for")
-    parser.add_argument("--only", metavar="EXPRESSION", help="take such cells alone")
-    parser.add_argument("--until-empty", action="store_true", help="end when there is nothing more for this machine")
-    parser.add_argument("--spool", type=Path, metavar="DIR", help="where results wait until the service has them")
-    parser.add_argument("--no-fork", action="store_true", help="start every cell afresh, with its own import of torch")
+    parser.add_argument("-j", "--jobs", type=positive, help="cells to run at a time (default: the number of cores)")
+    parser.add_argument(
+        "--label", action="append", default=[], metavar="NAME", help="a label that cells may require (repeatable)"
+    )
+    parser.add_argument("--only", metavar="EXPRESSION", help="take only cells that match")
+    parser.add_argument("--until-empty", action="store_true", help="end when there is no cell left for this machine")
+    parser.add_argument("--spool", type=Path, metavar="DIR", help="the folder of results that are not uploaded yet")
+    parser.add_argument(
+        "--no-fork", action="store_true", help="start a new process for every cell, which imports torch itself"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     from ..service.client import Remote
-    from ..service.standing import worker
+    from ..service.local_worker import worker
 
     axes = axes_of(options)
     try:

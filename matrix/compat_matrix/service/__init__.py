@@ -1,1 +1,1 @@
-"""The matrix on the network: a page, an API that answers, and a queue from which workers take cells."""
+"""The matrix as a web service: pages, an API, and a queue of cells for workers."""

@@ -1,4 +1,4 @@
-"""What the reading part of the API answers with, as its OpenAPI document says it."""
+"""The response models of the reading API, as in its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..views.diff import Change, Diff
 
 
 class Error(BaseModel):
-    """Why there is no answer."""
+    """The reason for an error."""
 
     detail: str
 
@@ -27,7 +27,7 @@ class Error(BaseModel):
 class Page(BaseModel):
     """
     Attributes:
-        next: the `cursor` of the next page; null on the last one.
+        next: the `cursor` of the next page; null on the last page.
     """
 
     next: str | None
@@ -53,7 +53,7 @@ class Run(BaseModel):
 class WholeRun(Run):
     """
     Attributes:
-        cells: how many of its cells are in which state.
+        cells: the number of its cells in each state.
     """
 
     cells: dict[State, int]
@@ -64,10 +64,10 @@ class Runs(Page):
 
 
 class CellState(BaseModel):
-    """A cell in a run; what it has no result for is null.
+    """A cell in a run; fields are null until it has a result.
 
     Attributes:
-        tests: how many ended how.
+        tests: the number of tests with each outcome.
     """
 
     cell: str
@@ -107,7 +107,7 @@ class Cells(Page):
 
 
 class LateResult(BaseModel):
-    """A result of a lease that was over: it counts for nothing."""
+    """A result that was reported after its lease had expired; it doesn't count."""
 
     run: str
     worker: str
@@ -134,7 +134,7 @@ class TestOutcome(BaseModel):
 
 
 class Result(BaseModel):
-    """All that a cell gave but its log."""
+    """The whole result of a cell, without its log."""
 
     cell: str
     run: str
@@ -182,7 +182,7 @@ class ChangedState(BaseModel):
 
 
 class CellChange(BaseModel):
-    """A cell before and after; null where the run doesn't have it."""
+    """A cell before and after; null if the run doesn't have it."""
 
     cell: str
     old: ChangedState | None
@@ -192,9 +192,9 @@ class CellChange(BaseModel):
 class Changes(BaseModel):
     """
     Attributes:
-        broke, mended, changed, gone, appeared: cells that failed where they passed, passed where they failed, failed in another
-            way, and ended in the old or in the new run alone.
-        tests_broke, tests_mended: by cell, in those that failed both times.
+        broke, mended, changed, gone, appeared: cells that failed after passing, passed after failing, failed in a different
+            way, and ended only in the old or only in the new run.
+        tests_broke, tests_mended: by cell, for the cells that failed both times.
     """
 
     old: Run
@@ -223,7 +223,7 @@ class Changes(BaseModel):
 
 
 class Atlas(BaseModel):
-    """The seams of the releases that were read, as ``kernel-compat-matrix atlas --check --json`` prints them."""
+    """The seams of the scanned releases, as ``kernel-compat-matrix atlas --check --json`` prints them."""
 
     made: datetime
     atlas: dict[str, JsonValue]
@@ -242,7 +242,7 @@ def _state(summary: Summary | None) -> ChangedState | None:
 
 
 def plain(value: Any, depth: int = 20) -> JsonValue:
-    """What a cell said, without what JSON or UTF-8 can't have."""
+    """Output of a cell, without characters that JSON or UTF-8 can't represent."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, float):

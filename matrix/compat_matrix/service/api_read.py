@@ -1,4 +1,5 @@
-"""The reading part of the API: what works, and what says so. Every answer but the metrics has an ETag, made without the answer."""
+"""The reading API: which releases work, and the evidence. Every response except the metrics has an ETag, which is computed
+without computing the response."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from ..results import Kind
 from ..store import State, Store
 from ..store.documents import ATLAS, kept
 from ..views import diff
-from . import badge, details, feed, metrics, reading, verdicts
+from . import badge, details, feed, metrics, queries, verdicts
 from .api_models import (
     Atlas,
     Cells,
@@ -41,20 +42,20 @@ from .api_models import (
     WholeRun,
     plain,
 )
-from .board import Board
 from .queue import Queue
+from .snapshot import SnapshotCache
 from .verdicts import Answer, Wanted
 
 _BROKEN = (SQLAlchemyError, zlib.error, UnicodeDecodeError)
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _ATLAS = TypeAdapter(dict[str, Any])
 
-#: Answers of one version of the store that are kept.
+#: Number of responses that are kept for one version of the store.
 _KEPT = 1000
 
 
 def _once(request: Request) -> None:
-    """Each parameter once: of two values one would be ignored."""
+    """Refuses a parameter that is given twice: one of the values would be ignored."""
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if count > 1:
             raise _invalid("query", name, f"it is there {count} times, and may be there once")
@@ -77,7 +78,7 @@ _MISSING: dict[int | str, dict[str, Any]] = {404: {"model": Error, "description"
 _UNCHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "What the client has is still right."}}
 
 
-# What is asked.
+# Parameters.
 
 
 def _version(text: str) -> str:
@@ -104,7 +105,7 @@ RunPath = Annotated[
 
 
 class _Asked(BaseModel):
-    """A parameter that isn't known is an error: it would be taken for one that says nothing."""
+    """Refuses an unknown parameter: ignoring it would return an answer to a different question."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -179,7 +180,7 @@ Axis = Literal["python", "transformers", "torch", "flash_attention", "device"]
 BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9.]{1,30}$", description="As the cells' names have it.")]
 
 
-# How it is answered.
+# Responses.
 
 
 def _answered(
@@ -190,20 +191,20 @@ def _answered(
     of: Callable[[Store], str] | None = None,
     version: str | None = None,
 ) -> Response:
-    """The answer, unless the client has it.
+    """The response, or 304 if the client has it already.
 
     Args:
-        make: the answer.
-        of: what an answer that never changes is one of; its tag is a strong one. Of others the tag is weak, and changes with
+        make: computes the response.
+        of: identifies a response that never changes; its ETag is strong. Other ETags are weak and change with
             the store.
-        version: of what the answer is made, where that isn't the store as it is now.
+        version: the version of the data, if the response isn't computed from the store as it is now.
 
     Raises:
         HTTPException: 404, 503.
     """
     store: Store = request.app.state.store
     with _explained(store):
-        tag = _tag(request, of(store) if of is not None else version or reading.version(store))
+        tag = _tag(request, of(store) if of is not None else version or queries.version(store))
         tag = tag if of is not None else f"W/{tag}"
         wanted = [one.strip().removeprefix("W/") for one in request.headers.get("If-None-Match", "").split(",")]
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
@@ -215,7 +216,7 @@ def _answered(
     if isinstance(found, BaseModel):
         if cursor := getattr(found, "next", None):
             more = urlencode({**dict(request.query_params.items()), "cursor": cursor})
-            headers["Link"] = f'<?{more}>; rel="next"'  # relative: a path may have what a header can't
+            headers["Link"] = f'<?{more}>; rel="next"'  # relative: a path may contain characters that a header can't
         found = found.model_dump_json().encode()
     if not isinstance(found, bytes):
         return StreamingResponse(found, media_type=media, headers=headers)
@@ -229,7 +230,7 @@ def _tag(request: Request, version: str) -> str:
 
 @contextmanager
 def _explained(store: Store) -> Iterator[None]:
-    """What the store raises, as an answer. What a driver said, and the store's name, are of the machine, and not for clients."""
+    """An error of the store as a response. The driver's message and the store's name stay out of it: they describe the machine."""
     try:
         yield
     except (MatrixError, SQLAlchemyError) as error:
@@ -242,31 +243,31 @@ def _cursor(when: datetime, *names: object) -> str:
     return ".".join(map(str, ((when - _EPOCH) // timedelta(microseconds=1), *names)))
 
 
-# The answers.
+# The endpoints.
 
 
 @router.get("/compat", response_model=Answer, responses=_UNCHANGED)
 def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Response:
-    """What is known of a combination, or of the nearest tested ones. A parameter left out stands for every value."""
+    """The verdict on a combination, or the nearest tested ones. A parameter that is left out stands for every value."""
     wanted = Wanted(asked.python, asked.transformers, asked.torch, asked.flash_attn, asked.device)
-    board: Board = request.app.state.board
+    snapshots: SnapshotCache = request.app.state.snapshots
     with _explained(request.app.state.store):
-        picture = board.look()
+        snapshot = snapshots.current()
 
     def make(store: Store) -> bytes:
         key = ("compat", wanted, asked.limit)
-        if (found := picture.made.get(key)) is None:
-            found = verdicts.answer(store, wanted, asked.limit, picture.cells).model_dump_json().encode()
-            if len(picture.made) < _KEPT:
-                picture.made[key] = found
+        if (found := snapshot.made.get(key)) is None:
+            found = verdicts.answer(store, wanted, asked.limit, snapshot.cells).model_dump_json().encode()
+            if len(snapshot.made) < _KEPT:
+                snapshot.made[key] = found
         return found
 
-    return _answered(request, make, version=picture.version)
+    return _answered(request, make, version=snapshot.version)
 
 
 @router.get("/runs", response_model=Runs, responses=_UNCHANGED)
 def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
-    """The runs, the newest first."""
+    """The runs, newest first."""
 
     def make(store: Store) -> Runs:
         after = None
@@ -274,7 +275,7 @@ def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
             when, _, name = asked.cursor.partition(".")
             after = (_EPOCH + timedelta(microseconds=int(when)), name)
         where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
-        found = reading.run_page(store, asked.limit + 1, after, where)
+        found = queries.run_page(store, asked.limit + 1, after, where)
         page = found[: asked.limit]
         more = _cursor(page[-1].started, page[-1].id) if len(found) > asked.limit else None
         return Runs(next=more, runs=[Run.of(one) for one in page])
@@ -284,7 +285,7 @@ def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
 
 @router.get("/runs/{run}", response_model=WholeRun, responses=_UNCHANGED | _MISSING)
 def one_run(request: Request, run: RunPath, nothing: Nothing) -> Response:
-    """A run, and how many of its cells are in which state."""
+    """A run, with the number of its cells in each state."""
 
     def make(store: Store) -> WholeRun:
         found = store.run(store.resolve(run))
@@ -296,12 +297,12 @@ def one_run(request: Request, run: RunPath, nothing: Nothing) -> Response:
 
 @router.get("/runs/{run}/cells", response_model=Cells, responses=_UNCHANGED | _MISSING)
 def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
-    """The cells of a run, in its order, with what each gave."""
+    """The cells of a run in its order, with their results."""
 
     def make(store: Store) -> Cells:
         name = store.resolve(run)
         after = -1 if asked.cursor is None else asked.cursor
-        found = reading.cell_page(store, name, asked.limit + 1, after, asked.axes, asked.state, asked.kind)
+        found = queries.cell_page(store, name, asked.limit + 1, after, asked.axes, asked.state, asked.kind)
         page = found[: asked.limit]
         more = str(page[-1][0]) if len(found) > asked.limit else None
         return Cells(next=more, cells=[CellState.of(cell, name, summary) for _, cell, summary in page])
@@ -311,7 +312,7 @@ def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Que
 
 @router.get("/runs/{run}/cells/{cell}", response_model=Result, responses=_UNCHANGED | _MISSING)
 def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
-    """All that a cell gave in a run, with its tests; its log is apart."""
+    """The whole result of a cell in a run, with its tests, without its log."""
     wanted = parse(cell)
 
     def make(store: Store) -> Result:
@@ -327,7 +328,7 @@ def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) ->
     responses=_UNCHANGED | _MISSING | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
-    """What a cell printed, without what would move a cursor or hide something in a terminal."""
+    """The output of a cell, without terminal control sequences."""
     wanted = parse(cell)
 
     def make(store: Store) -> Iterator[bytes]:
@@ -341,14 +342,14 @@ def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name."""
 
     def make(store: Store) -> Cells:
-        known = sorted(reading.cells(store, asked.axes))
+        known = sorted(queries.cells(store, asked.axes))
         if asked.cursor is not None:
             known = known[bisect_right(known, parse(asked.cursor)) :]
         if asked.state is None:
             known = known[: asked.limit + 1]
         found = [
             (cell, past)
-            for cell, past in reading.newest(store, known).items()
+            for cell, past in queries.newest(store, known).items()
             if asked.state in (None, past.summary.state)
         ]
         page = found[: asked.limit]
@@ -360,12 +361,12 @@ def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
 
 @router.get("/cells/{cell}/history", response_model=History, responses=_UNCHANGED | _MISSING)
 def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
-    """Every attempt at a cell, in partial runs too, the newest first; on the first page also results that came too late."""
+    """Every attempt at a cell, also in partial runs, newest first; the first page includes results that came too late."""
     wanted = parse(cell)
 
     def make(store: Store) -> History:
         every = store.history(wanted)
-        if not every and wanted not in reading.cells(store):
+        if not every and wanted not in queries.cells(store):
             raise MatrixError(f"no run has planned {cell}")
         order = {id(past): (past.run.started, past.run.id, past.summary.attempt) for past in every}
         found = sorted(every, key=lambda past: order[id(past)], reverse=True)
@@ -387,7 +388,7 @@ def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Que
 
 @router.get("/diff", response_model=Changes, responses=_UNCHANGED | _MISSING)
 def changes(request: Request, asked: Annotated[_Two, Query()]) -> Response:
-    """What changed from one run to another."""
+    """The changes from one run to another."""
 
     def make(store: Store) -> Changes:
         old, new = (store.run(store.resolve(name)) for name in (asked.old, asked.new))
@@ -398,7 +399,7 @@ def changes(request: Request, asked: Annotated[_Two, Query()]) -> Response:
 
 @router.get("/atlas", response_model=Atlas, responses=_UNCHANGED | _MISSING)
 def atlas(request: Request, nothing: Nothing) -> Response:
-    """When each seam appeared, changed and vanished upstream, as `watch` read it last."""
+    """When each seam appeared, changed and vanished upstream, as of the last run of `watch`."""
 
     def make(store: Store) -> Atlas:
         found = kept(store, ATLAS)
@@ -416,13 +417,13 @@ def atlas(request: Request, nothing: Nothing) -> Response:
     responses=_UNCHANGED | _MISSING | {200: {"content": {"image/svg+xml": {"schema": {"type": "string"}}}}},
 )
 def badge_of(request: Request, axis: Axis, value: BadgeValue, nothing: Nothing) -> Response:
-    """How many of the cells with a value of an axis pass, as a picture."""
+    """A badge image with the number of cells that pass, for one value of an axis."""
 
     def make(store: Store) -> bytes:
-        known = reading.cells(store, {axis: value})
+        known = queries.cells(store, {axis: value})
         if not known:
             raise MatrixError(f"no cell has {axis} {value}")
-        states = Counter(past.summary.state for past in reading.newest(store, known).values())
+        states = Counter(past.summary.state for past in queries.newest(store, known).values())
         ended = states["passed"] + states["failed"]
         text = f"{states['passed']} of {ended} passed" if ended else "not tested"
         mood: badge.Mood = "unknown" if not ended else "bad" if states["failed"] else "good"
@@ -437,12 +438,12 @@ def badge_of(request: Request, axis: Axis, value: BadgeValue, nothing: Nothing) 
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 def prometheus(request: Request, nothing: Nothing) -> Response:
-    """Cells by state, runs, and the queue, for Prometheus."""
+    """Cells by state, runs and the queue, in Prometheus' text format."""
     store: Store = request.app.state.store
     with _explained(store):
-        board: Board = request.app.state.board
-        picture = board.look()
-        text = metrics.exposition(picture.cells, picture.runs, request.app.state.queue)
+        snapshots: SnapshotCache = request.app.state.snapshots
+        snapshot = snapshots.current()
+        text = metrics.exposition(snapshot.cells, snapshot.runs, request.app.state.queue)
     return Response(text, media_type=metrics.MEDIA)
 
 
@@ -452,22 +453,22 @@ def prometheus(request: Request, nothing: Nothing) -> Response:
     responses=_UNCHANGED | {200: {"content": {"application/atom+xml": {"schema": {"type": "string"}}}}},
 )
 def atom(request: Request, nothing: Nothing) -> Response:
-    """What broke, and what `watch` found, as a feed."""
+    """An Atom feed of cells that broke and of reports by `watch`."""
     base = str(request.base_url)
     return _answered(
-        request, lambda store: feed.atom(_entries(store, reading.version(store)), base), media="application/atom+xml"
+        request, lambda store: feed.atom(_entries(store, queries.version(store)), base), media="application/atom+xml"
     )
 
 
 def _key(store: Store, run: str, cell: Cell, attempt: int | None) -> str:
     name = store.resolve(run)
-    key = reading.result_key(store, name, cell, attempt)
+    key = queries.result_key(store, name, cell, attempt)
     if key is None:
         raise MatrixError(f"the run {name} has no such result of {cell}")
     return f"{name} {key}"
 
 
-# What much of the store is read for, or what many ask; it doesn't change before the store does.
+# Responses that read much of the store, or that many clients request; they don't change before the store does.
 
 
 @lru_cache(2)

@@ -1,4 +1,4 @@
-"""The API that writes: runs are submitted, cells leased, results reported. All of it needs a token."""
+"""The writing API: submitting runs, leasing cells, reporting results. Every request needs a token."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from starlette.exceptions import HTTPException
 
 from ..store.models import pack
 from .logs import Ends
+from .protocol import Leased, LeaseId, Renewed, Report, Submission, Submitted, Taken, Wanted
 from .queue import Over, Queue
 from .tokens import Scope, Token
-from .wire import Leased, LeaseId, Renewed, Report, Submission, Submitted, Taken, Wanted
 
 T = TypeVar("T")
 
 
 class Problem(BaseModel):
-    """Why not."""
+    """The reason for an error."""
 
     detail: Any
 
@@ -50,14 +50,14 @@ Lease = Annotated[LeaseId, Path()]
 
 
 async def _in_turn(request: Request, do: Callable[[Queue], T]) -> T:
-    """Do something in a thread of the few that write: however many wait, who reads doesn't wait with them."""
+    """Run a function in one of the few writing threads, so that readers don't wait behind writers."""
     queue: Queue = request.app.state.queue
     return await anyio.to_thread.run_sync(do, queue, limiter=request.app.state.writers)
 
 
 @router.post("/runs", status_code=201, responses=_answers())
 async def submit(request: Request, wanted: Submission, token: Submitter) -> Submitted:
-    """Make a run of cells of the served axes."""
+    """Create a run of cells of the served axes."""
     return await _in_turn(request, lambda queue: queue.submit(wanted))
 
 
@@ -67,14 +67,14 @@ async def submit(request: Request, wanted: Submission, token: Submitter) -> Subm
     responses={**_answers(409), 204: {"description": "There is nothing for this machine now."}},
 )
 async def lease(request: Request, wanted: Wanted, token: Worker) -> Any:
-    """The next cell that a machine can run. 409: its project isn't the service's."""
+    """Lease the next cell that a machine can run. 409: its project differs from the service's."""
     leased = await _in_turn(request, lambda queue: queue.lease(wanted, token.name))
     return leased or Response(status_code=204)
 
 
 @router.post("/leases/{lease}/renewal", responses=_answers(404, 410))
 async def renew(request: Request, lease: Lease, token: Worker) -> Renewed:
-    """Let a lease go on. 410: it is over."""
+    """Renew a lease. 410: it has ended."""
     return Renewed(seconds=await _in_turn(request, lambda queue: queue.renew(lease)))
 
 
@@ -85,7 +85,7 @@ async def renew(request: Request, lease: Lease, token: Worker) -> Renewed:
     openapi_extra={"requestBody": {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def upload(request: Request, lease: Lease, token: Worker) -> None:
-    """What the cell printed, before its result. Of a long one the middle isn't kept."""
+    """Upload the log of a cell, before its result. The middle of a long log isn't kept."""
     if await _in_turn(request, lambda queue: queue.ended(lease)) in ("counted", "late"):
         raise Over("the result of this lease is here already")
     ends = Ends(request.app.state.settings.log_bytes)
@@ -96,11 +96,11 @@ async def upload(request: Request, lease: Lease, token: Worker) -> None:
 
 @router.post("/leases/{lease}/result", responses=_answers(404))
 async def report(request: Request, lease: Lease, report: Report, token: Worker) -> Taken:
-    """What the cell gave. A second time nothing changes; after the end of the lease it is kept, and doesn't count."""
+    """Report the result of a cell. Repeating it changes nothing; after the lease has expired the result is kept as late."""
     return Taken(counted=await _in_turn(request, lambda queue: queue.report(lease, report)))
 
 
 @router.delete("/leases/{lease}", status_code=204, responses=_answers(404))
 async def give_back(request: Request, lease: Lease, token: Worker) -> None:
-    """End a lease without a result: another worker gets the cell."""
+    """Return a lease without a result; another worker gets the cell."""
     await _in_turn(request, lambda queue: queue.give_back(lease))

@@ -22,13 +22,13 @@ from ..fingerprint import of_axes
 from ..options import revision
 from ..store import Store
 from . import api_read, api_write, pages
-from .board import Board
 from .guard import Guard, failed, refusal
 from .html import Pages, add_error_pages
 from .queue import Differs, NoLease, Over, Queue
 from .settings import Settings
+from .snapshot import SnapshotCache
 
-#: Threads that read at the same time, and that write: to SQLite one can. Of more, each waits longer for Python's lock than it works.
+#: Threads that read, and that write (SQLite has one writer). More of them would wait longer for Python's lock than they work.
 _READERS = 3
 _WRITERS = {"sqlite": 1}
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
     """
     Args:
-        axes: whose cells may be run; None: nothing can be submitted.
+        axes: the axes whose cells can be run; None if no run can be submitted.
     """
     queue = Queue(
         store,
@@ -62,20 +62,20 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
         over.set()
         await run_in_threadpool(keeper.join)
 
-    # Its own pages of documentation come from another host.
+    # FastAPI's own documentation pages load scripts from another host.
     app = FastAPI(
         title="kernel-compat-matrix",
         version=__version__,
         lifespan=life,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # to what the request says is our host
+        redirect_slashes=False,  # to the host named by the request
         openapi_url="/api/v1/openapi.json",
     )
     app.state.store, app.state.axes, app.state.settings, app.state.queue = store, axes, settings, queue
     app.state.writers = CapacityLimiter(_WRITERS.get(store.dialect, 3))
-    app.state.board = Board(store)
-    app.state.site = pages.Site(store, queue, app.state.board, axes.all_cells if axes else {}, Pages())
+    app.state.snapshots = SnapshotCache(store)
+    app.state.site = pages.Site(store, queue, app.state.snapshots, axes.all_cells if axes else {}, Pages())
     app.add_middleware(Guard, store=store, settings=settings)
     for kind, status in ((Differs, 409), (Over, 410), (NoLease, 404)):
         app.add_exception_handler(kind, lambda _, error, status=status: refusal(status, str(error)))
@@ -88,7 +88,7 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
 
 
 def _keep(queue: Queue, over: threading.Event) -> None:
-    """End leases and runs in time, also while no worker asks."""
+    """End expired leases and finished runs, also while no worker sends requests."""
     pause, rounds = min(queue.settings.lease_seconds / 4, 10.0), 0
     while not over.wait(pause):
         try:
@@ -96,14 +96,14 @@ def _keep(queue: Queue, over: threading.Event) -> None:
             if rounds % 360 == 0:
                 queue.tidy()
             rounds += 1
-        except MatrixError as error:  # the database is gone, and may come back
+        except MatrixError as error:  # the database is unavailable, and may come back
             log.warning("%s", error)
-        except Exception:  # nobody else would end leases
+        except Exception:  # nothing else ends leases
             log.exception("the queue can't be swept")
 
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """What is wrong, without the text that was sent."""
+    """Validation errors, without the text of the request."""
     assert isinstance(error, RequestValidationError)
     if isinstance(error.body, bytes) and "json" not in request.headers.get("content-type", ""):
         return refusal(422, "the request needs the header Content-Type: application/json")

@@ -1,4 +1,4 @@
-"""The atlas, as it was stored last, as a timeline: releases across, seams down."""
+"""The last stored atlas as a timeline: a column per release, a row per seam."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..store import Store, documents
 
 
 class NoAtlasError(Exception):
-    """What is stored is no atlas."""
+    """The stored document isn't an atlas."""
 
 
 class _Release(BaseModel):
@@ -37,7 +37,7 @@ class _Seam(BaseModel):
 
 
 class Disagreement(BaseModel):
-    """A release where a seam isn't as a shim says; not certain where the source doesn't tell."""
+    """A release in which a seam differs from what a shim expects; uncertain if the source alone doesn't show it."""
 
     shim: str
     target: str
@@ -59,12 +59,12 @@ class _Atlas(BaseModel):
 
 
 class Span(NamedTuple):
-    """Releases one after the other in which a seam is the same.
+    """Consecutive releases in which a seam is the same.
 
     Attributes:
         what: ``there`` before the first release, ``appeared``, ``changed``, ``vanished``; ``absent`` before it appeared.
-        since: the first of them.
-        width: how many.
+        since: the first of these releases.
+        width: the number of releases.
     """
 
     what: str
@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A seam through the releases."""
+    """A seam over the releases."""
 
     target: str
     shims: list[str]
@@ -84,11 +84,11 @@ class Line(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Of one distribution.
+    """The timeline of one distribution.
 
     Attributes:
         releases: oldest first.
-        pythons: what Python they need, by the first release that does.
+        pythons: the required Python versions, by the first release that requires each.
     """
 
     distribution: str
@@ -98,7 +98,7 @@ class Timeline(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The atlas that was stored last."""
+    """The last stored atlas."""
 
     made: datetime
     timelines: list[Timeline]
@@ -107,10 +107,10 @@ class Stored(NamedTuple):
 
 
 def stored(store: Store) -> Stored | None:
-    """None where none was stored.
+    """Read the last stored atlas; None if none was stored.
 
     Raises:
-        NoAtlasError: what is stored is none.
+        NoAtlasError: the stored document isn't an atlas.
     """
     found = documents.kept(store, documents.ATLAS)
     if not found:

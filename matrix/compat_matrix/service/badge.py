@@ -1,4 +1,4 @@
-"""A badge: a label and what is said of it, as a picture whose text says all that its colour does."""
+"""A badge: an SVG image with a label and a value. Its text says everything that its colour does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape, quoteattr
 Mood = Literal["good", "bad", "unknown"]
 
 _COLOURS: dict[Mood, str] = {"good": "#2a7b2a", "bad": "#b3261e", "unknown": "#5c5c5c"}
-#: Of the font, in units of the picture. `textLength` makes it fit whatever font there is.
+#: Font metrics in units of the image. `textLength` makes the text fit with any other font.
 _CHARACTER, _MARGIN = 6.6, 6.0
 
 

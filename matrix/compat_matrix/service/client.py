@@ -1,4 +1,4 @@
-"""How a worker reaches the service: over the network, or in the same process."""
+"""A worker's connection to the service: over HTTP, or to a queue in the same process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from ..errors import MatrixError
 from ..store.models import pack
 from .logs import Ends
+from .protocol import Leased, Renewed, Report, Result, Taken, Wanted
 from .queue import Differs, NoLease, Over, Queue
-from .wire import Leased, Renewed, Report, Result, Taken, Wanted
 
-#: Seconds to connect, and for an answer.
+#: Seconds to connect, and for a response.
 _TIMEOUT = (10, 120)
 _CHUNK = 2**20
 
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Unreachable(Exception):
-    """No answer, or one that says to ask again: after so many seconds, where it says so."""
+    """No response, or one that says to try again, after `seconds` if it names a time."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class Unreachable(Exception):
 
 
 class Refused(MatrixError):
-    """An answer that will be the same the next time."""
+    """A response that a retry won't change."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -45,8 +45,8 @@ class Refused(MatrixError):
 class Service(Protocol):
     """
     Raises:
-        Unreachable: of each method: it may be asked once more.
-        MatrixError: of each method: it is of no use to do that.
+        Unreachable: by each method: the call may be repeated.
+        MatrixError: by each method: repeating the call won't help.
     """
 
     def lease(self, wanted: Wanted) -> Leased | None: ...
@@ -59,10 +59,10 @@ class Service(Protocol):
 
 
 class Remote:
-    """The service at a URL. Threads may share one.
+    """The service at a URL. Thread-safe.
 
     Raises:
-        MatrixError: it is no URL of one.
+        MatrixError: it isn't the URL of a service.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -89,7 +89,7 @@ class Remote:
                 with log.open("rb") as file:
                     self._ask("PUT", f"leases/{lease}/log", file, "text/plain; charset=utf-8")
             except Refused as error:
-                if error.status != 410:  # its result is there already, and we didn't hear the answer
+                if error.status != 410:  # the result has arrived already, and its response was lost
                     raise
         report = Report(result=result, now=now).model_dump_json(exclude_unset=True)
         return _read(Taken, self._ask("POST", f"leases/{lease}/result", report.encode())).counted
@@ -103,7 +103,7 @@ class Remote:
                 f"{self.url}/api/v1/{path}",
                 data=body,
                 headers={"content-type": kind},
-                auth=self._authorized,  # in place of what ~/.netrc may have for this host
+                auth=self._authorized,  # overrides an entry for this host in ~/.netrc
                 timeout=_TIMEOUT,
                 allow_redirects=False,
             )
@@ -123,7 +123,7 @@ class Remote:
 
 
 class Direct:
-    """The queue of this process."""
+    """A queue in this process."""
 
     def __init__(self, queue: Queue, name: str) -> None:
         self._queue, self._name = queue, name
@@ -181,7 +181,7 @@ def _detail(found: requests.Response) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost words: what the libraries put around them says nothing more."""
+    """The message of the innermost exception; the libraries' wrappers add nothing to it."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return str(getattr(error, "strerror", None) or error)

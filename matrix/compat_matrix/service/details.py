@@ -1,4 +1,4 @@
-"""The log of a result, a piece at a time: it may be larger than a page, or the memory."""
+"""The log of a result, read in pieces: it may be larger than a page or than the memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..store import Store
 from ..store.models import CELL, LOG, RESULT, RUN
 from ..views import common
 
-#: Of a log so much is shown, in bytes: its beginning and its end.
+#: The number of bytes of a log that a page shows: half at its beginning, half at its end.
 HEAD, TAIL = 20_000, 100_000
 
 _PIECE = 64 * 2**10
@@ -24,7 +24,7 @@ class Ends(NamedTuple):
     """The beginning and the end of a text.
 
     Attributes:
-        left_out: how many bytes between the two aren't here.
+        left_out: the number of bytes between the two.
     """
 
     head: str
@@ -34,7 +34,7 @@ class Ends(NamedTuple):
 
 
 def packed_log(store: Store, run: str, cell: Cell, attempt: int | None) -> bytes | None:
-    """A log as it is kept; None where there is none."""
+    """A log as it is stored; None if there is none."""
     query: Select[Any] = (
         select(type_coerce(LOG.c.content, LargeBinary))
         .join(RESULT, RESULT.c.id == LOG.c.result_id)
@@ -52,7 +52,7 @@ def packed_log(store: Store, run: str, cell: Cell, attempt: int | None) -> bytes
 
 
 def pieces(packed: bytes) -> Iterator[bytes]:
-    """What was compressed, never much of it at a time."""
+    """The decompressed pieces, none of them large."""
     unpacker = zlib.decompressobj()
     while packed:
         yield unpacker.decompress(packed, _PIECE)
@@ -61,7 +61,7 @@ def pieces(packed: bytes) -> Iterator[bytes]:
 
 
 def ends(packed: bytes) -> Ends:
-    """The beginning and the end of a log, fit to be shown."""
+    """The beginning and the end of a log, as printable text."""
     head, tail, size = b"", b"", 0
     for piece in pieces(packed):
         size += len(piece)
@@ -74,11 +74,11 @@ def ends(packed: bytes) -> Ends:
 
 
 def plain(packed: bytes) -> Iterator[bytes]:
-    """All of a log as UTF-8, fit to be shown: a terminal that gets it does nothing but print it."""
+    """A whole log as UTF-8 without control sequences: a terminal that receives it only prints it."""
     decode = codecs.getincrementaldecoder("utf-8")("surrogatepass").decode
     rest = ""
     for piece in pieces(packed):
-        # A sequence for a terminal, or a line's end of two characters, isn't cut in two, unless there is no other place to cut.
+        # Neither a terminal sequence nor a line ending of two characters is split, unless there is no other place to split.
         text, newline, after = (rest + decode(piece)).rpartition("\n")
         if len(after) > _PIECE:
             text, newline, after = text + newline + after, "", ""
@@ -89,7 +89,7 @@ def plain(packed: bytes) -> Iterator[bytes]:
 
 
 def shortened(text: str, most: int = 20_000) -> str:
-    """A text of a result, without its middle where it is too long for a page."""
+    """A text of a result, without its middle if it is too long for a page."""
     if len(text) <= most:
         return text
     half = most // 2

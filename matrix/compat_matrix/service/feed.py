@@ -1,4 +1,4 @@
-"""What broke, as an Atom feed: cells that failed where they had passed, and what `watch` found of new releases."""
+"""An Atom feed: cells that failed after they had passed, and the reports of `watch` on new releases."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from xml.etree import ElementTree as ET
 from ..store import Store
 from ..store.documents import NEWS, kept
 from ..views.common import clean, one_line
-from . import reading
+from . import queries
 from .grid import cell_address, run_address
 
 _ATOM = "http://www.w3.org/2005/Atom"
-#: Characters that XML can't have, beyond those that `clean` replaces.
+#: Characters that XML can't contain, besides those that `clean` replaces.
 _NO_XML = re.compile("[\ufffe\uffff]")
 
 
 class Entry(NamedTuple):
     """
     Attributes:
-        key: the same for the same entry, always.
-        link: of its page, from the service's address.
+        key: a stable identifier of the entry.
+        link: the path of its page.
     """
 
     key: str
@@ -36,9 +36,9 @@ class Entry(NamedTuple):
 
 
 def entries(store: Store, limit: int = 50) -> list[Entry]:
-    """The newest first."""
+    """The entries, newest first."""
     found = []
-    for cell, (run, summary), before in reading.broke(store, limit):
+    for cell, (run, summary), before in queries.broke(store, limit):
         when = summary.started or run.started
         title = f"{cell} broke: {one_line(summary.reason) or summary.kind or 'it failed'}"
         text = (
@@ -58,7 +58,7 @@ def atom(found: Sequence[Entry], base: str) -> bytes:
     """The feed as XML.
 
     Args:
-        base: the service's address, as who asks has it.
+        base: the service's address as the client uses it.
     """
     base = base.rstrip("/")
     ET.register_namespace("", _ATOM)

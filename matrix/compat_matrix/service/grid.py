@@ -1,4 +1,4 @@
-"""The grid of a page: what is asked for in its address, and what each cell shows."""
+"""The grid on a page: the filters in its address, and the state of each cell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..expressions import Expression
 from ..store import Past, Run, Summary
 from ..views import common
 
-#: What a cell can be, with the sign that says so where colour doesn't.
+#: The states of a cell, each with a sign that doesn't depend on colour.
 STATES = {
     "passed": "✓",
     "wrong": "≠",
@@ -33,36 +33,36 @@ _SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "t
 
 
 class Entry(NamedTuple):
-    """What is known of a cell.
+    """The state of a cell.
 
     Attributes:
         state: one of `STATES`.
-        word: as a grid says it: how it failed, for one.
-        going: ``running`` or ``waiting`` where a newer result is to come.
-        past: its newest result or plan; None for one that no run has planned.
+        word: the word in the grid, such as how it failed.
+        activity: ``running`` or ``waiting`` if a newer result is on its way.
+        past: its newest result or plan; None if no run has planned it.
         reason: why it failed, wasn't run or can't be.
     """
 
     state: str
     word: str
-    going: str
+    activity: str
     past: Past | None
     reason: str
 
     @property
     def there(self) -> bool:
-        """Whether there is a cell to see: not one that the axes rule out."""
+        """Whether the cell exists, that is, isn't excluded by the axes."""
         return self.word != "can't be"
 
     @property
     def bad(self) -> bool:
-        """Whether its newest result is that something doesn't work."""
+        """Whether its newest result is a failure."""
         return self.past is not None and self.past.summary.verdict == "failed"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a page's address asks for; empty stands for what is shown by itself."""
+    """The filters in a page's address; an empty one stands for the default."""
 
     flash_attention: str = ""
     device: str = ""
@@ -75,7 +75,7 @@ class Wanted:
     def of(cls, given: Iterable[tuple[str, str]]) -> Wanted:
         """
         Raises:
-            MatrixError: a name is none of these, or stands there twice, or a state or an expression is none.
+            MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
         """
         names = [field.name for field in fields(cls)]
         found: dict[str, str] = {}
@@ -95,14 +95,14 @@ class Wanted:
         return wanted
 
     def query(self, **changes: str) -> str:
-        """As the end of an address: ``?python=3.12``; empty where nothing is asked for."""
+        """The filters as a query string, such as ``?python=3.12``; empty without filters."""
         values = vars(replace(self, **changes))
         query = urlencode({name: value for name, value in values.items() if value})
         return f"?{query}" if query else "?"
 
 
 class Tab(NamedTuple):
-    """One value of a facet, with how many of its cells are bad."""
+    """One value of a facet, with the number of its cells that are bad."""
 
     name: str
     query: str
@@ -111,20 +111,20 @@ class Tab(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """A cell of a grid."""
+    """A cell in a grid."""
 
     cell: Cell
     state: str
     sign: str
     word: str
     age: str
-    going: str
+    activity: str
     label: str
     hint: str
 
 
 class Block(NamedTuple):
-    """Transformers down and torch across, the newest first, of one Python, FlashAttention and device."""
+    """A row per transformers and a column per torch, newest first, for one Python, FlashAttention and device."""
 
     title: str
     columns: list[str]
@@ -141,11 +141,11 @@ class Group(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """All that a page shows.
+    """The contents of a page.
 
     Attributes:
-        counts: of the chosen facets, whatever state is asked for.
-        going: whether any cell of the store is running or waiting.
+        counts: the number of cells in each state, for the chosen facets and all states.
+        active: whether any cell of the store is running or waiting.
     """
 
     kernels: list[Tab]
@@ -153,31 +153,31 @@ class Grid(NamedTuple):
     counts: Counter[str]
     blocks: list[Block]
     groups: list[Group]
-    going: bool
+    active: bool
 
 
-def entry(past: Past | None, going: str = "", excluded: str | None = None) -> Entry:
+def entry(past: Past | None, activity: str = "", excluded: str | None = None) -> Entry:
     """
     Args:
-        going: ``running`` or ``waiting``, where it is.
-        excluded: why the axes rule it out; None if they don't.
+        activity: ``running`` or ``waiting``, or empty.
+        excluded: the reason for which the axes exclude it; None if they don't.
     """
     if past is None:
         if excluded is not None:
             return Entry("refused", "can't be", "", None, excluded)
-        return Entry(going or "not run", going or "never", going, None, "")
+        return Entry(activity or "not run", activity or "never", activity, None, "")
     summary = past.summary
     if summary.state == "excluded":
         return Entry("refused", "can't be", "", past, summary.reason)
     if summary.state == "unfinished":
-        going = going or ("waiting" if past.run.state == "running" else "")
-        return Entry(going or "not run", going or "unfinished", going, past, "")
+        activity = activity or ("waiting" if past.run.state == "running" else "")
+        return Entry(activity or "not run", activity or "unfinished", activity, past, "")
     if summary.state == "not run":
-        return Entry("not run", "not run", going, past, summary.reason)
+        return Entry("not run", "not run", activity, past, summary.reason)
     if summary.state == "passed":
-        return Entry("passed", "ok", going, past, "")
+        return Entry("passed", "ok", activity, past, "")
     state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", "failed")
-    return Entry(state, _word(summary), going, past, summary.reason)
+    return Entry(state, _word(summary), activity, past, summary.reason)
 
 
 def _word(summary: Summary) -> str:
@@ -192,19 +192,19 @@ def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell])
 
 def of_all(
     cells: Mapping[Cell, Past],
-    going: Mapping[Cell, str],
+    activity: Mapping[Cell, str],
     served: Mapping[Cell, str],
 ) -> dict[Cell, Entry]:
     """
     Args:
-        cells: with their newest results.
-        going: ``running`` or ``waiting``.
-        served: every combination of the axes, with why it can't be.
+        cells: the cells with their newest results.
+        activity: ``running`` or ``waiting``, by cell.
+        served: every combination of the axes, with the reason if it is excluded.
     """
-    found = {cell: entry(past, going.get(cell, "")) for cell, past in cells.items()}
+    found = {cell: entry(past, activity.get(cell, "")) for cell, past in cells.items()}
     for cell, excluded in served.items():
         if cell not in found:
-            found[cell] = entry(None, going.get(cell, ""), excluded or None)
+            found[cell] = entry(None, activity.get(cell, ""), excluded or None)
     return found
 
 
@@ -213,7 +213,7 @@ def grid(wanted: Wanted, entries: Mapping[Cell, Entry], now: datetime) -> Grid:
     Raises:
         MatrixError: there is no such FlashAttention, device or Python.
     """
-    going = any(one.going for one in entries.values())
+    active = any(one.activity for one in entries.values())
     if wanted.only:
         condition = Expression(wanted.only)
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
@@ -222,11 +222,11 @@ def grid(wanted: Wanted, entries: Mapping[Cell, Entry], now: datetime) -> Grid:
     there, pythons = _pythons(wanted, own)
     own = {cell: one for cell, one in own.items() if cell.python in there}
     counts = Counter(one.state for one in own.values())
-    counts["running"] = sum(one.going == "running" for one in own.values())
-    counts["waiting"] = sum(one.going == "waiting" for one in own.values())
+    counts["running"] = sum(one.activity == "running" for one in own.values())
+    counts["waiting"] = sum(one.activity == "waiting" for one in own.values())
     if wanted.state:
-        own = {cell: one for cell, one in own.items() if wanted.state in (one.state, one.going)}
-    return Grid(kernels, pythons, counts, _blocks(own, bool(wanted.state), now), groups(own), going)
+        own = {cell: one for cell, one in own.items() if wanted.state in (one.state, one.activity)}
+    return Grid(kernels, pythons, counts, _blocks(own, bool(wanted.state), now), groups(own), active)
 
 
 def _kernels(wanted: Wanted, entries: Mapping[Cell, Entry]) -> tuple[Collection[tuple[str, str]], list[Tab]]:
@@ -286,17 +286,17 @@ def _pythons(wanted: Wanted, own: Mapping[Cell, Entry]) -> tuple[Collection[str]
 
 
 def _known(name: str, value: str, values: Iterable[str], entries: Collection[object]) -> None:
-    """An address asks for what there is; where a filter leaves nothing, for anything."""
+    """The value in the address must exist; if a filter leaves nothing, any value is accepted."""
     allowed = [*dict.fromkeys(values), ALL]
     if value and value not in allowed and entries:
         raise MatrixError(f"there is no {name} {value!r} here: there are {', '.join(allowed)}")
 
 
 def _blocks(own: Mapping[Cell, Entry], chosen: bool, now: datetime) -> list[Block]:
-    """A grid for each Python, FlashAttention and device, but for those of which there is no cell.
+    """A grid for each Python, FlashAttention and device that has a cell.
 
     Args:
-        chosen: cells were asked for by their state: all of them are to be seen.
+        chosen: whether the cells were selected by their state, so that all of them are shown.
     """
     grouped: dict[tuple[str, str, str], dict[tuple[str, str], Cell]] = {}
     for cell in own:
@@ -321,15 +321,15 @@ def _blocks(own: Mapping[Cell, Entry], chosen: bool, now: datetime) -> list[Bloc
 def _shown(cell: Cell, one: Entry, now: datetime) -> Shown:
     began = one.past.summary.started if one.past else None
     old = age(now - began) if began else ""
-    running = f", {one.going}" if one.going and one.going != one.state else ""
+    running = f", {one.activity}" if one.activity and one.activity != one.state else ""
     when = f" {old}" if old else ""
     label = f"{one.word}{when}{running}: transformers {cell.transformers}, torch {cell.torch}"
     hint = common.one_line(one.reason, 200) if one.reason else common.moment(began)
-    return Shown(cell, one.state, STATES[one.state], one.word, old, one.going, label, hint)
+    return Shown(cell, one.state, STATES[one.state], one.word, old, one.activity, label, hint)
 
 
 def groups(own: Mapping[Cell, Entry]) -> list[Group]:
-    """Why cells are as they are, what most cells have first; what passed needs no reason."""
+    """The reasons for the cells' states, the most frequent first; passing needs no reason."""
     found: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in common.ordered(cell for cell, one in own.items() if one.reason):
         one = own[cell]
@@ -343,7 +343,7 @@ def groups(own: Mapping[Cell, Entry]) -> list[Group]:
 
 
 def age(past: timedelta) -> str:
-    """How long ago, in the largest unit that says enough: ``5 min``, ``3 h``, ``12 d``."""
+    """An age in its largest useful unit: ``5 min``, ``3 h``, ``12 d``."""
     seconds = past.total_seconds()
     if seconds < 60:
         return "now"
@@ -354,11 +354,11 @@ def age(past: timedelta) -> str:
 
 
 def cell_address(cell: Cell, run: str = "", attempt: int = 0) -> str:
-    """Of a cell's page, whatever its name has in it."""
+    """The address of a cell's page, with its name escaped."""
     query = urlencode({"run": run} | ({"attempt": attempt} if attempt else {})) if run else ""
     return f"/cells/{quote(cell.name, safe='')}" + (f"?{query}" if query else "")
 
 
 def run_address(*names: str) -> str:
-    """Of a run's page, or of what changed between two."""
+    """The address of a run's page, or of the page with the changes between two runs."""
     return f"/runs/{'...'.join(quote(name, safe='') for name in names)}"

@@ -1,4 +1,4 @@
-"""What every request passes before anything of it is read, and every answer on its way out."""
+"""Middleware: authentication, rate limits and size limits of requests, and headers of responses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..errors import MatrixError
 from ..store import Store
 from . import tokens
 from .html import Refusal, error_page, of_api
+from .protocol import REPORT_BYTES, REQUEST_BYTES
 from .settings import Settings
 from .tokens import Token
-from .wire import REPORT_BYTES, REQUEST_BYTES
 
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'",
@@ -37,18 +37,18 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 
-#: Seconds after which to ask again, where the database is gone.
+#: Seconds after which clients should retry while the database is unavailable.
 AGAIN = 5
 _READING = ("GET", "HEAD", "OPTIONS")
 _KEYS = 10_000
-#: Seconds to wait for the next part of a body.
+#: Seconds to wait for the next part of a request's body.
 _SLOW = 30.0
 
 log = logging.getLogger(__name__)
 
 
 class Limiter:
-    """So many a minute of each key, and as many at once."""
+    """A rate limit per key: a number of requests a minute, and the same number at once."""
 
     def __init__(self, per_minute: int) -> None:
         self._most = float(per_minute)
@@ -56,7 +56,7 @@ class Limiter:
         self._lock = threading.Lock()
 
     def wait(self, key: str) -> int:
-        """Take one; 0, or after how many seconds there is one."""
+        """Use one request; returns 0, or the seconds until the next one is allowed."""
         now = time.monotonic()
         with self._lock:
             left, at = self._left.pop(key, (self._most, now))
@@ -68,7 +68,7 @@ class Limiter:
 
 
 class Guard:
-    """Tokens, rates, sizes, headers, and an answer to what went wrong that says nothing of the inside."""
+    """Checks tokens, rates and sizes, sets headers, and turns internal errors into responses that reveal nothing internal."""
 
     def __init__(self, app: ASGIApp, store: Store, settings: Settings) -> None:
         self._app, self._store, self._settings = app, store, settings
@@ -91,7 +91,7 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        if scope["method"] == "HEAD":  # the server leaves out what would follow the head
+        if scope["method"] == "HEAD":  # the server omits the body
             scope = {**scope, "method": "GET"}
         try:
             refused = await self._refused(scope)
@@ -107,15 +107,15 @@ class Guard:
         await _readable(scope, refused)(scope, receive, guarded_send)
 
     async def _refused(self, scope: Scope) -> JSONResponse | None:
-        """Why a request goes no further. One that does has its token, or None, in `request.state.token`."""
+        """The response to a request that is refused. An accepted one has its token, or None, in `request.state.token`."""
         headers, reading = Headers(scope=scope), scope["method"] in _READING
         if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy may see another end of it than we do.
+            # A proxy may disagree with this server on where the body ends.
             return refusal(400, "the length of the request is said twice", {"connection": "close"})
         secret = _secret(headers, reading)
         token: Token | None = None
         if secret is not None:
-            limiter = None if reading else scope["app"].state.writers  # who writes doesn't wait for those who read
+            limiter = None if reading else scope["app"].state.writers  # writers don't wait for readers
             token = await anyio.to_thread.run_sync(tokens.find, self._store, secret, limiter=limiter)
             if token is None:
                 address = scope["client"][0] if scope.get("client") else ""
@@ -142,7 +142,7 @@ class Guard:
 
 
 def _readable(scope: Scope, refused: JSONResponse) -> Response:
-    """A page, where one was asked for."""
+    """The error as a page, if the request is for a page."""
     if scope["method"] != "GET" or of_api(scope):
         return refused
     said = json.loads(bytes(refused.body))
@@ -159,11 +159,11 @@ def refusal(status: int, detail: object, headers: dict[str, str] | None = None) 
 
 
 def failed(error: BaseException, store: Store) -> JSONResponse:
-    """The answer to an error of ours. What went wrong is in the log, with the id that is in the answer."""
+    """The response to an internal error. Its id identifies the error in the log."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (SQLAlchemyError, UnicodeError, zlib.error)):
         cause = cause.__cause__
-    if isinstance(cause, (DataError, UnicodeEncodeError)):  # text that no database keeps
+    if isinstance(cause, (DataError, UnicodeEncodeError)):  # text that a database can't store
         return refusal(422, "there is a character in it that can't be")
     number = secrets.token_hex(6)
     if isinstance(cause, (OperationalError, InterfaceError, InternalError, PoolTimeout)):
@@ -172,14 +172,14 @@ def failed(error: BaseException, store: Store) -> JSONResponse:
             {"detail": "the database doesn't answer", "id": number}, 503, headers={"retry-after": str(AGAIN)}
         )
     if isinstance(error, MatrixError) and cause is None:
-        said = str(error).removeprefix(f"the store {store.name}: ")  # where it is concerns nobody
+        said = str(error).removeprefix(f"the store {store.name}: ")  # its location is internal
         return refusal(422, said.encode("utf-8", "replace").decode())
     log.error("%s: an error of ours", number, exc_info=error)
     return JSONResponse({"detail": "an error of this service; its log has more", "id": number}, 500)
 
 
 def _secret(headers: Headers, reading: bool) -> str | None:
-    """The token of a request; empty where there should be one. A browser asks for it as a password, and may but read with that."""
+    """The token of a request; empty if it is missing. A browser sends it as a password, which only allows reading."""
     given = headers.get("authorization")
     if given is None:
         return None
@@ -202,7 +202,7 @@ def _most(scope: Scope, settings: Settings) -> int:
 
 
 def _limited(receive: Receive, most: int) -> Receive:
-    """The body of a request, up to so many bytes, whatever its head says of its length, and while it comes."""
+    """The body of a request up to a number of bytes, counted as it arrives, whatever Content-Length says."""
     left, more = most, True
 
     async def limited() -> Message:

@@ -1,4 +1,4 @@
-"""What all pages share: their templates, how they are sent and cached, and errors as pages."""
+"""Shared parts of the pages: templates, responses, caching, and error pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..results import Test
 from ..views import common
 from .grid import STATES, cell_address, run_address
 
-#: Nothing comes from elsewhere, and nothing within a page is run or styles it.
+#: Nothing is loaded from other hosts, and inline scripts and styles are disabled.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -42,19 +42,19 @@ HEADERS = {
 
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
-#: Pages are made anew this many seconds after the last time at the earliest.
+#: The least number of seconds between two renderings of a page.
 FRESH = 1.0
-#: One that is older than this is never sent, in seconds.
+#: A page older than this number of seconds is never sent.
 _OLD = 5.0
-#: So many seconds who has one that is younger waits for the new one.
+#: The number of seconds to wait for a new rendering before the previous one is sent.
 _PATIENCE = 0.15
 
 
 class Refusal(Exception):
-    """What was asked for can't be had; becomes a page.
+    """The request can't be answered; the response is an error page.
 
     Args:
-        allowed: what could be asked for instead.
+        allowed: the values that are allowed instead.
     """
 
     def __init__(self, status: int, text: str, allowed: str = "") -> None:
@@ -63,7 +63,7 @@ class Refusal(Exception):
 
 
 class Page(APIRoute):
-    """A route whose errors are pages."""
+    """A route whose errors are rendered as pages."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -78,7 +78,7 @@ class Page(APIRoute):
 
 
 def add_error_pages(app: FastAPI) -> None:
-    """Make a page of the errors of addresses that are none, but for those of the API."""
+    """Render errors of unknown addresses as pages, except for those of the API."""
 
     async def handled(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -93,7 +93,7 @@ def add_error_pages(app: FastAPI) -> None:
 
 
 def of_api(scope: Scope) -> bool:
-    """Whether a request is for the API, and not for a page."""
+    """Whether a request is for the API rather than for a page."""
     return _path(scope).startswith("/api/")
 
 
@@ -135,7 +135,7 @@ def render(request: Request, template: str, **values: Any) -> bytes:
 @cache
 def environment() -> Environment:
     made = Environment(
-        # Pages that the report has as well are the report's, in the frame of these.
+        # Templates that the static report has too are the report's, within this base template.
         loader=ChoiceLoader([PackageLoader("compat_matrix", f"{place}/templates") for place in ("service", "views")]),
         autoescape=True,
         trim_blocks=True,
@@ -163,7 +163,7 @@ def environment() -> Environment:
 
 
 def _rows(tests: Iterable[Test]) -> Markup:
-    """Lines of a list, which may be thousands: a template takes five times as long for them."""
+    """The lines of a list, which may be thousands; a template takes five times as long."""
     lines = []
     for one in tests:
         said = f'<br><span class="note">{escape(common.one_line(one.message, 300))}</span>' if one.message else ""
@@ -178,7 +178,7 @@ def _fit(value: Any) -> Any:
 
 @cache
 def static_files() -> dict[str, tuple[bytes, str]]:
-    """What pages refer to, with its type, by name."""
+    """The static files and their types, by name."""
     found = {}
     for file in files("compat_matrix").joinpath("service/static").iterdir():
         kind = _TYPES.get("." + file.name.rpartition(".")[2])
@@ -189,16 +189,16 @@ def static_files() -> dict[str, tuple[bytes, str]]:
 
 @cache
 def static_address(name: str) -> str:
-    """Another one when the file changes, so that it may be kept for ever."""
+    """A name that changes with the file's content, so that clients may cache it forever."""
     return f"/static/{name}?v={hashlib.sha256(static_files()[name][0]).hexdigest()[:12]}"
 
 
 class Made(NamedTuple):
-    """A page as it is sent.
+    """A rendered page.
 
     Attributes:
-        tag: what it was made of; another one where the page may be another.
-        at: when, on a clock that only goes forward.
+        tag: identifies the data it was rendered from; differs whenever the page may differ.
+        at: the time of rendering, on a monotonic clock.
     """
 
     tag: str
@@ -207,13 +207,13 @@ class Made(NamedTuple):
     at: float
 
 
-#: Gets the last one; returns the tag and the page, or None for the page where the last one is still right.
+#: Takes the previous page; returns the tag, and the page or None if the previous one is still valid.
 Make = Callable[[Made | None], tuple[str, bytes | None]]
 
 
 class Pages:
-    """Pages that were made a moment ago, so that many who look at the same don't make it again each. For the thread of one event
-    loop; each page is made in another thread, once at a time.
+    """A cache of rendered pages, so that many viewers of a page share one rendering. For use in the thread of one event
+    loop; pages are rendered in other threads, each page once at a time.
     """
 
     def __init__(self, most: int = 100, makers: int = 2) -> None:
@@ -221,15 +221,15 @@ class Pages:
         self._made: OrderedDict[tuple[str, ...], Made] = OrderedDict()
         self._asked: dict[tuple[str, ...], float] = {}
         self._making: dict[tuple[str, ...], asyncio.Task[Made]] = {}
-        self._makers = CapacityLimiter(makers)  # they don't wait for threads that are busy with other pages
+        self._makers = CapacityLimiter(makers)  # not delayed by threads that are busy with other pages
 
     def has(self, key: tuple[str, ...]) -> bool:
-        """Whether such a page was made."""
+        """Whether the page is cached."""
         return key in self._made
 
     async def get(self, key: tuple[str, ...], make: Make) -> Made:
-        """A page that isn't older than some seconds. The one before is sent where the new one takes long, or where it is asked for
-        all the time: the next one gets the new.
+        """A page that is at most some seconds old. If rendering takes long, or the page is requested continuously, the previous
+        rendering is sent, and the next request gets the new one.
         """
         now = time.monotonic()
         last, before = self._made.get(key), self._asked.get(key, 0.0)
@@ -241,7 +241,7 @@ class Pages:
         if last and now - last.at < _OLD:
             if now - before >= FRESH:
                 await asyncio.wait({making}, timeout=_PATIENCE)
-            # Who asks when it is too old is told that the database is gone.
+            # A request for a page that is too old gets the error that the database is unavailable.
             if not making.done() or isinstance(making.exception(), (MatrixError, PoolTimeout)):
                 return last
         return await asyncio.shield(making)
@@ -270,7 +270,7 @@ def _anew(make: Make, last: Made | None) -> Made:
 
 
 def send(request: Request, made: Made) -> Response:
-    """A made page, or that the reader has it."""
+    """The response with a rendered page, or 304 if the client has it."""
     headers = HEADERS | {"ETag": f'W/"{made.tag}"', "Vary": "Accept-Encoding"}
     if made.tag in re.findall(r'"([^"]*)"', request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)

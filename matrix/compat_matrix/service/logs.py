@@ -1,4 +1,4 @@
-"""A log as it comes in: its beginning and its end, whatever its length."""
+"""Receiving a log: its beginning and its end are kept, whatever its length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class Ends:
-    """Of more than so many bytes the middle isn't kept, here or anywhere."""
+    """Keeps at most a number of bytes: of a longer log only the beginning and the end."""
 
     def __init__(self, most: int) -> None:
         self._half = most // 2
@@ -36,7 +36,7 @@ class Ends:
 
 
 def _whole(head: bytes) -> bytes:
-    """Without the beginning of a character at its end."""
+    """Without an incomplete character at the end."""
     for length in (1, 2, 3):
         last = head[-length:][:1]
         if last >= b"\xc0":
@@ -47,7 +47,7 @@ def _whole(head: bytes) -> bytes:
 
 
 def _begun(tail: bytes) -> bytes:
-    """Without the end of a character at its beginning."""
+    """Without an incomplete character at the beginning."""
     for length in range(4):
         if not 0x80 <= tail[length : length + 1].ljust(1)[0] < 0xC0:
             return tail[length:]

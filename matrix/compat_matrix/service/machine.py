@@ -1,4 +1,4 @@
-"""What this machine has, as a worker says it."""
+"""The description of this machine that a worker sends."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__, gpus
-from .wire import Gpu, Machine
+from .protocol import Gpu, Machine
 
-#: Where containers say how much memory they may use.
+#: The files with a container's memory limit.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def describe(fingerprint: str, jobs: int, labels: Sequence[str]) -> tuple[Machine, list[str]]:
-    """This machine, and the names of its GPUs for `runner.Local`."""
+    """The description of this machine, and the names of its GPUs for `runner.Local`."""
     found = _gpus()
     name = re.sub(r"[^A-Za-z0-9._:-]+", "-", platform.node()).strip("-._:")[:80] or "worker"
     machine = Machine(
@@ -32,7 +32,7 @@ def describe(fingerprint: str, jobs: int, labels: Sequence[str]) -> tuple[Machin
 
 
 def _memory() -> float:
-    """In GiB: of the machine, or what its container may use of it."""
+    """The memory of the machine or of its container, in GiB."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _LIMITS:
         try:
@@ -43,7 +43,7 @@ def _memory() -> float:
 
 
 def _gpus() -> dict[str, Gpu]:
-    """The visible GPUs, by the names that CUDA_VISIBLE_DEVICES would give them."""
+    """The visible GPUs, by their names in CUDA_VISIBLE_DEVICES."""
     import pynvml
 
     names = gpus.visible()

@@ -1,4 +1,4 @@
-"""What the service says to Prometheus."""
+"""The service's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .queue import Queue
 
 MEDIA = CONTENT_TYPE_LATEST
 
-#: A worker that wasn't heard of for longer isn't counted.
+#: A worker that has been silent for longer isn't counted.
 _ALIVE = timedelta(minutes=5)
 
 

@@ -1,4 +1,4 @@
-"""The pages, as a browser gets them. Nothing here writes."""
+"""The pages. Nothing here writes to the store."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from ..results import CellResult, Test
 from ..store import Past, Run, State, Store, queries
 from ..store.models import CELL, RESULT, RUN
 from ..views import architectures, common, diff, explain
-from . import atlas_view, details, going, html
-from .board import Board, Picture
+from . import atlas_view, details, html, queue_view
 from .grid import Entry, Wanted, age, cell_address, entry, grid, groups, of_all, of_run, run_address
 from .html import Made, Page, Pages, Refusal, page, render, send
 from .queue import Queue, Running
+from .snapshot import Snapshot, SnapshotCache
 
 router = APIRouter(include_in_schema=False, route_class=Page)
 
-#: Rows of a list on one page.
+#: The number of rows of a list on one page.
 _RUNS = 50
 _HISTORY = 50
 _TESTS = 5_000
 
-#: Failed tests whose reports are on a page.
+#: The number of failed tests whose reports are on a page.
 _REPORTS = 200
 
 
 class Site(NamedTuple):
-    """What pages are made of, and those that were.
+    """The data of the pages, and the cache of rendered ones.
 
     Attributes:
-        served: every combination of the axes, with why it can't be.
+        served: every combination of the axes, with the reason if it is excluded.
     """
 
     store: Store
     queue: Queue
-    board: Board
+    snapshots: SnapshotCache
     served: Mapping[Cell, str]
     made: Pages
 
@@ -65,7 +65,7 @@ def _site(request: Request) -> Site:
 
 @router.get("/")
 async def the_grid(request: Request) -> Response:
-    """What many ask for is sent without waiting for a thread: others may be busy with what takes longer."""
+    """A frequently requested page is sent without waiting for a thread, as all may be busy with slower pages."""
     site = _site(request)
     asked = [(name, value) for name, value in request.query_params.multi_items() if value]
     live = next((value for name, value in asked if name == "live"), None)
@@ -81,49 +81,49 @@ async def the_grid(request: Request) -> Response:
             return _redirect(request, f"/{_changed(wanted, run=run.id)}")
 
     def make(last: Made | None) -> tuple[str, bytes | None]:
-        picture = site.board.look()
+        snapshot = site.snapshots.current()
         leased = site.queue.running()
         now = datetime.now(timezone.utc)
         running = hash(frozenset((one.run, one.cell) for one in leased)) & 0xFFFFFFFF
-        tag = f"{picture.version}-{running:x}-{_minute(now)}"
+        tag = f"{snapshot.version}-{running:x}-{_minute(now)}"
         if last and last.tag == tag:
             return tag, None
         template = "grid.html" if live is None else "grid_live.html"
-        return tag, render(request, template, tag=tag, **_grid(site, wanted, picture, leased, now))
+        return tag, render(request, template, tag=tag, **_grid(site, wanted, snapshot, leased, now))
 
     made = await site.made.get(key, make)
     return Response(status_code=204, headers=html.HEADERS) if live == made.tag else send(request, made)
 
 
 async def warm(app: FastAPI, root: str) -> None:
-    """Make what the first readers will ask for, all at the same time. Of an empty store it is made when they ask."""
+    """Render the pages that the first readers will request. With an empty store they are rendered on request."""
     site: Site = app.state.site
     for query in (b"", b"live=none"):
         scope = {"type": "http", "app": app, "method": "GET", "headers": [], "query_string": query}
-        with suppress(MatrixError, Refusal, PoolTimeout):  # who asks is told
-            if (await run_in_threadpool(site.board.look)).runs:
+        with suppress(MatrixError, Refusal, PoolTimeout):  # the request gets the error
+            if (await run_in_threadpool(site.snapshots.current)).runs:
                 await the_grid(Request(scope | {"path": f"{root}/", "root_path": root}))
 
 
-def _grid(site: Site, wanted: Wanted, picture: Picture, leased: list[Running], now: datetime) -> dict[str, Any]:
+def _grid(site: Site, wanted: Wanted, snapshot: Snapshot, leased: list[Running], now: datetime) -> dict[str, Any]:
     run = None
     if wanted.run:
-        run = next((one for one in picture.runs if one.id == wanted.run), None) or site.store.run(wanted.run)
+        run = next((one for one in snapshot.runs if one.id == wanted.run), None) or site.store.run(wanted.run)
         running = {one.cell for one in leased if one.run == run.id}
         entries = of_run(run, site.store.summary(run.id), running)
     else:
-        to_come = dict.fromkeys(picture.open, "waiting") | {one.cell: "running" for one in leased}
-        entries = of_all(picture.cells, to_come, site.served)
+        to_come = dict.fromkeys(snapshot.open, "waiting") | {one.cell: "running" for one in leased}
+        entries = of_all(snapshot.cells, to_come, site.served)
     try:
         found = grid(wanted, entries, now)
     except MatrixError as error:
         raise Refusal(400, str(error)) from None
-    whole = [one for one in picture.runs if not one.partial]
+    whole = [one for one in snapshot.runs if not one.partial]
     return {
         "wanted": wanted,
         "grid": found,
         "run": run,
-        "runs": picture.runs[:_RUNS],
+        "runs": snapshot.runs[:_RUNS],
         "newest": whole[0] if whole else None,
         "before": whole[1] if len(whole) > 1 else None,
         "now": now,
@@ -162,20 +162,20 @@ def the_cell(request: Request, name: str) -> Response:
     count = _attempts(site, cell) if len(history) == _HISTORY else len(history)
     now = datetime.now(timezone.utc)
     leased = [one for one in site.queue.running() if one.cell == cell]
-    picture = site.board.look()
-    waits = picture.open.get(cell)
+    snapshot = site.snapshots.current()
+    waits = snapshot.open.get(cell)
     word = "running" if leased else "waiting" if waits else ""
     if request.query_params.get("live") is not None:
-        if not word:  # a result has come
+        if not word:  # the cell has a result now
             return Response(headers=html.HEADERS | {"HX-Refresh": "true"})
-        return page(request, "cell_going.html", going=word, leased=leased, waits=waits, cell=cell)
+        return page(request, "cell_running.html", activity=word, leased=leased, waits=waits, cell=cell)
     found = site.store.result(run, cell, attempt, log=False) if run else None
     past = None
     if found:
         past = next((one for one in history if _is(one, run, found.attempt)), None)
         past = past or next(one for one in site.store.history(cell, run=run) if _is(one, run, found.attempt))
     if past is None:
-        past = picture.cells.get(cell)
+        past = snapshot.cells.get(cell)
         if past and past.summary.verdict:
             past = None
     excluded = site.served.get(cell) or None
@@ -184,12 +184,12 @@ def the_cell(request: Request, name: str) -> Response:
         "entry": entry(past, word if past is None or not found else "", excluded),
         "past": past,
         "found": found,
-        "going": word,
+        "activity": word,
         "leased": leased,
         "waits": waits,
         "history": [(one, entry(one)) for one in history],
         "older": count - len(history),
-        "late": going.late(site.store, cell),
+        "late": queue_view.late(site.store, cell),
         "reproduce": common.reproduce(cell, past.run) if past else f"kernel-compat-matrix run {shlex.quote(cell.name)}",
         "ago": lambda when: _ago(when, now),
         "newest": history[0] if history else None,
@@ -226,7 +226,7 @@ def _details(site: Site, run: str, found: CellResult) -> dict[str, Any]:
 
 
 def _shims(found: Any) -> dict[str, Any]:
-    """What a result says of shims, as far as it has the form that our plugin gives it."""
+    """The shims in a result, as far as they have the form that the pytest plugin in the cell writes."""
     entries = found.items() if isinstance(found, dict) else ()
     return {
         name: one for name, one in entries if isinstance(one, dict) and isinstance(one.get("seams", []), (list, tuple))
@@ -234,13 +234,13 @@ def _shims(found: Any) -> dict[str, Any]:
 
 
 def _chosen(request: Request, site: Site, name: str) -> tuple[Cell, str, int | None, list[Past]]:
-    """The cell of a page, and the run and the attempt asked for; the run is empty where the cell has no result. And the newest
-    of its history.
+    """The cell, run and attempt in a page's address, and the newest entries of the cell's history; the run is empty if the
+    cell has no result.
 
     Raises:
         Refusal: there is none.
     """
-    known = site.board.look().cells
+    known = site.snapshots.current().cells
     cell = next((one for one in known if one.name == name), None)
     cell = cell or next((one for one in site.served if one.name == name), None) or _planned(site, name)
     if cell is None:
@@ -268,14 +268,14 @@ def _chosen(request: Request, site: Site, name: str) -> tuple[Cell, str, int | N
 
 
 def _attempts(site: Site, cell: Cell) -> int:
-    """How many results a cell has."""
+    """The number of results of a cell."""
     query = select(func.count()).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
     with site.store.reading() as connection:
         return connection.scalar(query.where(CELL.c.name == cell.name)) or 0
 
 
 def _planned(site: Site, name: str) -> Cell | None:
-    """A cell that partial runs alone have planned."""
+    """A cell that only partial runs have planned."""
     with site.store.reading() as connection:
         row = connection.execute(queries.summary().where(CELL.c.name == name).limit(1)).first()
     return queries.cell_of(row) if row else None
@@ -290,15 +290,15 @@ async def the_runs(request: Request) -> Response:
     before = request.query_params.get("before") or ""
 
     def make(last: Made | None) -> tuple[str, bytes | None]:
-        picture = site.board.look()
-        runs = picture.runs
+        snapshot = site.snapshots.current()
+        runs = snapshot.runs
         if before:
             names = [run.id for run in runs]
             if before not in names:
                 raise Refusal(404, f"There is no run {common.one_line(before, 100)!r}.")
             runs = runs[names.index(before) + 1 :]
         now = datetime.now(timezone.utc)
-        tag = f"{picture.version}-{_minute(now)}"
+        tag = f"{snapshot.version}-{_minute(now)}"
         if last and last.tag == tag:
             return tag, None
         more, runs = len(runs) > _RUNS, runs[:_RUNS]
@@ -320,7 +320,7 @@ def the_run(request: Request, name: str) -> Response:
     now = datetime.now(timezone.utc)
     leased = site.queue.running(run.id)
     entries = of_run(run, site.store.summary(run.id), {one.cell for one in leased})
-    runs = site.board.look().runs
+    runs = site.snapshots.current().runs
     whole = [one for one in runs if not one.partial or one.id == run.id]
     place = next((at for at, one in enumerate(whole) if one.id == run.id), len(whole))
     values = {
@@ -330,7 +330,7 @@ def the_run(request: Request, name: str) -> Response:
         "leased": leased,
         "before": whole[place + 1] if place + 1 < len(whole) else None,
         "ago": lambda when: _ago(when, now),
-        "going": run.state == "running",
+        "running": run.state == "running",
     }
     template = "run.html" if request.query_params.get("live") is None else "run_live.html"
     if template == "run_live.html" and run.state != "running":
@@ -372,7 +372,7 @@ def _run(site: Site, name: str) -> Run:
         ) from None
 
 
-# What changed.
+# Changes.
 
 
 @router.get("/diff")
@@ -382,7 +382,7 @@ def the_diff(request: Request) -> Response:
     if not old and not new:
         found = _last_two(site)
         if found is None:
-            return page(request, "diff.html", diff=None, old=None, new=None, runs=site.board.look().runs[:_RUNS])
+            return page(request, "diff.html", diff=None, old=None, new=None, runs=site.snapshots.current().runs[:_RUNS])
         old, new = found
     if not (old and new):
         raise Refusal(400, "Two runs are compared: one is missing.", "old and new are ids or labels of runs.")
@@ -392,7 +392,7 @@ def the_diff(request: Request) -> Response:
 def _diff(request: Request, site: Site, old: str, new: str) -> Response:
     before, after = _run(site, old), _run(site, new)
     changes = diff.compare(site.store, before.id, after.id)
-    runs = site.board.look().runs[:_RUNS]
+    runs = site.snapshots.current().runs[:_RUNS]
     runs += [one for one in (before, after) if one not in runs]
     values = {
         "diff": changes,
@@ -406,8 +406,8 @@ def _diff(request: Request, site: Site, old: str, new: str) -> Response:
 
 
 def _last_two(site: Site) -> tuple[str, str] | None:
-    """The newest whole run with results, and the newest before it that has some of the same cells."""
-    runs = [one for one in site.board.look().runs if not one.partial][:_RUNS]
+    """The newest whole run with results, and the newest run before it that shares cells with it."""
+    runs = [one for one in site.snapshots.current().runs if not one.partial][:_RUNS]
     new, cells = "", set[Cell]()
     for one in runs:
         ran = {cell for cell, summary in site.store.summary(one.id).items() if summary.verdict}
@@ -418,7 +418,7 @@ def _last_two(site: Site) -> tuple[str, str] | None:
     return None
 
 
-# The rest.
+# The other pages.
 
 
 @router.get("/seams")
@@ -455,9 +455,9 @@ async def the_status(request: Request) -> Response:
             "counts": site.queue.counts(),
             "leased": site.queue.running(),
             "workers": site.queue.workers(),
-            "machine": going.machine,
-            "progress": going.progress(site.store),
-            "late": going.late(site.store),
+            "machine": queue_view.machine,
+            "progress": queue_view.progress(site.store),
+            "late": queue_view.late(site.store),
             "store": site.store.name.rpartition("/")[2],
             "now": now,
             "ago": lambda when: _ago(when, now),
@@ -490,7 +490,7 @@ def _redirect(request: Request, address: str) -> Response:
 
 
 def _minute(now: datetime) -> int:
-    """Changes as the ages do that pages show, in minutes at the finest."""
+    """A value that changes whenever the ages on a page change, at most once a minute."""
     return int(now.timestamp() // 60)
 
 

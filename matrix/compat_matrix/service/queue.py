@@ -1,7 +1,7 @@
-"""The queue: cells that wait for a worker, in tables of the store.
+"""The queue: cells that wait for a worker, kept in tables of the store.
 
-A lease is one conditional update, so that no two workers ever have one cell. A result counts if its lease is the one its
-cell is under, and goes on. Whether it does is for the service's clock alone to say.
+A lease is taken by one conditional update, so that two workers never have the same cell. A result counts if its lease is the
+cell's current one and hasn't expired. Only the service's clock decides that.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from ..expressions import Expression
 from ..results import CellResult
 from ..store import Store, inserts
 from ..store.models import CELL, LATE, LEASE, LOG, RUN, TASK, UPLOAD, WORKER, Utc, unpack
+from .protocol import Leased, Machine, Report, Result, Submission, Submitted, Wanted
 from .settings import Settings
-from .wire import Leased, Machine, Report, Result, Submission, Submitted, Wanted
 
-#: Where others write at the same time, one of so many cells is taken by chance: those who ask at once seldom want the same.
+#: With concurrent writers, one of this many cells is chosen at random, so that simultaneous requests rarely collide.
 _CANDIDATES = 16
-#: How exactly it is known when a worker was last heard of, in seconds.
+#: The precision, in seconds, of the time at which a worker was last heard of.
 _SEEN = 10.0
-#: A lease that is over is noticed so much later.
+#: The time after which an expired lease is noticed.
 _SWEPT = timedelta(seconds=1)
-#: After so long without a word a worker isn't shown any more.
+#: The time of silence after which a worker isn't shown any more.
 _FORGOTTEN = timedelta(days=7)
-#: After so long a log without a result is dropped.
+#: The time after which a log without a result is dropped.
 _UPLOADED = timedelta(days=1)
 
-#: A cell is said to kill its workers where it loses as many by chance less often than this.
+#: A cell is considered to kill its workers if the probability of losing that many by chance is below this.
 _CHANCE = 1e-5
-#: Or where it has lost so many times the least.
+#: Or if it has lost this many times the least number.
 _MOST = 10
-#: How others lose theirs is seen from the leases of this time.
+#: The period whose leases show how often other cells lose their workers.
 _LATELY = timedelta(days=1)
 
-#: Compute capabilities that the kernels of an axis' value run on: at least, at most.
+#: The lowest and highest compute capability that the kernels of an axis' value run on.
 CAPABILITIES = {"none": (0, 999), "fa2": (80, 999), "fa3": (90, 99), "fa4": (90, 999), "torch": (80, 999)}
 
 State = Literal["queued", "leased", "done", "dropped"]
@@ -61,24 +61,24 @@ T = TypeVar("T")
 
 
 class Differs(MatrixError):
-    """A worker's checkout isn't the service's."""
+    """A worker's checkout differs from the service's."""
 
 
 class Over(MatrixError):
-    """A lease is over."""
+    """A lease has ended."""
 
 
 class NoLease(MatrixError):
-    """There never was such a lease."""
+    """There never was a lease with this id."""
 
 
 class WorkerSeen(NamedTuple):
-    """A worker, as it last described itself, and what it has.
+    """A worker, as it last described itself, with its leases.
 
     Attributes:
-        token: the name of the one by which it came.
-        machine: `Machine` as JSON has it.
-        cells: run and cell.
+        token: the name of its token.
+        machine: the `Machine` as JSON.
+        cells: run and cell of each lease.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Running(NamedTuple):
 
 
 class Late(NamedTuple):
-    """A result that counts for nothing: its lease was over."""
+    """A result that doesn't count, as its lease had expired."""
 
     run: str
     worker: str
@@ -110,13 +110,13 @@ class Late(NamedTuple):
 
 
 class Queue:
-    """The queue of a store. Threads may share one, and several services one database.
+    """The queue of a store. Thread-safe; several services may share one database.
 
     Args:
-        axes: whose cells may be run; None: none.
-        fingerprint: of the project and the axes, which a worker's must be.
-        revision: what is tested, for people.
-        now: the clock.
+        axes: the axes whose cells can be run; None if none can.
+        fingerprint: the fingerprint of the project and the axes, which workers must match.
+        revision: a description of the tested commit.
+        now: returns the current time.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class Queue:
         self.store, self.axes, self.settings, self.fingerprint = store, axes, settings, fingerprint
         self.revision, self.host = revision, host
         self._now = now
-        # SQLite has one writer at a time. Threads that wait here are served at once; those that wait in SQLite look
-        # every now and then.
+        # SQLite has one writer at a time. Threads that wait for this lock continue at once; those that wait in SQLite
+        # poll.
         self._one: Any = threading.Lock() if store.dialect == "sqlite" else nullcontext()
         self._swept = datetime.min.replace(tzinfo=timezone.utc)
         self._answered = time.monotonic()
@@ -143,10 +143,10 @@ class Queue:
     # Runs.
 
     def submit(self, wanted: Submission) -> Submitted:
-        """Make a run of cells of the axes.
+        """Create a run of cells of the axes.
 
         Raises:
-            MatrixError: it names what the axes don't have, or nothing can be run here.
+            MatrixError: it names a cell or a suite that the axes don't have, or nothing can be run here.
         """
         if self.axes is None:
             raise MatrixError("this service was started without an axes file, and runs nothing")
@@ -191,11 +191,11 @@ class Queue:
     # Leases.
 
     def lease(self, wanted: Wanted, token: str) -> Leased | None:
-        """The next cell that a machine can run; None where there is none now.
+        """Lease the next cell that a machine can run; None if there is none now.
 
         Raises:
-            Differs: its project isn't ours.
-            MatrixError: `only` is no expression.
+            Differs: its project differs from the service's.
+            MatrixError: `only` isn't a valid expression.
         """
         machine = wanted.machine
         if machine.fingerprint != self.fingerprint:
@@ -213,17 +213,17 @@ class Queue:
             with self.store.reading() as connection:
                 if (leased := self._same(connection, wanted, token)) is not None:
                     return leased
-                if connection.execute(query.limit(1)).first() is None:  # no lock for an answer that most often is this
+                if connection.execute(query.limit(1)).first() is None:  # the most frequent answer needs no lock
                     return None
             if (leased := self._write(lambda c: self._take(c, query, wanted, token))) is not None:
                 return leased
-        return None  # others were faster each time; the worker asks again
+        return None  # other workers were faster each time; the worker tries again
 
     def renew(self, lease: str) -> float:
-        """Let a lease go on; returns for how many seconds. One that has ended goes on as well while nobody noticed.
+        """Renew a lease; returns its new duration in seconds. An expired lease that wasn't noticed yet is renewed as well.
 
         Raises:
-            Over: it is over.
+            Over: it has ended.
             NoLease: there never was such a one.
         """
         self._after_outage()
@@ -235,7 +235,7 @@ class Queue:
         return self.settings.lease_seconds
 
     def give_back(self, lease: str) -> None:
-        """End a lease without a result: its cell waits for a worker again. Twice is no error.
+        """Return a lease without a result; its cell waits for a worker again. Repeating it is no error.
 
         Raises:
             NoLease: there never was such a one.
@@ -251,14 +251,14 @@ class Queue:
         self.ended(lease)
 
     def upload(self, lease: str, packed: bytes) -> None:
-        """Keep a log for the result of a lease, which comes after it.
+        """Store the log of a lease; its result follows.
 
         Args:
-            packed: compressed, as the store has logs.
+            packed: the log, compressed as in the store.
 
         Raises:
             NoLease: there never was such a one.
-            Over: its result is here.
+            Over: its result has arrived already.
         """
         if self.ended(lease) in ("counted", "late"):
             raise Over("the result of this lease is here already")
@@ -270,7 +270,7 @@ class Queue:
         self._write(write)
 
     def report(self, lease: str, report: Report) -> bool:
-        """Take the result of a lease; returns whether it counts. Reported twice it counts once, with the same answer.
+        """Store the result of a lease; returns whether it counts. A repeated report counts once and gets the same answer.
 
         Raises:
             NoLease: there never was such a one.
@@ -286,7 +286,7 @@ class Queue:
         return counted
 
     def ended(self, lease: str) -> str | None:
-        """How a lease ended: counted, late, lost or returned; None while it goes on.
+        """How a lease ended: counted, late, lost or returned; None if it is open.
 
         Raises:
             NoLease: there never was such a one.
@@ -294,12 +294,12 @@ class Queue:
         found: str | None = self._lease(lease).how
         return found
 
-    # What is to be done without being asked.
+    # Maintenance.
 
     def start(self) -> None:
-        """What was left by a service that ended: its leases go on as if it had been there, as nobody could renew them.
+        """Take over from a service that ended: its open leases start anew, as they couldn't be renewed meanwhile.
 
-        Cells that were queued for another state of the project are dropped, and their runs interrupted.
+        Cells that were queued for a different state of the project are dropped, and their runs are interrupted.
         """
         self._go_on()
 
@@ -312,7 +312,7 @@ class Queue:
         self.sweep()
 
     def sweep(self) -> None:
-        """End leases that are over, and runs whose last cell is in. Doing it twice changes nothing."""
+        """End expired leases, and runs whose last result has arrived. Repeating it changes nothing."""
         self._after_outage()
         now = self._swept = self._now()
         with self.store.reading() as connection:
@@ -325,19 +325,19 @@ class Queue:
         self._answered = time.monotonic()
 
     def _after_outage(self) -> None:
-        """Where the database was away for long, leases go on as well: it is swept more often than that while it is there."""
+        """Restart all leases if the last sweep was long ago, which means that the database was unavailable."""
         if time.monotonic() - self._answered > self.settings.lease_seconds / 2:
             self._go_on()
             self._answered = time.monotonic()
 
     def _go_on(self) -> None:
-        """Every lease goes on from now, as if it had just been renewed."""
+        """Restart every open lease, as if it had just been renewed."""
         until = self._now() + timedelta(seconds=self.settings.lease_seconds)
         own = and_(TASK.c.state == "leased", TASK.c.until < until)
         self._write(lambda c: c.execute(update(TASK).where(own).values(until=until)))
 
     def tidy(self) -> None:
-        """Forget workers that are gone for long, and logs whose results never came."""
+        """Delete workers that have been gone for long, and logs whose results never arrived."""
         now = self._now()
 
         def write(connection: Connection) -> None:
@@ -346,16 +346,16 @@ class Queue:
 
         self._write(write)
 
-    # What is asked of it.
+    # Queries.
 
     def counts(self) -> Counter[State]:
-        """How many cells are in which state, of runs that go on."""
+        """The number of cells in each state, over all unfinished runs."""
         query = select(TASK.c.state, func.count()).where(TASK.c.state.in_(["queued", "leased"])).group_by(TASK.c.state)
         with self.store.reading() as connection:
             return Counter({row[0]: row[1] for row in connection.execute(query)})
 
     def workers(self) -> list[WorkerSeen]:
-        """Those of the last days, the one heard of last first."""
+        """The workers of the last days, the most recently heard of first."""
         cells: dict[str, list[tuple[str, str]]] = {}
         for one in self.running():
             cells.setdefault(one.worker, []).append((one.run, one.cell.name))
@@ -365,7 +365,7 @@ class Queue:
         return [WorkerSeen(*row[:4], json.loads(row[4]), cells.get(row[0], [])) for row in rows]
 
     def running(self, run: str | None = None) -> list[Running]:
-        """The cells under a lease, of all runs or of one."""
+        """The leased cells of one run or of all."""
         query = (
             select(RUN.c.name, CELL.c.name, TASK.c.attempt, TASK.c.worker, LEASE.c.begun, TASK.c.until)
             .join_from(TASK, RUN, RUN.c.id == TASK.c.run_id)
@@ -380,7 +380,7 @@ class Queue:
             return [Running(row[0], parse(row[1]), *row[2:]) for row in connection.execute(query)]
 
     def late(self, cell: Cell, run: str | None = None) -> list[Late]:
-        """The late results of a cell, in all runs or in one, the newest first."""
+        """The late results of a cell, in one run or in all, newest first."""
         query = (
             select(
                 *(RUN.c.name, LEASE.c.worker, LATE.c.received, TASK.c.attempt, LATE.c.content, LATE.c.log),
@@ -407,7 +407,7 @@ class Queue:
     # Transactions.
 
     def _same(self, connection: Connection, wanted: Wanted, token: str) -> Leased | None:
-        """The lease that this worker asked for before, where it goes on."""
+        """The lease that this worker requested before, if it is open."""
         if wanted.lease is None:
             return None
         own = {"lease": wanted.lease, "worker": wanted.machine.name, "token": token}
@@ -422,10 +422,10 @@ class Queue:
         return Leased(lease=lease, run=run, cell=cell, suite=suite, attempt=attempt, seconds=seconds)
 
     def _take(self, connection: Connection, query: Select[Any], wanted: Wanted, token: str) -> Leased | None:
-        """Lease one of the first of these that is still free."""
+        """Lease one of the first of these tasks that is still free."""
         worker, lease = wanted.machine.name, wanted.lease or secrets.token_urlsafe(24)
         if wanted.lease is not None and connection.execute(_OF_LEASE, {"lease": lease}).first() is not None:
-            if (leased := self._same(connection, wanted, token)) is not None:  # the first question was just answered
+            if (leased := self._same(connection, wanted, token)) is not None:  # the first query has just been made
                 return leased
             lease = secrets.token_urlsafe(24)
         alone = self.store.dialect == "sqlite"
@@ -454,7 +454,7 @@ class Queue:
                 connection.execute(insert(LOG).from_select(["result_id", "content"], uploaded))
             connection.execute(UPLOAD.delete().where(UPLOAD.c.lease == lease))
             return True
-        if not _end(connection, lease, "late", now):  # the same report came at the same time
+        if not _end(connection, lease, "late", now):  # the same report arrived at the same time
             return bool(connection.scalar(select(LEASE.c.how).where(LEASE.c.id == lease)) == "counted")
         kept = connection.scalar(select(UPLOAD.c.content).where(UPLOAD.c.lease == lease))
         values = {
@@ -474,7 +474,7 @@ class Queue:
         return False
 
     def _lose(self, connection: Connection, lease: str) -> None:
-        """Free the cell of a lease that nobody renewed. One that goes on killing its machine has failed."""
+        """Free the cell of an expired lease. A cell that keeps killing its workers has failed."""
         now = self._now()
         own = and_(TASK.c.lease == lease, TASK.c.state == "leased", TASK.c.until <= now)
         free = update(TASK).where(own).values(**_FREE, state=self._again(), tries=TASK.c.tries + 1)
@@ -484,7 +484,7 @@ class Queue:
             .where(TASK.c.lease == lease)
         ).one_or_none()
         if row is None or not connection.execute(free).rowcount:
-            return  # another was faster, or it was renewed
+            return  # another service was faster, or it was renewed
         _end(connection, lease, "lost", now)
         log.info("the lease of %s was lost for the %s. time", row.name, row.tries + 1)
         if not self._is_culprit(connection, row.id, row.tries + 1):
@@ -497,7 +497,7 @@ class Queue:
         connection.execute(update(TASK).where(TASK.c.id == row.id).values(state="done"))
 
     def _is_culprit(self, connection: Connection, task: int, times: int) -> bool:
-        """Whether a cell that lost its worker so often seems to be why: it would hardly have by chance, as others lose theirs."""
+        """Whether a cell has lost its worker too often for chance, given how often other cells lose theirs."""
         if times < self.settings.tries:
             return False
         lost = case((LEASE.c.how.in_(["lost", "late"]), 1))
@@ -507,7 +507,7 @@ class Queue:
         return bool(share**times < _CHANCE) or times >= _MOST * self.settings.tries
 
     def _finish(self, run: int | None) -> None:
-        """End what has nothing left to do: a run, or all of them."""
+        """End runs that have no cell left: one run, or all of them."""
         with self.store.reading() as connection:
             if run is None:
                 ended = connection.execute(_ENDED).scalars().all()
@@ -524,7 +524,7 @@ class Queue:
             self._write(lambda c, key=key: write(c, key))  # type: ignore[misc]
 
     def _write(self, do: Callable[[Connection], T]) -> T:
-        """A transaction; once more where another process has inserted the same text meanwhile."""
+        """A transaction; repeated once if another process has inserted the same text meanwhile."""
         for last in (*[False] * 9, True):
             try:
                 with self._one, self.store.writing() as connection:
@@ -534,16 +534,16 @@ class Queue:
                     raise
         raise AssertionError
 
-    # Single questions.
+    # Conditions and small statements.
 
     def _fits(self, wanted: Wanted) -> list[Any]:
-        """What a task must be for a machine."""
+        """The conditions on the tasks that a machine can run."""
         machine = wanted.machine
         conditions = [TASK.c.fingerprint == self.fingerprint, TASK.c.memory <= wanted.free_memory]
         conditions.append(TASK.c.gpus <= min(wanted.free_gpus, len(machine.gpus)))
         if machine.pythons is not None:
             conditions.append(TASK.c.python.in_(machine.pythons))
-        if machine.gpus:  # which of them a cell gets is for the worker to say
+        if machine.gpus:  # the worker decides which GPUs a cell gets
             conditions += [
                 (TASK.c.gpus == 0)
                 | (
@@ -561,7 +561,7 @@ class Queue:
         return conditions
 
     def _heard_of(self, machine: Machine, token: str) -> None:
-        """Keep what a worker says of itself, where that is new or the last word is some seconds old."""
+        """Store a worker's description if it is new or the stored one is some seconds old."""
         now, said = self._now(), machine.model_dump_json()
         at, before = self._seen.get(machine.name, (None, ""))
         if at is not None and before == said and (now - at).total_seconds() < _SEEN:
@@ -585,13 +585,13 @@ class Queue:
         return row
 
     def _again(self) -> Any:
-        """The state of a cell that lost its worker: queued, unless nobody will come for what it was queued for."""
+        """The new state of a cell that lost its worker: queued, unless no worker can take it any more."""
         if self.axes is None:
             return "queued"
         return case((TASK.c.fingerprint == self.fingerprint, "queued"), else_="dropped")
 
 
-#: What a task is under no lease.
+#: The values of a task that isn't leased.
 _FREE = {"lease": None, "worker": None, "until": None}
 
 
@@ -605,7 +605,7 @@ def _needs(cell: Cell, tests: Tests) -> dict[str, Any]:
         "low": low,
         "high": high,
         "labels": _labels(tests),
-        "rank": -gpus,  # a machine with GPUs takes what others can't
+        "rank": -gpus,  # a machine with GPUs first takes cells that others can't run
     }
 
 
@@ -614,17 +614,21 @@ def _labels(tests: Tests) -> str:
 
 
 def _end(connection: Connection, lease: str, how: str, now: datetime) -> bool:
-    """Say how a lease ended. What was lost or given back may still become late; nothing else changes any more."""
-    going = LEASE.c.how.is_(None) if how != "late" else LEASE.c.how.is_(None) | LEASE.c.how.in_(["lost", "returned"])
-    values = update(LEASE).where(LEASE.c.id == lease, going).values(how=how, ended=func.coalesce(LEASE.c.ended, now))
+    """Record how a lease ended. A lost or returned lease may still become late; any other end is final."""
+    open_lease = (
+        LEASE.c.how.is_(None) if how != "late" else LEASE.c.how.is_(None) | LEASE.c.how.in_(["lost", "returned"])
+    )
+    values = (
+        update(LEASE).where(LEASE.c.id == lease, open_lease).values(how=how, ended=func.coalesce(LEASE.c.ended, now))
+    )
     return bool(connection.execute(values).rowcount)
 
 
-# What is asked with every cell is put together once: that takes longer than the answer.
+# Statements that are executed for every cell are built once: building one takes longer than executing it.
 
 _LOST = select(TASK.c.lease).where(TASK.c.state == "leased", TASK.c.until <= bindparam("now", type_=Utc)).limit(100)
 
-#: The runs that go on, and of which the queue has cells but none that is left to do.
+#: The unfinished runs that have cells in the queue, none of which is left to run.
 _ENDED = select(RUN.c.id).where(
     RUN.c.state == "running",
     exists().where(TASK.c.run_id == RUN.c.id),

@@ -1,4 +1,4 @@
-"""What a service is told when it starts."""
+"""The settings of a service."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one service. Rates are kept in the memory of each process.
+    """The settings of one service. Rate limits are counted in each process separately.
 
     Attributes:
-        read: who may read: all, or who has a token of any scope.
-        pins: where those of the cells are; a run is refused whose cells have none. Not looked at if None.
-        lease_seconds: how long a worker has a cell without a sign of life.
-        tries: leases of a cell that may be lost before it has failed: it seems to kill what runs it. More where others lose
-            theirs too.
-        log_bytes: of a longer log the beginning and the end are kept, half of it each.
+        read: who may read: everyone, or only holders of a token of any scope.
+        pins: the folder of the cells' pins; a run with cells that have none is refused. None turns this check off.
+        lease_seconds: the duration of a lease that isn't renewed.
+        tries: the number of lost leases after which a cell has failed, as it seems to kill its workers. More if other cells
+            lose theirs too.
+        log_bytes: the part of a log that is kept: half of it at the beginning, half at the end.
         upload_bytes: a longer log is refused.
-        writes_per_minute, submissions_per_minute: of one token.
-        failures_per_minute: wrong tokens from one address that are told so; others are told to wait.
-        root_path: under which a proxy has the service, such as /matrix.
+        writes_per_minute, submissions_per_minute: limits for each token.
+        failures_per_minute: wrong tokens from one address that get a 401; further ones get a 429.
+        root_path: the path at which a proxy serves the service, such as /matrix.
     """
 
     read: Literal["open", "token"] = "open"

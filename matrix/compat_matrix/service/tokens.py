@@ -1,4 +1,4 @@
-"""Tokens: who may write. Of a token only its digest is kept, so that who reads the database can't write with it."""
+"""Tokens for writing. Only a token's digest is stored, so that reading the database doesn't reveal it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..store.models import TOKEN
 Scope = Literal["submit", "work"]
 SCOPES: tuple[Scope, ...] = ("submit", "work")
 
-#: How exactly it is known when a token was last used.
+#: The precision of the time at which a token was last used.
 _USED = timedelta(minutes=1)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -42,13 +42,13 @@ _FIND = select(*_COLUMNS).where(TOKEN.c.digest == bindparam("digest"))
 
 
 def add(store: Store, name: str, scopes: Iterable[str], days: float | None = None) -> str:
-    """Make a token; returns it, which nothing else ever will.
+    """Create a token and return it; it can't be retrieved later.
 
     Args:
-        days: after which it is none any more.
+        days: the number of days after which it expires.
 
     Raises:
-        MatrixError: the name is taken, or none.
+        MatrixError: the name is taken or invalid.
     """
     if not _NAME.fullmatch(name):
         raise MatrixError(f"a token's name has letters, digits, dots and dashes, and not {name!r}")
@@ -69,7 +69,7 @@ def add(store: Store, name: str, scopes: Iterable[str], days: float | None = Non
 
 
 def every(store: Store) -> list[Token]:
-    """All of them, also those that were revoked, by name."""
+    """All tokens by name, including revoked ones."""
     with store.reading() as connection:
         return [_token(row) for row in connection.execute(select(*_COLUMNS).order_by(TOKEN.c.name))]
 
@@ -77,7 +77,7 @@ def every(store: Store) -> list[Token]:
 def revoke(store: Store, name: str) -> None:
     """
     Raises:
-        MatrixError: there is none of that name.
+        MatrixError: there is no token of that name.
     """
     with store.writing() as connection:
         known = connection.scalar(select(TOKEN.c.id).where(TOKEN.c.name == name))
@@ -88,14 +88,14 @@ def revoke(store: Store, name: str) -> None:
 
 
 def find(store: Store, secret: str) -> Token | None:
-    """The valid token that this is. What is compared is its digest, so that the time it takes says nothing of others."""
+    """The valid token with this text, or None. Digests are compared, so that the time taken reveals nothing."""
     now, digest = datetime.now(timezone.utc), _digest(secret)
     with store.reading() as connection:
         row = connection.execute(_FIND, {"digest": digest}).one_or_none()
     if row is None or not (token := _token(row)).valid(now):
         return None
     if token.used is None or now - token.used > _USED:
-        with suppress(MatrixError), store.writing() as connection:  # it is valid all the same
+        with suppress(MatrixError), store.writing() as connection:  # it is valid anyway
             connection.execute(update(TOKEN).where(TOKEN.c.digest == digest).values(used=now))
     return token
 

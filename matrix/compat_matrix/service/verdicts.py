@@ -1,4 +1,4 @@
-"""What is known of a combination of releases: its own verdict, or what the nearest tested ones gave."""
+"""The verdict on a combination of releases, or the results of the nearest tested ones."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from ..errors import MatrixError
 from ..store import Past, Store, Summary
 from ..views.common import clean
 from ..views.explain import shims
-from . import reading
+from . import queries
 
-#: ``wrong``: it computes something else than it should. ``refused``: it can't be, for a stated reason. ``unknown``: not tested.
+#: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
 Verdict = Literal["passed", "wrong", "failed", "refused", "unknown"]
 
 Match = Literal["exact", "nearest", "none"]
 
-#: The axes in the order in which a difference counts: a CPU says less about a GPU than one release about the next.
+#: The axes, those first whose differences matter most: a CPU says less about a GPU than one release about the next.
 ORDER = ("device", "flash_attention", "transformers", "torch", "python")
 
-#: Of several matching cells the first of these that any of them has.
+#: The verdicts, worst first. Of several matching cells the worst verdict counts.
 _WORST = ("wrong", "failed", "passed")
 
-#: What results say, by store; at most so many each.
+#: The tested combinations of results, by store; at most `_MOST` each.
 _MOST = 20_000
 _kept: WeakKeyDictionary[Store, dict[tuple[str, str, int], Tested]] = WeakKeyDictionary()
 
 _VERSION = r"[0-9]{1,6}(\.[0-9]{1,6}){0,3}((a|b|rc)[0-9]{1,6})?(\.post[0-9]{1,6})?(\.dev[0-9]{1,8})?"
-#: The versions that can be asked about. A plus sign that wasn't escaped in a URL arrives as a space.
+#: The form of versions in requests. A plus sign that isn't escaped in a URL arrives as a space.
 VERSION = rf"^{_VERSION}([+ ][A-Za-z0-9]{{1,40}}([._-][A-Za-z0-9]{{1,40}}){{0,5}})?$"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A combination; None stands for every value of an axis.
+    """A combination in a request; None stands for every value of an axis.
 
     Attributes:
-        python, transformers, torch: a version. One of two components means any of its patches; what follows a plus sign, as in
+        python, transformers, torch: versions. A version of two components matches any of its patches; a local part, as in
             ``2.11.0+cu130``, makes no difference.
 
     Raises:
-        MatrixError: a value that the axis never has.
+        MatrixError: an axis never has this value.
     """
 
     python: str | None = None
@@ -75,10 +75,10 @@ class Wanted:
 
 
 def checked(text: str) -> str:
-    """A version without what is local to a build.
+    """A version without its local part.
 
     Raises:
-        MatrixError: it is none.
+        MatrixError: it isn't a version.
     """
     if not re.fullmatch(VERSION, text):
         raise MatrixError(f"a release such as 5.9.0, 5.9, 5.9.0rc1 or 2.11.0+cu130, not {text[:100]!r}")
@@ -98,12 +98,12 @@ class Difference(BaseModel):
 
 
 class Tested(BaseModel):
-    """A combination that was tested, and what says so.
+    """A tested combination, with its evidence.
 
     Attributes:
-        python, transformers, torch: exact versions, as the cell said or its pins; the axes file's where it died before it had any.
-        run, cell, attempt: where the result is.
-        differs: in which axes it isn't what was asked.
+        python, transformers, torch: exact versions as reported by the cell, or from its pins, or from the axes file.
+        run, cell, attempt: identify the result.
+        differs: the axes on which it differs from the request.
     """
 
     cell: str
@@ -126,7 +126,7 @@ class Tested(BaseModel):
 
 
 class Refusal(BaseModel):
-    """Combinations that can't be: why, how many cells are so, and one of them."""
+    """Excluded combinations: the reason, the number of cells, and one of them as an example."""
 
     reason: str
     cells: int
@@ -136,13 +136,13 @@ class Refusal(BaseModel):
 class Answer(BaseModel):
     """
     Attributes:
-        asked: the combination, by axis; null for every value.
-        match: ``exact``: what was asked has been tested, or is refused; ``nearest``: others were; ``none``: nothing was.
-        verdict: of exactly what was asked; of several cells the worst. ``unknown`` unless `match` is ``exact``.
-        reason: of that verdict.
-        counts: how many of the matching combinations gave which verdict; empty unless `match` is ``exact``.
-        tested: the evidence, those first that decided on the verdict; or the nearest ones, the nearest first.
-        refusals: of what was asked.
+        asked: the requested combination by axis; null for every value.
+        match: ``exact``: the combination was tested, or is refused; ``nearest``: similar ones were tested; ``none``: none was.
+        verdict: on exactly this combination, the worst of several cells. ``unknown`` unless `match` is ``exact``.
+        reason: the reason for the verdict.
+        counts: the number of matching combinations with each verdict; empty unless `match` is ``exact``.
+        tested: the evidence, deciding entries first; or the nearest combinations, nearest first.
+        refusals: the excluded ones among the requested combinations.
     """
 
     asked: dict[str, str | None]
@@ -155,24 +155,24 @@ class Answer(BaseModel):
 
 
 def answer(store: Store, wanted: Wanted, limit: int = 5, every: Mapping[Cell, Past] | None = None) -> Answer:
-    """What a store says of a combination.
+    """The answer of a store for a combination.
 
-    Where it wasn't tested, the nearest ones are those with the same device, then the same FlashAttention, then the nearest minor
+    If it wasn't tested, the nearest ones are those with the same device, then the same FlashAttention, then the nearest minor
     releases of transformers, torch and Python, in this order, and then the nearest patches; of two equally near releases the
     older one.
 
     Args:
-        limit: of the tested combinations in the answer.
-        every: the newest result of every cell, where that is known.
+        limit: the largest number of tested combinations in the answer.
+        every: the newest result of every cell, if the caller has it.
     """
     asked = wanted.asked
-    known = reading.newest(store, reading.cells(store)) if every is None else every
+    known = queries.newest(store, queries.cells(store)) if every is None else every
     alike = [cell for cell in known if all(_related(getattr(cell, axis), value) for axis, value in asked.items())]
     newest = {cell: known[cell] for cell in alike}
     refusals = _refusals(newest)
     exact = [one for one in _tested(store, newest.items(), asked) if not one.differs]
-    if newest and not exact:  # perhaps before a newer patch came out
-        exact = [one for one in _tested(store, reading.earlier(store, alike), asked) if not one.differs]
+    if newest and not exact:  # a result from before a newer patch came out also counts
+        exact = [one for one in _tested(store, queries.earlier(store, alike), asked) if not one.differs]
     exact = _last_of_each(exact)
 
     def answered(
@@ -216,7 +216,7 @@ def _nearest(store: Store, known: Mapping[Cell, Past], asked: Mapping[str, str],
 
 
 def _tested(store: Store, results: Iterable[tuple[Cell, Past]], asked: Mapping[str, str]) -> list[Tested]:
-    """Those that passed or failed, with what they ran on, the oldest first."""
+    """The combinations that passed or failed, oldest first."""
     found = []
     for known in _told(store, [one for one in results if one[1].summary.state in ("passed", "failed")]):
         one = known.model_copy()
@@ -230,15 +230,15 @@ def _tested(store: Store, results: Iterable[tuple[Cell, Past]], asked: Mapping[s
 
 
 def _told(store: Store, ended: Iterable[tuple[Cell, Past]]) -> list[Tested]:
-    """What results say, the oldest run first. It never changes, and is kept: reading what a cell says of itself takes longest."""
+    """The combinations that results tested, oldest run first. Memoised, as a result never changes and reading it is slow."""
     kept = _kept.setdefault(store, {})
     order = sorted(ended, key=lambda one: one[1].run.started)
     keys = [(cell.name, past.run.id, past.summary.attempt) for cell, past in order]
     lacking = [one for one, key in zip(order, keys, strict=True) if key not in kept]
-    said = reading.evidence(store, lacking)
+    said = queries.evidence(store, lacking)
     new = {key: kept[key] for key in keys if key in kept}
     for cell, past in lacking:
-        own = said.get((cell, past.run.id), reading.Evidence({}, ""))
+        own = said.get((cell, past.run.id), queries.Evidence({}, ""))
         new[cell.name, past.run.id, past.summary.attempt] = _one(cell, past, own)
     if len(kept) > _MOST:
         kept.clear()
@@ -246,7 +246,7 @@ def _told(store: Store, ended: Iterable[tuple[Cell, Past]]) -> list[Tested]:
     return [new[key] for key in keys]
 
 
-def _one(cell: Cell, past: Past, said: reading.Evidence) -> Tested:
+def _one(cell: Cell, past: Past, said: queries.Evidence) -> Tested:
     run, summary = past.run, past.summary
     return Tested(
         cell=cell.name,
@@ -268,7 +268,7 @@ def _one(cell: Cell, past: Past, said: reading.Evidence) -> Tested:
 
 
 def _last_of_each(found: Iterable[Tested]) -> list[Tested]:
-    """Of cells that tested the same combination, as 5.9 and 5.9.0 may, the last."""
+    """The last result for each combination; cells such as 5.9 and 5.9.0 may have tested the same one."""
     newest: dict[tuple[object, ...], Tested] = {}
     for one in found:
         key = (_release(one.python)[:2], *(getattr(one, axis) for axis in AXES[1:]))
@@ -283,7 +283,7 @@ def _verdict(summary: Summary) -> Verdict:
 
 
 def _versions(cell: Cell, environment: Mapping[str, Any], pins: str) -> dict[str, str]:
-    """The exact versions that a cell had."""
+    """The exact versions in a cell."""
     packages = environment.get("packages")
     packages = packages if isinstance(packages, Mapping) else {}
     pinned = dict(re.findall(r"^(transformers|torch)==([^\s;]+)", pins, re.MULTILINE))
@@ -291,7 +291,7 @@ def _versions(cell: Cell, environment: Mapping[str, Any], pins: str) -> dict[str
     for axis in VERSIONED:
         own = getattr(cell, axis)
         said = [environment.get("python")] if axis == "python" else [packages.get(axis), pinned.get(axis)]
-        # What a cell says may be anything: a version of another minor is none of this cell's.
+        # A cell may report anything: a version of a different minor release isn't this cell's.
         fit = (one for one in said if isinstance(one, str) and _parsed(one) and _related(own, one))
         versions[axis] = next(fit, own)
     return versions
@@ -306,7 +306,7 @@ def _shims(environment: Mapping[str, Any]) -> Iterator[Shim]:
 
 
 def _refusals(newest: Mapping[Cell, Past]) -> list[Refusal]:
-    """What can't be among these. A rule against a minor release is one against all its patches."""
+    """The excluded ones among these cells. A rule against a minor release excludes all its patches."""
     found: dict[str, list[str]] = {}
     for cell, past in newest.items():
         if past.summary.state == "excluded":
@@ -323,7 +323,7 @@ def _why_unknown(newest: Mapping[Cell, Past]) -> str:
     return "another patch of it was tested" if newest else "it was not tested"
 
 
-# Versions. What is asked may have fewer components than what was tested.
+# Versions. The requested version may have fewer components than the tested one.
 
 
 @lru_cache(10_000)
@@ -332,7 +332,7 @@ def _parsed(text: str) -> Version | None:
 
 
 def _related(value: str, asked: str) -> bool:
-    """Whether a cell's value may stand for what is asked, as far as it tells: 5.9 for 5.9.1 and for 5, 5.9.0 for 5.9."""
+    """Whether a cell's value may match a requested version: 5.9 matches 5.9.1 and 5; 5.9.0 matches 5.9."""
     there, wanted = _parsed(value), _parsed(asked)
     if there is None or wanted is None:
         return value == asked
@@ -342,14 +342,14 @@ def _related(value: str, asked: str) -> bool:
 
 
 def _same(asked: str, tested: str) -> bool:
-    """Whether a tested value is what is asked: with as many components as are asked, and a pre-release if that is."""
+    """Whether a tested version matches the request in its components and in being a pre-release."""
     if asked == tested:
         return True
     wanted, there = _parsed(asked), _parsed(tested)
     if wanted is None or there is None:
         return False
     if len(wanted.release) > 2 or wanted.is_prerelease or wanted.is_postrelease:
-        # 5.9.0 is 5.9.0.0, and not 5.9, which may be any patch.
+        # 5.9.0 means 5.9.0.0; 5.9 means any patch.
         return len(there.release) > 2 and Version(there.public) == Version(wanted.public)
     return there.release[: len(wanted.release)] == wanted.release and not there.is_prerelease
 

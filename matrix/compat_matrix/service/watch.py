@@ -1,4 +1,4 @@
-"""New releases: which there are since the last look, which cells they touch, what became of those, and who is told."""
+"""New releases: finding them, the cells they affect, the results of those, and reporting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kernel_compat.patching.shim import discover
 from ..atlas import command as atlas_command
 from ..atlas.index import File, Index, reason, shown
 from ..atlas.releases import covered
-from ..atlas.watched import WATCHED
+from ..atlas.seam_list import SEAMS
 from ..axes import Axes, Packages
 from ..cells import VERSIONED, Cell
 from ..errors import MatrixError
@@ -34,17 +34,17 @@ from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
 from ..views import common
 from ..views.common import one_line
-from . import reading
+from . import queries
 from .atlas_view import Disagreement
 
-#: Whose releases are looked for.
+#: The distributions whose releases are watched.
 DISTRIBUTIONS = ("transformers", "torch", "flash-attn-4", "flash-attn", "liger-kernel")
 
 _TIMEOUT = (10, 30)
 
 #: New releases by distribution, oldest first.
 New = Mapping[str, Sequence[Version]]
-#: Whether a cell has to do with a new release.
+#: Whether a new release affects a cell.
 Touches = Callable[[Cell], bool]
 
 
@@ -52,9 +52,9 @@ class Outcome(BaseModel):
     """A cell that failed.
 
     Attributes:
-        before: the cell that says how it was before: with the release that came before, or the same with older packages; null
-            where there is none.
-        broke: it isn't known to have failed before.
+        before: the cell to compare with: with the previous release, or the same cell with older packages; null
+            if there is none.
+        broke: whether it isn't known to have failed before.
     """
 
     cell: str
@@ -65,18 +65,18 @@ class Outcome(BaseModel):
 
 
 class Report(BaseModel):
-    """What `watch` found out about new releases.
+    """The report of `watch` on new releases.
 
     Attributes:
-        title, text: for people.
-        ok: nothing broke: neither a cell nor what a shim relies on.
-        releases: the new ones, by distribution.
-        run: in the store, or of the service that it was submitted to; null where no cell is touched.
-        submitted: the service, whose workers run the cells; what becomes of them isn't known yet.
-        cells: how many were run or submitted.
-        passed: of them.
-        failed: those that did.
-        atlas: why there is no atlas; null where there is one.
+        title, text: the report as text.
+        ok: whether nothing broke, neither a cell nor a seam of a shim.
+        releases: the new releases by distribution.
+        run: the run, in the store or in the service that it was submitted to; null if no cell is affected.
+        submitted: the service whose workers run the cells; their results aren't known yet.
+        cells: the number of cells that were run or submitted.
+        passed: the number of cells that passed.
+        failed: the cells that failed.
+        atlas: the reason why there is no atlas; null if there is one.
     """
 
     title: str
@@ -95,13 +95,13 @@ class Report(BaseModel):
 def new_releases(
     store: Store, index: Index, note: Callable[[str], None], *, learn: bool = True
 ) -> dict[str, list[Version]]:
-    """What came out since the last look: of each minor the newest. What is there at the first look isn't new.
+    """The newest patch of each minor release that has come out since the last call. At the first call nothing is new.
 
     Args:
-        learn: remember what is there at the first look.
+        learn: remember the releases that exist at the first call.
 
     Raises:
-        MatrixError: no index has any of the distributions, or can be asked.
+        MatrixError: no index can be reached, or none has any of the distributions.
     """
     found: dict[str, list[Version]] = {}
     problems: list[MatrixError] = []
@@ -129,7 +129,7 @@ def new_releases(
 
 
 def remember(store: Store, index: Index, new: New) -> None:
-    """What was dealt with isn't new any more, nor are the patches before it."""
+    """Mark releases as handled, and with them all earlier patches."""
     for distribution, versions in new.items():
         here = {version.release[:2]: version for version in versions}
         older = (one for one in _usual(index.files(distribution)) if one <= here.get(one.release[:2], Version("0")))
@@ -137,16 +137,16 @@ def remember(store: Store, index: Index, new: New) -> None:
 
 
 def _usual(files: Mapping[Version, Sequence[File]]) -> list[Version]:
-    """What an installer would take; of a distribution with pre-releases alone, those."""
+    """The releases that an installer would choose from; pre-releases if a distribution has nothing else."""
     there = [version for version, some in files.items() if not all(file.yanked for file in some)]
     whole = [version for version in there if not version.is_prerelease and version.local is None]
     return sorted(whole or there)
 
 
 def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, Touches]:
-    """The axes with the new releases, and whether a cell has to do with one.
+    """The axes extended by the new releases, and a predicate for the cells that these affect.
 
-    A release of what an axis has is a value of it; of any other distribution it is a requirement of the cells that ask for it.
+    A release of an axis' distribution becomes a value of that axis; another one a requirement of the cells that require it.
     """
     values = axes.axes.model_dump()
     packages = [*axes.packages]
@@ -182,7 +182,7 @@ def _names(entry: Packages, distribution: str) -> bool:
 
 
 def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]:
-    """The suites that run on new releases beside the default one, each in the last cell of each release that it watches for."""
+    """The suites that run on new releases besides the default one, each in the last cell of each release it watches."""
     found: dict[str, dict[str, Cell]] = {}
     fresh = {axis: {*map(str, versions)} for axis, versions in new.items()}
     for tests in axes.tests:
@@ -194,14 +194,14 @@ def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]
 
 
 def read_atlas(store: Store, index: Index, new: New, cache: Path | None) -> tuple[list[Disagreement], str | None]:
-    """Read the new releases with those that shims claim, and keep the atlas; where the new ones disagree with the shims, or why
-    there is no atlas."""
+    """Scan the new releases and those that shims claim, and store the atlas; returns where the new ones disagree with the shims,
+    or why there is no atlas."""
     claimed: dict[str, list[str]] = {}
     for shim in discover()[0]:
         claimed.setdefault(shim.distribution, []).append(shim.versions)
     words = ["--json", "--check", *(["--cache", str(cache)] if cache else [])]
     try:
-        for distribution in WATCHED:
+        for distribution in SEAMS:
             if distribution not in claimed and distribution not in new:
                 continue
             known = covered(distribution, claimed.get(distribution, ()), index.files(distribution))
@@ -231,12 +231,12 @@ def judge(
     atlas: str | None,
     suite: str = "default",
 ) -> Report:
-    """What a run of the touched cells says.
+    """The report on a run of the affected cells.
 
     Args:
         run: its id.
-        after: what its cells gave.
-        before: what the same cells had given before.
+        after: the results of its cells.
+        before: the previous results of the same cells.
         known: every other cell with its newest result.
     """
     failed = []
@@ -258,7 +258,7 @@ def judge(
 
 
 def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
-    """The cell with the releases that were the newest before; of those with a result."""
+    """The cell with the previously newest releases, among those with a result."""
     fresh = {axis: set(map(str, versions)) for axis, versions in new.items()}
     best: tuple[tuple[tuple[int, ...], ...], Cell] | None = None
     for other, past in known.items():
@@ -326,14 +326,14 @@ def reported(
 
 
 def publish(store: Store, report: Report) -> None:
-    """Put a report where the feed finds it."""
+    """Store a report, for the feed."""
     keep(store, NEWS, report.model_dump_json())
 
 
 def checked_url(url: str, what: str) -> str:
     """
     Raises:
-        MatrixError: it is no address.
+        MatrixError: it isn't a URL.
     """
     try:
         parts = urlsplit(url)
@@ -345,9 +345,9 @@ def checked_url(url: str, what: str) -> str:
 
 
 def call(webhook: str, report: Report) -> str | None:
-    """POST a report as JSON, a few times if need be; why that failed, or None."""
+    """POST a report as JSON, with retries; returns why that failed, or None."""
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of each retry
-    host = urlsplit(webhook).hostname  # the rest is often a secret
+    host = urlsplit(webhook).hostname  # the rest of the URL is often a secret
     with requests.Session() as session:
         retry = Retry(
             3,
@@ -373,10 +373,10 @@ def call(webhook: str, report: Report) -> str | None:
 
 
 def submit(url: str, token: str, cells: Iterable[Cell], suite: str, label: str) -> str:
-    """Hand cells to a service; the id of its run.
+    """Submit cells to a service; returns the id of the run.
 
     Raises:
-        MatrixError: it can't be reached, or refuses: cells that its axes file doesn't have, for one.
+        MatrixError: it can't be reached, or it refuses the cells, for example because its axes file doesn't have them.
     """
     body = {"cells": [cell.name for cell in cells], "suite": suite, "label": label[:100]}
     try:
@@ -397,7 +397,7 @@ def submit(url: str, token: str, cells: Iterable[Cell], suite: str, label: str) 
 
 
 class _Bearer(requests.auth.AuthBase):
-    """In place of what ~/.netrc may have for the host."""
+    """Overrides an entry for the host in ~/.netrc."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -408,15 +408,15 @@ class _Bearer(requests.auth.AuthBase):
 
 
 def results(store: Store, run: str) -> dict[Cell, Past]:
-    """What the cells of a run gave, without those that can't be."""
+    """The results of the cells of a run, without excluded cells."""
     found = store.run(run)
     return {cell: Past(found, one) for cell, one in store.summary(run).items() if one.state != "excluded"}
 
 
 def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple[dict[Cell, Past], dict[Cell, Past]]:
-    """What these cells gave before in a suite, where they did, and all other cells with their newest results in it."""
-    every = reading.newest(store, reading.cells(store))
-    if suite != "default":  # whose runs are partial, and so never a cell's newest
+    """The previous results of these cells in a suite, and the newest results of all other cells in it."""
+    every = queries.newest(store, queries.cells(store))
+    if suite != "default":  # its runs are partial, and so never a cell's newest
         own_runs = {cell: (past for past in store.history(cell) if common.suite(past.run) == suite) for cell in every}
         every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
     own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.state in ("passed", "failed")}

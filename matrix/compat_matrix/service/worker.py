@@ -1,4 +1,4 @@
-"""A worker: leases cells, runs them, and reports what they gave, whatever becomes of the service meanwhile."""
+"""A worker: leases cells, runs them and reports their results, also across failures of the service."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..results import CellResult
 from ..runner import Executor
 from ..work import Job
 from .client import Refused, Service, Unreachable
-from .spool import Spool
-from .wire import Leased, Machine, Wanted
+from .protocol import Leased, Machine, Wanted
+from .upload_queue import UploadQueue
 
-#: Seconds between two questions for a cell where there was none, at most.
+#: The largest number of seconds between two requests for a cell while there is none.
 _IDLE = 5.0
-#: Seconds between two attempts to reach a service that doesn't answer, at most.
+#: The largest number of seconds between two attempts to reach a service that doesn't respond.
 _PATIENCE = 30.0
-#: Seconds for results that are still to be sent when a worker is told to end; the rest stays in its spool.
+#: Seconds for sending remaining results when a worker is stopped; the rest stays in the upload queue.
 _LAST = 10.0
 
 
 class Pause:
-    """How long to wait, longer each time, and never as long as others do."""
+    """Waiting times that grow and have random jitter."""
 
     def __init__(self, first: float, most: float) -> None:
         self._first, self._most = first, most
@@ -47,14 +47,14 @@ class Pause:
 class Worker:
     """
     Args:
-        service: where cells are from.
-        machine: what this one is; its fingerprint is what `fingerprint` gives.
-        executor: what runs them.
-        job: what a lease says, as there is to run here.
-        spool: where results wait until the service has them.
-        only: an expression; such cells alone are leased.
-        fingerprint: of the project as it is now. One that changes ends the worker.
-        note: for lines about what happens.
+        service: the connection to the service.
+        machine: the description of this machine; its fingerprint is the value of `fingerprint()`.
+        executor: runs the cells.
+        job: turns a lease into a job.
+        uploads: holds results until the service has them.
+        only: an expression; only cells that match it are leased.
+        fingerprint: returns the project's current fingerprint. When it changes, the worker ends.
+        note: prints a line about the worker's progress.
     """
 
     def __init__(
@@ -63,38 +63,38 @@ class Worker:
         machine: Machine,
         executor: Executor,
         job: Callable[[Leased], Job],
-        spool: Spool,
+        uploads: UploadQueue,
         *,
         only: str | None = None,
         fingerprint: Callable[[], str],
         note: Callable[[str], None],
     ) -> None:
         self._service, self._machine, self._executor, self._job = service, machine, executor, job
-        self._spool, self._only, self._fingerprint, self._note = spool, only, fingerprint, note
+        self._uploads, self._only, self._fingerprint, self._note = uploads, only, fingerprint, note
         self._stop = threading.Event()
         self._over = threading.Event()
         self._new = threading.Event()
         self._lock = threading.Lock()
-        #: What is leased and not reported: until when, by our clock, the lease is to be renewed.
+        #: The time, by the local clock, at which each open lease must be renewed.
         self._renewals: dict[str, float] = {}
         self._running: dict[Future[CellResult], tuple[Leased, Job]] = {}
         self._error: MatrixError | None = None
-        #: What the next lease is called; another one once an answer was heard.
+        #: The id of the next lease; replaced after each response.
         self._next = secrets.token_urlsafe(24)
         self.counts: Counter[str] = Counter()
 
     def stop(self) -> None:
-        """Give back what runs, and end. From a signal handler too."""
+        """Return the leases of running cells and end. May be called from a signal handler."""
         self._stop.set()
 
     def work(self, *, until_empty: bool = False) -> None:
         """Run cells until `stop`.
 
         Args:
-            until_empty: or until there is nothing more for this machine.
+            until_empty: stop also when there is no cell left for this machine.
 
         Raises:
-            MatrixError: this machine can't go on, or the service won't have it.
+            MatrixError: this machine can't continue, or the service refuses it.
         """
         renewer, sender = threads = [threading.Thread(target=one, daemon=True) for one in (self._renew, self._send)]
         renewer.start()
@@ -131,7 +131,7 @@ class Worker:
                     if leased:
                         idle.reset()
                     elif until_empty and not self._running:
-                        if not self._spool.leases():
+                        if not self._uploads.leases():
                             return
                         ask_at = time.monotonic() + 0.1
                     else:
@@ -143,7 +143,7 @@ class Worker:
                 self._stop.wait(min(max(ask_at - time.monotonic(), 0.0), 0.2))
 
     def _lease(self) -> bool:
-        """Take a cell, and begin with it; whether there was one."""
+        """Lease a cell and start it; returns whether there was one."""
         if self._fingerprint() != self._machine.fingerprint:
             raise MatrixError("the project or its axes file has changed since this worker began: start it again")
         tests = [(job.tests, job.cell.device == "cuda") for _, job in self._running.values()]
@@ -170,14 +170,14 @@ class Worker:
         return True
 
     def _collect(self) -> None:
-        """Keep the results that are there."""
+        """Store the results of the cells that have ended."""
         for future in [one for one in self._running if one.done()]:
             leased, _ = self._running.pop(future)
             try:
                 self._keep(leased, future.result())
             except (work.Cancelled, CancelledError):
                 self._give_back(leased)
-            except MatrixError as error:  # of this machine, and so of every cell
+            except MatrixError as error:  # an error of this machine, which every cell would have
                 self._error = error
                 self._give_back(leased)
             except BaseException:
@@ -185,7 +185,7 @@ class Worker:
                 raise
 
     def _keep(self, leased: Leased, result: CellResult) -> None:
-        self._spool.put(leased.lease, result)
+        self._uploads.put(leased.lease, result)
         self._new.set()
         self.counts[result.verdict] += 1
         kind = f" ({result.kind})" if result.kind else ""
@@ -195,7 +195,7 @@ class Worker:
     def _give_back(self, leased: Leased) -> None:
         with self._lock:
             self._renewals.pop(leased.lease, None)
-        with suppress(Unreachable, MatrixError):  # it ends by itself
+        with suppress(Unreachable, MatrixError):  # it ends soon by itself
             self._service.give_back(leased.lease)
 
     def _wind_up(self, sender: threading.Thread) -> None:
@@ -206,12 +206,12 @@ class Worker:
         else:
             self._executor.close()
         end = time.monotonic() + _LAST
-        while self._spool.leases() and sender.is_alive() and time.monotonic() < end:
+        while self._uploads.leases() and sender.is_alive() and time.monotonic() < end:
             self._new.set()
             time.sleep(0.05)
 
     def _renew(self) -> None:
-        """Of a thread of its own: lease by lease, when a third of its time is over."""
+        """Renew each lease after a third of its duration. Runs in a thread of its own."""
         while not self._over.wait(0.1):
             with self._lock:
                 due = [lease for lease, at in self._renewals.items() if time.monotonic() >= at]
@@ -232,12 +232,12 @@ class Worker:
                         self._renewals[lease] = again
 
     def _send(self) -> None:
-        """Of a thread of its own: what the spool has, also from before."""
+        """Send the results in the upload queue, also those of an earlier worker. Runs in a thread of its own."""
         patience = Pause(0.25, _PATIENCE)
         while True:
             self._new.clear()
             after = _PATIENCE
-            for lease in self._spool.leases():
+            for lease in self._uploads.leases():
                 try:
                     self._report(lease)
                     patience.reset()
@@ -249,22 +249,22 @@ class Worker:
                         self._error = error
                         return
                     self._note(f"a result isn't taken: {error}")
-                    self._spool.set_aside(lease)
+                    self._uploads.set_aside(lease)
                 except MatrixError as error:
                     self._note(str(error))
-                    self._spool.set_aside(lease)
+                    self._uploads.set_aside(lease)
             if self._over.is_set():
                 return
             (self._over if after < _PATIENCE else self._new).wait(after)
 
     def _report(self, lease: str) -> None:
-        result = self._spool.get(lease)
+        result = self._uploads.get(lease)
         if result is not None:
             try:
-                if not self._service.report(lease, result, self._spool.log(lease), time.time()):
+                if not self._service.report(lease, result, self._uploads.log(lease), time.time()):
                     self._note("a result came after the end of its lease: it is kept, and doesn't count")
-            except FileNotFoundError:  # another worker of this spool has just sent it
+            except FileNotFoundError:  # another worker of this queue has just sent it
                 pass
-            self._spool.drop(lease)
+            self._uploads.drop(lease)
         with self._lock:
             self._renewals.pop(lease, None)

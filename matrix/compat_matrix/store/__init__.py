@@ -1,4 +1,4 @@
-"""What the cells gave, kept in a database: SQLite by default, PostgreSQL or any other that SQLAlchemy has a dialect for."""
+"""The results of cells in a database: SQLite by default, PostgreSQL, or any other with a dialect in SQLAlchemy."""
 
 from __future__ import annotations
 

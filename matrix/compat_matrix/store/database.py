@@ -1,4 +1,4 @@
-"""Connecting to a database, and its errors in our words."""
+"""Connecting to a database, and translating its errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from ..errors import MatrixError
 from . import schema
 
-#: How long SQLite waits for another process that writes.
+#: The number of seconds that SQLite waits for another writing process.
 _PATIENCE = 60.0
 
-#: What the drivers say, and what it means for a store.
+#: Messages of drivers, and their meaning for a store.
 _MEANINGS = {
     "file is not a database": "it is no SQLite database, or a corrupt one",
     "malformed": "the database is corrupt",
@@ -30,13 +30,13 @@ _MEANINGS = {
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Make errors of the driver a `MatrixError` about the store `name`."""
+    """Turn errors of the driver into a `MatrixError` about the store `name`."""
     try:
         yield
     except MatrixError as error:
         raise MatrixError(f"the store {name}: {error}") from error.__cause__
     except IntegrityError:
-        raise  # the caller's to judge: another process may have stored the same
+        raise  # the caller handles it: another process may have stored the same
     except DBAPIError as error:
         said = " ".join(str(error.orig).split())
         meaning = next((meaning for words, meaning in _MEANINGS.items() if words in said), None)
@@ -46,10 +46,10 @@ def explained(name: str) -> Iterator[None]:
 
 
 def parse(store: str) -> URL:
-    """The URL of a store; a plain path is one of SQLite.
+    """The URL of a store; a plain path is a SQLite file.
 
     Raises:
-        MatrixError: it is no URL.
+        MatrixError: it isn't a valid URL.
     """
     if not store:
         raise MatrixError("an empty name is no store's")
@@ -63,10 +63,10 @@ def parse(store: str) -> URL:
 
 
 def connect(url: URL, *, create: bool) -> Engine:
-    """An engine on a database, whatever is in it. SQLite makes the file when something is written.
+    """An engine for a database, without looking at its contents. SQLite creates the file at the first write.
 
     Raises:
-        MatrixError: its driver is missing; or there is no such file or folder and `create` is false.
+        MatrixError: its driver is missing; or the file or folder doesn't exist and `create` is false.
     """
     path = _file(url)
     if path and create:
@@ -77,7 +77,9 @@ def connect(url: URL, *, create: bool) -> Engine:
     elif path and not path.exists():
         raise MatrixError("there is none")
     try:
-        engine = create_engine(url, hide_parameters=True, **_pool(url))  # errors are logged; among them are secrets
+        engine = create_engine(
+            url, hide_parameters=True, **_pool(url)
+        )  # errors are logged, and parameters may be secrets
     except NoSuchModuleError as error:
         raise MatrixError(f"SQLAlchemy knows no such database: {error}") from error
     except ModuleNotFoundError as error:
@@ -89,10 +91,10 @@ def connect(url: URL, *, create: bool) -> Engine:
 
 
 def migrate(engine: Engine, *, create: bool) -> None:
-    """Give a database this version's schema, if it has none or an older one.
+    """Create or migrate the schema of a database.
 
     Raises:
-        MatrixError: there is none and `create` is false; it is a newer one's; or the tables are others.
+        MatrixError: there is no schema and `create` is false; it is from a newer version; or the tables aren't a store's.
     """
     with engine.connect() as connection:
         found = schema.revision(connection)
@@ -101,21 +103,21 @@ def migrate(engine: Engine, *, create: bool) -> None:
     if found is None and not create:
         raise MatrixError("it is empty: no run was ever stored there")
     if found is None and engine.dialect.name == "sqlite":
-        _journal(engine, "WAL")  # others can read while one writes; the file remembers it
+        _journal(engine, "WAL")  # readers and a writer don't block each other; this setting is stored in the file
     with writing(engine).begin() as connection:
         schema.upgrade(connection)
 
 
 def writing(engine: Engine) -> Engine:
-    """The engine for transactions that write: SQLite's take their lock at once, and wait for it.
+    """The engine for writing transactions. SQLite's take their lock at the start, and wait for it.
 
-    One that takes it after it has read fails instead, if another has written meanwhile.
+    A SQLite transaction that takes the lock after a read fails if another process has written meanwhile.
     """
     return engine.execution_options(begin="BEGIN IMMEDIATE")
 
 
 def single_file(engine: Engine) -> None:
-    """Take SQLite's log of changes into the file, which then can be copied, and read where nothing can be written."""
+    """Merge SQLite's write-ahead log into the file, which can then be copied, and read on read-only media."""
     _journal(engine, "DELETE")
 
 
@@ -127,7 +129,7 @@ def _file(url: URL) -> Path | None:
 
 
 def _pool(url: URL) -> dict[str, Any]:
-    """As many connections as a service has threads. One to a server that was away is noticed, and made anew."""
+    """A pool with a connection for each thread of a service. Broken connections are detected and replaced."""
     if url.get_backend_name() == "sqlite":
         return {"pool_size": 10, "max_overflow": 40} if _file(url) else {}
     return {"pool_size": 10, "max_overflow": 40, "pool_pre_ping": True}
@@ -136,7 +138,7 @@ def _pool(url: URL) -> dict[str, Any]:
 def _set_up_sqlite(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _: object) -> None:
-        connection.isolation_level = None  # the driver begins no transactions: we do
+        connection.isolation_level = None  # the driver must not begin transactions by itself
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute(f"PRAGMA busy_timeout = {int(_PATIENCE * 1000)}")
 
@@ -147,5 +149,5 @@ def _set_up_sqlite(engine: Engine) -> None:
 
 
 def _journal(engine: Engine, mode: str) -> None:
-    with engine.execution_options(begin=None).connect() as connection:  # can't be set in a transaction
+    with engine.execution_options(begin=None).connect() as connection:  # can't be changed within a transaction
         connection.exec_driver_sql(f"PRAGMA journal_mode = {mode}")

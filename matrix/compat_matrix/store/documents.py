@@ -1,4 +1,4 @@
-"""What is kept besides runs: documents by name, and the releases that were seen."""
+"""Documents by name, and the releases that were seen."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sqlalchemy import select
 from .models import DOCUMENT, RELEASE_SEEN
 from .store import Store
 
-#: What `watch` keeps: the atlas as JSON, as `atlas --check --json` prints it, and what it found of new releases.
+#: The documents of `watch`: the atlas as printed by `atlas --check --json`, and its reports on new releases.
 ATLAS, NEWS = "atlas", "watch"
 
 
 class Document(NamedTuple):
-    """Text under a name, such as the atlas; of one name there may be many.
+    """A text with a name, such as the atlas. Several documents may have the same name.
 
     Attributes:
-        id: rises with time.
+        id: increases with time.
     """
 
     id: int
@@ -34,7 +34,7 @@ def keep(store: Store, name: str, content: str) -> None:
 
 
 def kept(store: Store, name: str, limit: int = 1) -> list[Document]:
-    """The documents of a name, the newest first."""
+    """The documents of a name, newest first."""
     query = select(DOCUMENT.c.id, DOCUMENT.c.made, DOCUMENT.c.content).where(DOCUMENT.c.name == name)
     with store.reading() as connection:
         return [Document(*row) for row in connection.execute(query.order_by(DOCUMENT.c.id.desc()).limit(limit))]
@@ -48,7 +48,7 @@ def seen(store: Store, distribution: str) -> set[str]:
 
 
 def see(store: Store, distribution: str, versions: Iterable[str]) -> None:
-    """Remember releases; those that were seen before keep their time."""
+    """Store releases as seen; those that were seen before keep their time."""
     now = datetime.now(timezone.utc)
     with store.writing() as connection:
         query = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == distribution)

@@ -1,4 +1,4 @@
-"""What the store inserts, in the caller's transaction."""
+"""The store's inserts, in the caller's transaction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def key(connection: Connection, name: str) -> int:
     """The key of a run.
 
     Raises:
-        MatrixError: there is none of that name.
+        MatrixError: there is no run of that name.
     """
     found: int | None = connection.scalar(select(RUN.c.id).where(RUN.c.name == name))
     if found is None:
@@ -48,7 +48,7 @@ def begin(
     revision: str,
     partial: bool,
 ) -> tuple[int, str]:
-    """Begin a run; returns its key and its name."""
+    """Insert a new run; returns its key and its name."""
     started = datetime.now(timezone.utc)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
@@ -67,7 +67,7 @@ def new_run(connection: Connection, values: Run, axes: str) -> int:
 
 
 def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> None:
-    """Put cells that a run doesn't have yet behind those that it has."""
+    """Append the cells that a run doesn't have yet."""
     every = [*dict.fromkeys([*cells, *excluded])]
     keys = cell_keys(connection, every)
     first = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == key)) or 0
@@ -85,7 +85,7 @@ def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapp
 
 
 def add_result(connection: Connection, key: int, found: CellResult) -> int | None:
-    """Insert a result; nothing where the run has that attempt at the cell. Returns its key."""
+    """Insert a result, unless the run has that attempt at the cell already. Returns its key."""
     cell_key = cell_keys(connection, [found.cell])[found.cell.name]
     own = and_(RESULT.c.run_id == key, RESULT.c.cell_id == cell_key, RESULT.c.attempt == found.attempt)
     if connection.scalar(select(RESULT.c.id).where(own)) is not None:
@@ -139,7 +139,7 @@ def _inserted(connection: Connection, table: Table, row: Mapping[str, Any]) -> i
 
 
 def cell_keys(connection: Connection, cells: Iterable[Cell]) -> dict[str, int]:
-    """The keys of cells, by their names."""
+    """The keys of cells by name."""
     rows = {one.name: {"name": one.name} | {field: getattr(one, field) for field in AXES} for one in cells}
     return _keys(connection, CELL.c.name, rows)
 
@@ -152,7 +152,7 @@ def _nodeids(connection: Connection, names: Iterable[str]) -> dict[str, int]:
 
 
 def _texts(connection: Connection, texts: Iterable[str]) -> dict[str, int]:
-    """The keys of texts; an empty one has none."""
+    """The keys of texts; an empty text has none."""
     digests = {one: _digest(one) for one in texts if one}
     rows = {digest: {"digest": digest, "content": one} for one, digest in digests.items()}
     keys = _keys(connection, TEXT.c.digest, rows)
@@ -160,28 +160,28 @@ def _texts(connection: Connection, texts: Iterable[str]) -> dict[str, int]:
 
 
 def _keys(connection: Connection, by: Column[str], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """The keys of rows by their values in a unique column, those inserted that are missing."""
+    """The keys of rows by their values in a unique column; missing rows are inserted."""
     table = by.table
     assert isinstance(table, Table)
     for last in (False, False, False, True):
         keys: dict[str, int] = {}
         for values in chunks(rows):
             keys |= {row[0]: row[1] for row in connection.execute(select(by, table.c.id).where(by.in_(values)))}
-        # In order, so that two processes that insert the same don't wait for each other.
+        # Sorted, so that two processes that insert the same rows don't deadlock.
         missing = [dict(rows[value]) for value in sorted(rows.keys() - keys.keys())]
         if not missing:
             break
         try:
             with connection.begin_nested():
                 connection.execute(table.insert(), missing)
-        except IntegrityError:  # another process has inserted one of them since we looked
+        except IntegrityError:  # another process has inserted one of them meanwhile
             if last:
                 raise
     return keys
 
 
 def chunks(values: Iterable[T]) -> Iterator[list[T]]:
-    """No more at a time than any database takes parameters."""
+    """Chunks that are small enough for the parameter limit of every database."""
     iterator = iter(values)
     while chunk := list(islice(iterator, 500)):
         yield chunk
@@ -192,5 +192,5 @@ def _digest(value: str) -> str:
 
 
 def plain(value: str) -> str:
-    """Without what a database refuses in text: lone surrogates and NUL."""
+    """A text without the characters that a database refuses: lone surrogates and NUL."""
     return value.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")

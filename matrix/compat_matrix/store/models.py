@@ -34,12 +34,12 @@ from sqlalchemy import (
     text,
 )
 
-#: The condition of the index of failed tests. SQLite takes that index only where a query has the same words.
+#: The condition of the index of failed tests. SQLite uses the index only if a query has the same condition literally.
 FAILED = "outcome IN ('failed', 'error')"
 
 
 class Utc(TypeDecorator[datetime]):
-    """A moment; SQLite keeps no time zone, so that all of them are in UTC."""
+    """A time. SQLite stores no time zone, so all times are in UTC."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -54,7 +54,7 @@ class Utc(TypeDecorator[datetime]):
 
 
 class Packed(TypeDecorator[str]):
-    """Text, compressed. Any text: what a test prints may have lone surrogates and NULs, which databases refuse."""
+    """Compressed text. It may contain lone surrogates and NULs, which databases refuse in text."""
 
     impl = LargeBinary
     cache_ok = True
@@ -83,7 +83,7 @@ metadata = MetaData(
     }
 )
 
-#: Long texts that many rows share: messages, pins, environments, axes. The digest is that of the text.
+#: Long texts that many rows share: messages, pins, environments, axes; with the digest of the text.
 TEXT = Table(
     "shared_text",
     metadata,
@@ -92,7 +92,7 @@ TEXT = Table(
     Column("content", Packed, nullable=False),
 )
 
-#: The names of tests. The digest is unique in place of the name, which may be longer than an index takes.
+#: The names of tests. The digest is unique instead of the name, which may be too long for an index.
 NODEID = Table(
     "nodeid",
     metadata,
@@ -129,7 +129,7 @@ RUN = Table(
     Column("partial", Boolean, nullable=False, server_default=false()),
 )
 
-#: The cells of a run, those that can't exist with the reason.
+#: The cells of a run; excluded ones have a reason.
 PLANNED = Table(
     "planned",
     metadata,
@@ -140,7 +140,7 @@ PLANNED = Table(
     sqlite_with_rowid=False,
 )
 
-#: The last columns count the tests by outcome, so that a summary needs none of them.
+#: The last columns count the tests by outcome, so that a summary needs no other table.
 RESULT = Table(
     "result",
     metadata,
@@ -191,9 +191,9 @@ LOG = Table(
     Column("content", Packed, nullable=False),
 )
 
-# The service's: what is to be run, who runs it, and who may ask for it.
+# The service's tables: tasks, workers, leases and tokens.
 
-#: Who may write. A token itself is nowhere kept.
+#: The tokens for writing. The token itself isn't stored.
 TOKEN = Table(
     "token",
     metadata,
@@ -218,8 +218,8 @@ WORKER = Table(
     Column("machine", Text, nullable=False),
 )
 
-#: A cell to run. `lease`, `worker` and `until` are those of the lease it is under, or null.
-#: `low` and `high` are compute capabilities, as in sm_90; `rank` is what is handed out first, the least.
+#: A cell to run. `lease`, `worker` and `until` are those of its current lease, or null.
+#: `low` and `high` are compute capabilities, as in sm_90. The task with the lowest `rank` is leased first.
 TASK = Table(
     "task",
     metadata,
@@ -246,7 +246,7 @@ TASK = Table(
     Index("ix_task_state_until", "state", "until"),
 )
 
-#: Every lease there was; `how` it ended is null while it goes on. Who knows an `id` may report for it: it isn't to be shown.
+#: All leases; `how` it ended is null while it is open. Knowing an `id` allows reporting for it, so it must not be shown.
 LEASE = Table(
     "lease",
     metadata,
@@ -259,7 +259,7 @@ LEASE = Table(
     Column("how", String(20)),
 )
 
-#: The log of a lease whose result isn't there yet; packed as `Packed` has it.
+#: The log of a lease whose result hasn't arrived yet, compressed as by `Packed`.
 UPLOAD = Table(
     "upload",
     metadata,
@@ -268,7 +268,7 @@ UPLOAD = Table(
     Column("content", LargeBinary, nullable=False),
 )
 
-#: Results of leases that were over. They count for nothing, and are kept.
+#: Results that were reported after their lease had expired. They are kept, but don't count.
 LATE = Table(
     "late",
     metadata,
@@ -284,9 +284,9 @@ LATE = Table(
     Column("log", LargeBinary),
 )
 
-# What `watch` knows.
+# The tables of `watch`.
 
-#: Texts by name, such as the atlas as JSON; the newest of a name is the one that counts.
+#: Texts by name, such as the atlas as JSON; the newest of a name is the current one.
 DOCUMENT = Table(
     "document",
     metadata,

@@ -1,4 +1,4 @@
-"""The queries of the store, and what becomes of their rows."""
+"""The queries of the store, and the objects made from their rows."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def latest(query: Select[Any]) -> Select[Any]:
 
 
 def summary(*more: Any) -> Select[Any]:
-    """The planned cells with their latest results: what `summary_of` reads, and `more` behind it."""
+    """The planned cells with their latest results: the columns for `summary_of`, followed by `more`."""
     return latest(_summarised(*more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
 def verdicts(run_name: str) -> Select[Any]:
-    """The key, verdict and kind of each planned cell: what tells quickly which cells are worth a summary."""
+    """The key, verdict and kind of each planned cell, a fast way to find the cells that need a summary."""
     return latest(select(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind)).where(RUN.c.name == run_name)
 
 
 def history(wanted: Cell) -> Select[Any]:
-    """Every result of a cell, as `summary` has them, with the run's fields behind."""
+    """Every result of a cell, with the columns of `summary` followed by the run's fields."""
     own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id)
     query = _summarised(*RUN_FIELDS).select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).join(RESULT, own)
     query = query.join(CELL, CELL.c.id == PLANNED.c.cell_id).where(CELL.c.name == wanted.name)
@@ -60,7 +60,7 @@ def history(wanted: Cell) -> Select[Any]:
 
 
 def newest(run_names: Collection[str] | None) -> Select[Any]:
-    """As `summary`, of each cell the newest in all whole runs or in these, with the run's fields behind."""
+    """As `summary`, for the newest result of each cell in whole runs or in the given ones, followed by the run's fields."""
     verdict = RESULT.c.verdict
     rank = case((verdict.in_(["passed", "failed"]), 0), (verdict.is_not(None), 1), else_=2)
     number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(rank, *NEWEST_FIRST)).label("number")
@@ -71,14 +71,14 @@ def newest(run_names: Collection[str] | None) -> Select[Any]:
 
 
 def outcomes(run_name: str) -> Select[Any]:
-    """Cell, test and outcome of the latest results of a run."""
+    """The cell, test and outcome in the latest results of a run."""
     query = latest(select(*_FIELDS, NODEID.c.name, TEST.c.outcome)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
     query = query.join(TEST, TEST.c.result_id == RESULT.c.id).join(NODEID, NODEID.c.id == TEST.c.nodeid_id)
     return query.where(RUN.c.name == run_name).order_by(TEST.c.position)
 
 
 def totals() -> Select[Any]:
-    """Run, state and how many of its cells are in it."""
+    """The number of cells in each state, by run."""
     unfinished = case((PLANNED.c.excluded.is_not(None), "excluded"), else_="unfinished")
     state = func.coalesce(RESULT.c.verdict, unfinished).label("state")
     return latest(select(RUN.c.name, state, func.count())).group_by(RUN.c.name, state)
@@ -105,7 +105,7 @@ def cell_of(row: Sequence[Any]) -> Cell:
 
 @lru_cache(200_000)
 def _cell(*fields: str) -> Cell:
-    """One object for every mention of a cell: made once, and compared at once."""
+    """The same object for the same cell, which makes creation and comparison fast."""
     return Cell(*fields)
 
 
@@ -117,12 +117,12 @@ def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
 
 
 def past_of(row: Sequence[Any]) -> Past:
-    """What `newest` and `history` found, which have the run's fields last."""
+    """The result in a row of `newest` or `history`, which end with the run's fields."""
     return Past(Run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
 
 
 def result(run_name: str, wanted: Cell) -> Select[Any]:
-    """The latest result of a cell in a run, all of it but its tests."""
+    """The latest result of a cell in a run, without its tests."""
     environment, pins, command = (TEXT.alias() for _ in range(3))
     return (
         select(

@@ -1,4 +1,4 @@
-"""What the store answers with."""
+"""The values that the store returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..results import Kind, Outcome, Verdict
 
-#: A cell's place in a run: its verdict, or why it has none. ``excluded``: the axes say that it can't exist.
+#: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
 State = Literal["passed", "failed", "not run", "unfinished", "excluded"]
 
 
@@ -17,8 +17,8 @@ class Run(NamedTuple):
 
     Attributes:
         id: such as ``20261121-114502-7f3a``, in UTC; sorts by time.
-        state: ``running`` until `Store.finish`; a runner that was killed leaves it so.
-        label, command, host, revision, partial: as `Store.new_run` got them.
+        state: ``running`` until `Store.finish`, also after the runner was killed.
+        label, command, host, revision, partial: the arguments of `Store.new_run`.
     """
 
     id: str
@@ -33,11 +33,11 @@ class Run(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A cell in a run, without its tests and its log. Without a verdict, only `reason` of the rest means something.
+    """A cell in a run, without its tests and its log. If it has no verdict, only `reason` is meaningful.
 
     Attributes:
-        attempt: the latest in this run, from 1; 0 for a cell without a result.
-        seconds: of that attempt.
+        attempt: the number of its latest attempt in this run, from 1; 0 without a result.
+        seconds: the duration of that attempt.
     """
 
     verdict: Verdict | None = None
@@ -60,7 +60,7 @@ class Summary(NamedTuple):
 
     @property
     def counts(self) -> Mapping[Outcome, int]:
-        """How many tests ended how."""
+        """The number of tests by outcome."""
         return {
             "passed": self.passed,
             "failed": self.failed,
@@ -72,7 +72,7 @@ class Summary(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What a cell gave in some run."""
+    """The result of a cell in a run."""
 
     run: Run
     summary: Summary

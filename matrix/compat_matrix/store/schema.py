@@ -1,4 +1,4 @@
-"""Which schema a database has, and bringing it up to this version's."""
+"""The schema of a database, and its migration to this version's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sqlalchemy import Connection, create_engine, inspect, text
 
 from ..errors import MatrixError
 
-if TYPE_CHECKING:  # it takes longer to import than a store that needs no migration takes to open
+if TYPE_CHECKING:  # its import takes longer than opening a store that needs no migration
     from alembic.config import Config
 
 #: The last revision in ``migrations/versions``.
 HEAD = "0004"
 
-#: The table that says which revision a database has. Not alembic's default, which others may use in the same database.
+#: The table with a database's revision. Not alembic's default name, which others may use in the same database.
 VERSIONS = "kernel_compat_matrix_schema"
 
-#: Any number: two processes that migrate one PostgreSQL database wait for each other by it.
+#: The id (arbitrary) of the lock with which processes that migrate the same PostgreSQL database wait for each other.
 _LOCK = 5_417_226_031
 
 
@@ -26,7 +26,7 @@ def revision(connection: Connection) -> str | None:
     """The revision of a database; None for one without tables.
 
     Raises:
-        MatrixError: it has tables, and they are not ours.
+        MatrixError: it has tables that aren't a store's.
     """
     tables = inspect(connection).get_table_names()
     if VERSIONS in tables:
@@ -40,17 +40,17 @@ def revision(connection: Connection) -> str | None:
 
 
 def upgrade(connection: Connection, to: str = "head") -> None:
-    """Bring a database to a revision; the caller's transaction holds all of it.
+    """Migrate a database to a revision, in the caller's transaction.
 
     Raises:
-        MatrixError: it has a revision this version doesn't know.
+        MatrixError: its revision is unknown to this version.
     """
     from alembic import command
     from alembic.script import ScriptDirectory
 
     if connection.dialect.name == "postgresql":
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
-    found = revision(connection)  # once more: another process may have been first
+    found = revision(connection)  # again: another process may have been first
     config = _config(connection)
     if found is not None and found not in {
         script.revision for script in ScriptDirectory.from_config(config).walk_revisions()
@@ -62,7 +62,7 @@ def upgrade(connection: Connection, to: str = "head") -> None:
 
 
 def draft(path: str, message: str) -> None:
-    """Write the next migration from what `models` has and the SQLite database at `path` lacks."""
+    """Write the next migration: the difference between `models` and the SQLite database at `path`."""
     from alembic import command
 
     with create_engine(f"sqlite:///{path}").begin() as connection:

@@ -1,4 +1,4 @@
-"""The store: runs, their cells, and what those gave."""
+"""The store: runs, their cells, and the results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .records import Past, Run, State, Summary
 
 
 class Store:
-    """Results in a database; a context manager. Threads may share one.
+    """Results in a database; a context manager. Thread-safe.
 
-    What is written is one transaction: there after it, or not at all. Every method raises `MatrixError` where the
-    database fails, or has no such run.
+    Each writing method is one transaction. Every method raises `MatrixError` if the
+    database fails or has no such run.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -37,15 +37,15 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, create: bool = True) -> Store:
-        """Open a store, made or migrated where needed.
+        """Open a store; it is created or migrated if needed.
 
         Args:
-            url: any that SQLAlchemy takes; a plain path is a file of SQLite.
-            create: make it where there is none.
+            url: a SQLAlchemy URL; a plain path is a SQLite file.
+            create: create the store if it doesn't exist.
 
         Raises:
-            MatrixError: it can't be reached or written, is corrupt, none of ours, or from a newer version; or there is
-                none and `create` is false.
+            MatrixError: it can't be reached or written, is corrupt, isn't a store, or is from a newer version; or it doesn't
+                exist and `create` is false.
         """
         parsed = database.parse(url)
         name = url if "://" not in url else parsed.render_as_string(hide_password=True)
@@ -72,7 +72,7 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What a runner writes.
+    # Writing.
 
     def new_run(
         self,
@@ -86,13 +86,13 @@ class Store:
         revision: str = "",
         partial: bool = False,
     ) -> str:
-        """Begin a run of these cells; returns its id.
+        """Create a run of cells; returns its id.
 
         Args:
-            excluded: cells that can't exist, with the reason.
+            excluded: excluded cells, with the reasons.
             axes: the text of the axes file.
-            label: a name to find it by; need not be unique.
-            partial: it says less of its cells than what they run by default: `current` leaves it out, and ``latest`` isn't it.
+            label: a name for the run, which need not be unique.
+            partial: whether its cells run less than their default suite; `current` and ``latest`` leave such runs out.
         """
         with self.writing() as connection:
             _, name = inserts.begin(
@@ -109,38 +109,38 @@ class Store:
         return name
 
     def add(self, run: str, found: CellResult) -> None:
-        """Store what a cell gave; a second time the same run, cell and attempt changes nothing.
+        """Store a result; storing the same run, cell and attempt again changes nothing.
 
-        A cell that the run didn't plan joins it.
+        A cell that the run didn't plan is added to it.
         """
         try:
             with self.writing() as connection:
                 inserts.add_result(connection, inserts.key(connection, run), found)
-        except IntegrityError:  # another process has stored it since we looked
+        except IntegrityError:  # another process has stored it meanwhile
             with self.writing() as connection:
                 inserts.add_result(connection, inserts.key(connection, run), found)
 
     def finish(self, run: str, state: str) -> None:
-        """Say how a run ended, such as ``finished`` or ``interrupted``; ``running``: it goes on."""
+        """Set the state of a run, such as ``finished`` or ``interrupted``, or ``running`` to continue it."""
         finished = None if state == "running" else datetime.now(timezone.utc)
         with self.writing() as connection:
             key = inserts.key(connection, run)
             connection.execute(update(RUN).where(RUN.c.id == key).values(state=state, finished=finished))
 
-    # What is asked of it.
+    # Reading.
 
     def runs(self) -> list[Run]:
-        """All runs, the newest first."""
+        """All runs, newest first."""
         with self.reading() as connection:
             query = select(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST)
             return [Run(*row) for row in connection.execute(query)]
 
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label (the newest of that label), the beginning of its id, ``latest``, or
-        ``latest~1`` for the one before. Partial runs are the latest only where there is no other.
+        ``latest~1`` for the one before. A partial run is the latest only if there is no other.
 
         Raises:
-            MatrixError: there is none, or several begin so.
+            MatrixError: there is no such run, or several match.
         """
         known = self.runs()
         if not known:
@@ -161,7 +161,7 @@ class Store:
         raise MatrixError(f"no run is called {text!r}; there are {_some([one.id for one in known])}")
 
     def run(self, run: str) -> Run:
-        """One run, by its id."""
+        """A run by its id."""
         with self.reading() as connection:
             row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == run)).one_or_none()
         if row is None:
@@ -169,7 +169,7 @@ class Store:
         return Run(*row)
 
     def axes(self, run: str) -> str:
-        """The axes that `new_run` got."""
+        """The text of the axes file, as passed to `new_run`."""
         query = select(TEXT.c.content).join(RUN).where(RUN.c.name == run)
         with self.reading() as connection:
             return connection.scalar(query) or ""
@@ -183,7 +183,7 @@ class Store:
         return dict(map(queries.summary_of, rows))
 
     def compare(self, old: str, new: str) -> dict[Cell, tuple[Summary | None, Summary | None]]:
-        """The cells that ended differently in two runs, and those that failed in both; None where a run lacks the cell."""
+        """The cells that ended differently in two runs, and those that failed in both; None if a run doesn't have the cell."""
         found: dict[Cell, tuple[Summary | None, Summary | None]] = {}
         with self.reading() as connection:
             ends: list[dict[int, tuple[str | None, str | None]]] = []
@@ -206,16 +206,16 @@ class Store:
         return found
 
     def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
-        """Every cell, sorted, with its newest result: in all runs but partial ones, or in these.
+        """Every cell, sorted, with its newest result in all whole runs, or in the given runs.
 
-        A run on a machine that lacked what the cell needs, or that didn't get to it, counts where no other had it.
+        A run in which the cell wasn't run or was only planned counts if no other run has the cell.
         """
         with self.reading() as connection:
             rows = connection.execute(queries.newest(runs)).all()
         return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
 
     def totals(self) -> dict[str, Counter[State]]:
-        """How many cells of each run are in which state."""
+        """The number of cells in each state, by run."""
         totals: dict[str, Counter[State]] = {one.id: Counter() for one in self.runs()}
         with self.reading() as connection:
             for name, found, count in connection.execute(queries.totals()):
@@ -227,13 +227,13 @@ class Store:
         return [found for found, summary in self.summary(run).items() if summary.state == "unfinished"]
 
     def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
-        """All that a cell gave: its latest attempt in a run, or that one.
+        """The whole result of a cell: of its latest attempt in a run, or of the given one.
 
         Args:
-            log: with its log, which may be large.
+            log: include the log, which may be large.
 
         Raises:
-            MatrixError: the run has no result of it.
+            MatrixError: the run has no result of the cell.
         """
         query = queries.result(run, cell)
         if attempt is not None:
@@ -262,7 +262,7 @@ class Store:
             )
 
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
-        """What a cell said of itself in its latest attempt; empty where there is none."""
+        """The environment that a cell reported in its latest attempt; empty if it has none."""
         with self.reading() as connection:
             found = connection.scalar(queries.environment(run, cell))
         return dict(json.loads(found or "{}"))
@@ -276,7 +276,7 @@ class Store:
         return failures
 
     def outcomes(self, run: str, cells: Iterable[Cell]) -> dict[Cell, dict[str, Outcome]]:
-        """How all tests of some cells ended, by node id."""
+        """The outcomes of all tests of some cells, by node id."""
         found: dict[Cell, dict[str, Outcome]] = {one: {} for one in cells}
         with self.reading() as connection:
             for names in inserts.chunks(one.name for one in found):
@@ -286,7 +286,7 @@ class Store:
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
-        """Every attempt at a cell, of one run or of all, the newest run and its latest attempt first; at most so many."""
+        """Attempts at a cell, in one run or in all, the newest run and its latest attempt first; at most `limit`."""
         query = queries.history(cell).limit(limit)
         if run is not None:
             query = query.where(RUN.c.name == run)
@@ -297,18 +297,18 @@ class Store:
     # Between stores.
 
     def merge(self, other: Store, runs: Collection[str] | None = None) -> list[str]:
-        """Take over what this store lacks of another's runs, or of these; returns the ids of the runs it took from.
+        """Copy everything that this store lacks from another's runs, or from the given ones; returns the ids of the copied runs.
 
-        One transaction a run. Doing it twice takes nothing more.
+        Each run is one transaction. Repeating it copies nothing.
         """
         wanted = (one for one in reversed(other.runs()) if runs is None or one.id in runs)
         return [one.id for one in wanted if self._merge(other, one)]
 
     def export(self, runs: Collection[str], path: str | os.PathLike[str]) -> None:
-        """Write a store of its own with just these runs: one file, of SQLite.
+        """Write a SQLite store with only these runs.
 
         Raises:
-            MatrixError: no such run; or there is something at `path`, or it can't be written.
+            MatrixError: a run doesn't exist, or `path` exists or can't be written.
         """
         target = Path(path)
         for one in runs:
@@ -354,13 +354,13 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A connection, with errors of the driver as our own."""
+        """A connection whose errors are raised as `MatrixError`."""
         with database.explained(self.name), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction: all that is written in it, or nothing."""
+        """A writing transaction."""
         with database.explained(self.name), database.writing(self._engine).begin() as connection:
             yield connection
 

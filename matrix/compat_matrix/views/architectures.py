@@ -1,4 +1,4 @@
-"""What is proven of every model type on every release of transformers, from the table that ships with the library."""
+"""The proofs of every model type on every release of transformers, from the table that ships with the library."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Verdict = tuple[str, Sequence[str]]
 
 
 class Span(NamedTuple):
-    """Neighbouring releases on which a type has the same verdicts, the worst first.
+    """Consecutive releases on which a type has the same verdicts, the worst first.
 
     Attributes:
-        releases: empty where they are all since the type's first.
+        releases: the releases; empty for all since the type's first one.
     """
 
     releases: str
@@ -37,7 +37,7 @@ class Row(NamedTuple):
     """A model type.
 
     Attributes:
-        since: the first release of the table that has it.
+        since: the first release in the table that has it.
     """
 
     model_type: str
@@ -61,7 +61,7 @@ def rows() -> Iterator[Row]:
 
 
 def counts() -> dict[str, Counter[str]]:
-    """By release how many types there are, and of how many each verdict is the worst."""
+    """By release, the number of types, and of those whose worst verdict is each one."""
     return {
         release: Counter(word for found in table.known(release).values() for word in ("types", _verdicts(found)[0][0]))
         for release in table.releases()
@@ -75,12 +75,12 @@ def _verdicts(cases: Mapping[str, Sequence[str]] | None) -> tuple[Verdict, ...]:
 
 
 def values() -> dict[str, Any]:
-    """What the page of the types shows."""
+    """The contents of the page of model types."""
     return {"rows": [*rows()], "counts": counts(), "legend": LEGEND}
 
 
 def document() -> str:
-    """The rows as Markdown; the same for the same table."""
+    """The rows as Markdown; deterministic."""
     words = [*LEGEND]
     lines = [
         "# Architectures",

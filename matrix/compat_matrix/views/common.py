@@ -1,4 +1,4 @@
-"""What the views share: words for what a cell gave, the order of versions, the grid, and text made fit to be shown."""
+"""Shared parts of the views: words for results, the order of versions, the grid, and printable text."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ KERNELS = {
 }
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
-#: Colours repeat what the words say.
+#: The colours of states. The words carry the meaning, and colours repeat it.
 STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "unfinished": "cyan", "excluded": "dim"}
 
 #: The order in which states and outcomes are counted.
 ORDER = ("passed", "failed", "error", "not run", "skipped", "xfailed", "xpassed", "unfinished", "excluded")
 
-# Of a terminal: a sequence with its parameters, a string with its end, or a single character.
-# No string has another sequence within: text that begins a thousand of them is read once.
+# Terminal control: a sequence with its parameters, a string with its terminator, or a single character.
+# A string contains no other sequence, so that text with a thousand unterminated ones is read once only.
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
-# Control characters but tab and newline, what reorders text, and what no encoding takes.
+# Control characters except tab and newline, bidirectional controls, and surrogates.
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Block(NamedTuple):
-    """The part of a grid with one Python, FlashAttention and device: transformers down, torch across, oldest first."""
+    """The part of a grid for one Python, FlashAttention and device: a row per transformers, a column per torch, oldest first."""
 
     title: str
     rows: list[str]
@@ -56,7 +56,7 @@ def open_store(url: str) -> Store:
 
 
 class Line:
-    """A line of output in parts, each with a style."""
+    """A line of output, as parts with a style each."""
 
     def __init__(self, text: str = "", style: str = "") -> None:
         self.parts = [(text, style)]
@@ -67,12 +67,12 @@ class Line:
 
 
 def width() -> int:
-    """The columns of the terminal; where there is none, no limit."""
+    """The width of the terminal; unlimited if stdout isn't one."""
     return Console().width if sys.stdout.isatty() else 100_000
 
 
 def show(lines: Iterable[Line]) -> None:
-    """Print lines as they are, in colour on a terminal that has any."""
+    """Print lines without wrapping, in colour if the terminal supports it."""
     console = Console(highlight=False)
     if console.is_terminal:
         style = cache(console.get_style)
@@ -85,7 +85,7 @@ def show(lines: Iterable[Line]) -> None:
 
 
 def word(summary: Summary | None) -> str:
-    """One word, or two, for a cell in a grid; empty for one that is not there."""
+    """A word or two for a cell in a grid; empty for a cell that doesn't exist."""
     if summary is None:
         return ""
     if summary.state == "failed":
@@ -100,7 +100,7 @@ def style(summary: Summary | None) -> str:
 
 
 def blocks(summary: Mapping[Cell, Summary]) -> list[Block]:
-    """A grid of these cells, without the rows and columns that have nothing but what can't exist."""
+    """A grid of these cells, without rows and columns of excluded cells only."""
     grouped: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in summary:
         grouped.setdefault((cell.python, cell.flash_attention, cell.device), []).append(cell)
@@ -122,7 +122,7 @@ def kernel_name(kernel: str, device: str) -> str:
 
 @cache
 def kernel_place(kernel_and_device: tuple[str, str]) -> tuple[int, str, int, str]:
-    """The order of FlashAttention and device in a grid; words that aren't ours come last."""
+    """The sort key of FlashAttention and device in a grid; unknown words come last."""
     kernel, device = kernel_and_device
     kernels, devices = [*KERNELS], [*DEVICES]
     return (
@@ -134,7 +134,7 @@ def kernel_place(kernel_and_device: tuple[str, str]) -> tuple[int, str, int, str
 
 
 def ordered(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells as a grid has them: by Python, FlashAttention and device, then transformers, then torch."""
+    """The cells in the order of a grid: by Python, FlashAttention and device, then transformers, then torch."""
     cells = [*cells]
     pythons, releases, torches = (
         {version: place for place, version in enumerate(by_version({getattr(cell, axis) for cell in cells}))}
@@ -149,7 +149,7 @@ def ordered(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def by_version(versions: Iterable[str]) -> list[str]:
-    """Each once, oldest first."""
+    """The distinct versions, oldest first."""
     return sorted(set(versions), key=version_key)
 
 
@@ -162,7 +162,7 @@ def version_key(version: str) -> tuple[Version, str]:
 
 
 def clean(text: str) -> str:
-    """What a program printed, without what would move a cursor, ring a bell or hide something."""
+    """The output of a program, without terminal control sequences and invisible characters."""
     text = _ANSI.sub("", text.replace("\r\n", "\n")).replace("\r", "\n")
     return _UNFIT.sub("\N{REPLACEMENT CHARACTER}", text)
 
@@ -198,21 +198,21 @@ def counted(states: Iterable[str] | Mapping[str, int]) -> str:
 
 
 def reproduce(cell: Cell, run: Run) -> str:
-    """The command that runs a cell once more, as it ran in a run."""
+    """The command that repeats a cell of a run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for option in ("--axes", "--suite", "--pytest"):
         parser.add_argument(option)
-    command = f"kernel-compat-matrix run {shlex.quote(cell.name)}"  # a store from elsewhere may have any name
+    command = f"kernel-compat-matrix run {shlex.quote(cell.name)}"  # a store of unknown origin may have any name
     try:
         verb, *words = shlex.split(run.command)
         options = vars(parser.parse_known_args(words)[0]) if verb == "run" else {}
-    except (ValueError, argparse.ArgumentError):  # not one of ours
+    except (ValueError, argparse.ArgumentError):  # not a command of the matrix
         return command
     return " ".join([command, *(f"--{name}={shlex.quote(value)}" for name, value in options.items() if value)])
 
 
 def suite(run: Run) -> str:
-    """The suite whose tests a run's cells ran."""
+    """The suite of a run."""
     found = re.search(r"--suite[= ](\S+)", run.command)
     return found[1] if found else "default"
 
@@ -223,7 +223,7 @@ def as_json(run: Run) -> dict[str, Any]:
 
 
 def summary_as_json(cell: Cell, summary: Summary) -> dict[str, Any]:
-    """A cell in a run; everything but its name and state is null where it has no result."""
+    """A cell in a run as JSON; everything except its name and state is null if it has no result."""
     there = summary.verdict is not None
     return {
         "cell": cell.name,

@@ -1,4 +1,4 @@
-"""``compatibility PATH``: what works and through which shims, as Markdown."""
+"""``kernel-compat-matrix compatibility``: write a Markdown document of the combinations that work, with the shims."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from . import common
 
 
 class _Answer(NamedTuple):
-    """What cells of one row have in common."""
+    """The properties that the cells of a row share."""
 
     works: str
     shims: tuple[str, ...]
 
 
 class _Row(NamedTuple):
-    """A block of cells with the same answer: every combination of these that was run."""
+    """A block of cells with the same properties: all combinations of these values that were run."""
 
     transformers: list[str]
     torch: list[str]
@@ -45,7 +45,7 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
         dest="runs",
         metavar="RUN",
         action="append",
-        help="only what these runs gave (repeatable); default: all",
+        help="only results of this run (repeatable; default: all runs)",
     )
 
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a document, whole or not at all.
+    """Write a document atomically.
 
     Raises:
         MatrixError: it can't be written.
@@ -76,12 +76,12 @@ def write(path: Path, text: str) -> None:
 
 
 def document(store: Store, current: Mapping[Cell, Past]) -> str:
-    """The document; the same for the same results, whenever and wherever it is made."""
+    """The document; it depends on nothing but the results."""
     answers = {cell: _answer(store, cell, past) for cell, past in current.items()}
     ran = {past.run for cell, past in current.items() if answers[cell]}
     runs = sorted(ran, key=lambda one: (one.started, one.id))
     numbers = {found.id: number for number, found in enumerate(runs, 1)}
-    # One for all tables: a release that was left out of one of them is not in its ranges.
+    # One order for all tables: a release that is missing in one of them ends the ranges there.
     releases = tuple(Releases(getattr(cell, axis) for cell in current) for axis in ("transformers", "torch", "python"))
     lines = [
         "# Compatibility",
@@ -107,7 +107,7 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
 
 
 def _answer(store: Store, cell: Cell, past: Past) -> _Answer | None:
-    """None for a cell that can't exist or hasn't run."""
+    """The properties of a cell; None if it is excluded or hasn't run."""
     if past.summary.verdict not in ("passed", "failed"):
         return None
     found = store.environment(past.run.id, cell).get("shims", {})
@@ -118,7 +118,7 @@ def _answer(store: Store, cell: Cell, past: Past) -> _Answer | None:
 
 
 def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:
-    """Neighbouring releases of transformers with the same answers make rows; within those, of Python; within those, of torch."""
+    """Rows of consecutive releases of transformers with the same properties; within those of Python; within those of torch."""
     releases, pythons, torches = (
         common.by_version(getattr(cell, axis) for cell in answers) for axis in ("transformers", "python", "torch")
     )
@@ -135,7 +135,7 @@ def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:
 
 
 def alike(values: Sequence[str], answers: Sequence[object]) -> list[list[str]]:
-    """The values in order, neighbours with the same answers together."""
+    """The values in order, consecutive ones with the same properties grouped."""
     return [[value for value, _ in group] for _, group in groupby(zip(values, answers, strict=True), key=itemgetter(1))]
 
 
@@ -161,7 +161,7 @@ def _escaped(text: str) -> str:
 
 
 class Releases:
-    """Writes lists of releases: those that lie next to each other as ``5.0 to 5.4``."""
+    """Formats lists of releases; consecutive ones as ``5.0 to 5.4``."""
 
     def __init__(self, versions: Iterable[str]) -> None:
         minors = sorted({common.version_key(version)[0].release[:2] for version in versions})

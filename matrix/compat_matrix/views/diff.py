@@ -1,4 +1,4 @@
-"""``diff OLD NEW``: what changed from one run to another. Exits with 1 if something broke."""
+"""``kernel-compat-matrix diff``: show the changes from one run to another. Exits with 1 if something broke."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import common
 
 
 class Change(NamedTuple):
-    """A cell before and after; None where the run doesn't have it."""
+    """A cell before and after; None if the run doesn't have it."""
 
     cell: Cell
     old: Summary | None
@@ -21,15 +21,15 @@ class Change(NamedTuple):
 
 
 class Diff(NamedTuple):
-    """What changed. Cells that ended alike are in none of them, but for the tests of those that failed both times.
+    """The changes between two runs. Cells that ended alike are left out, except for the tests of those that failed both times.
 
     Attributes:
-        broke: passed, and fails.
-        mended: failed, and passes.
-        changed: failed, and fails in another way.
-        new: passed or failed in the new run alone.
-        gone: passed or failed in the old run alone: not planned any more, not finished, or not run.
-        tests_broke, tests_mended: in cells that failed both times, the tests that ran both times and failed once.
+        broke: cells that passed, and fail now.
+        mended: cells that failed, and pass now.
+        changed: cells that failed, and fail differently now.
+        new: cells that passed or failed in the new run only.
+        gone: cells that passed or failed in the old run only: not planned any more, not finished, or not run.
+        tests_broke, tests_mended: for cells that failed both times, the tests that ran both times and failed once.
     """
 
     broke: list[Change]
@@ -55,7 +55,7 @@ TITLES = {
 
 
 def compare(store: Store, old: str, new: str) -> Diff:
-    """What changed from one run to another, by their ids."""
+    """The changes from one run to another, by their ids."""
     diff = Diff([], [], [], [], [], {}, {})
     both_failed = []
     ends = store.compare(old, new)
@@ -87,7 +87,7 @@ def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Di
     if not cells:
         return
     failed_old, failed_new = store.failures(old), store.failures(new)
-    # A test that failed once alone may not have run the other time; only of those cells are the other tests asked for.
+    # A test that failed only once may not have run the other time. The other tests are queried for those cells only.
     broke = {cell: tests for cell in cells if (tests := failed_new.get(cell, {}).keys() - failed_old.get(cell, {}))}
     mended = {cell: tests for cell in cells if (tests := failed_old.get(cell, {}).keys() - failed_new.get(cell, {}))}
     ran_old, ran_new = store.outcomes(old, broke), store.outcomes(new, mended)

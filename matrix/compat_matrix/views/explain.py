@@ -1,4 +1,4 @@
-"""``explain CELL``: all that is known of one cell."""
+"""``kernel-compat-matrix explain``: show everything that is stored about one cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..results import CellResult
 from ..store import Past, Store
 from . import common
 
-#: What is shown of the packages, unless everything is.
+#: The packages that are shown without `--full`.
 _TELLING = re.compile(
     r"(python|torch|transformers|triton|kernel.compat.*|flash.attn.*|fa3.fwd|kernels|liger.kernel|nvidia.cutlass.*)"
 )
@@ -22,12 +22,12 @@ _STATES = ("failed", "applied", "pending", "skipped", "not needed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cell", metavar="CELL", help="such as py311-tf5.23-torch2.15-fa4-cuda")
+    parser.add_argument("cell", metavar="CELL", help="the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
     parser.add_argument(
-        "--run", dest="chosen", metavar="RUN", help="what it gave in this run; default: its newest result"
+        "--run", dest="chosen", metavar="RUN", help="the result in this run (default: the newest result)"
     )
-    parser.add_argument("--full", action="store_true", help="whole messages, every package, and the log")
-    parser.add_argument("--pins", action="store_true", help="the requirement files it was installed from, too")
+    parser.add_argument("--full", action="store_true", help="show whole messages, every package, and the log")
+    parser.add_argument("--pins", action="store_true", help="show the requirement files that it was installed from")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def newest(history: Sequence[Past]) -> str | None:
-    """The run with the newest verdict of a cell; a partial one, or one on a machine that couldn't run it, where there is no other."""
+    """The run with a cell's newest verdict; a partial run, or one on a machine that lacked something, if there is no other."""
     ran = [past for past in history if past.summary.state != "not run"]
     whole = [past for past in ran if not past.run.partial]
     return next((past.run.id for past in [*whole, *ran, *history]), None)
 
 
 def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
-    """A cell that has no result in any run."""
+    """The output for a cell without a result in any run."""
     planned = store.current().get(cell)
     if planned is None:
         raise common.unknown(cell, store)
@@ -99,7 +99,7 @@ def _bad(found: CellResult) -> list[Any]:
 
 
 def telling(lines: Sequence[str], most: int = 8) -> list[str]:
-    """The lines of a report by pytest that say what was wrong; of others, the last."""
+    """The error lines of a pytest report; the last lines of any other text."""
     errors = [line for line in lines if line.startswith("E ")]
     kept = errors[:most] or [line for line in lines if line.strip()][-most:]
     return kept if len(kept) == len(lines) else [*kept, f"({len(lines) - len(kept)} more lines: --full)"]
@@ -114,7 +114,7 @@ def _environment(environment: Mapping[str, Any], full: bool) -> Iterator[common.
 
 
 def facts(environment: Mapping[str, Any]) -> dict[str, str]:
-    """What a cell said of itself beyond packages and shims."""
+    """The environment that a cell reported, without packages and shims."""
     texts = {
         name: "; ".join(map(str, value)) if isinstance(value, list) else str(value)
         for name, value in environment.items()
@@ -124,7 +124,7 @@ def facts(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def shims(found: Mapping[str, Any]) -> list[tuple[str, str, str, list[str]]]:
-    """Name, state, reason and seams of every shim, those that matter first."""
+    """The name, state, reason and seams of every shim, the most relevant first."""
     entries = [
         (str(name), str(shim.get("state", "")), str(shim.get("reason", "")), [*map(str, shim.get("seams", []))])
         for name, shim in found.items()

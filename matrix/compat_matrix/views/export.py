@@ -1,4 +1,4 @@
-"""``export RUN... PATH``: write runs into a store of their own."""
+"""``kernel-compat-matrix export``: write runs into a store of their own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from . import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, a label, latest~1")
-    parser.add_argument("path", metavar="PATH", help="the file to write; there must be none")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run: an id, a label, latest~1")
+    parser.add_argument("path", metavar="PATH", help="the file to write; it must not exist")
 
 
 def run(arguments: argparse.Namespace) -> int:

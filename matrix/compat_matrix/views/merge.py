@@ -1,4 +1,4 @@
-"""``merge STORE...``: take over the runs of other stores."""
+"""``kernel-compat-matrix merge``: copy the runs of other stores."""
 
 from __future__ import annotations
 

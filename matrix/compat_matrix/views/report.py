@@ -1,4 +1,4 @@
-"""``report DIR``: a site of static pages, which needs neither a server nor a network."""
+"""``kernel-compat-matrix report``: write a static site, which needs neither a server nor a network."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..store import Past, Run, Store, Summary
 from . import architectures, common, diff, explain
 from .compatibility import add_run_argument
 
-#: The file that says that a folder is a report, and lists its files.
+#: The file that marks a folder as a report and lists its files.
 MANIFEST = ".kernel-compat-matrix-report"
 
-#: How much of a log is shown: its end.
+#: The length of the end of a log that is shown.
 _LOG = 200_000
 _MESSAGE = 20_000
 
@@ -44,10 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(store: Store, folder: Path, runs: Sequence[str] | None = None) -> None:
-    """Write the report of all runs, or of these. Where that fails, an older report stays as it was.
+    """Write the report of all runs, or of the given ones. If that fails, an older report stays as it was.
 
     Raises:
-        MatrixError: `folder` has something else than a report, or can't be written.
+        MatrixError: `folder` contains anything other than a report, or can't be written.
     """
     folder = folder.resolve()
     _refuse_others(folder)
@@ -135,7 +135,7 @@ def _pages(store: Store, runs: Sequence[str] | None) -> Iterator[tuple[str, str]
 
 
 def page(cell: Cell) -> str:
-    """The name of a cell's page; what a store from elsewhere calls a version can't leave the folder."""
+    """The file name of a cell's page; the versions in a store of unknown origin can't make it leave the folder."""
     return re.sub(r"[^\w.+-]", "_", cell.name, flags=re.ASCII) + ".html"
 
 
@@ -144,7 +144,7 @@ def _symbol(summary: Summary | None) -> str:
 
 
 def _word(summary: Summary | None) -> str:
-    """What a screen reader says, too."""
+    """The text of a cell, also for screen readers."""
     if summary is None:
         return ""
     if summary.state == "failed":
@@ -153,7 +153,7 @@ def _word(summary: Summary | None) -> str:
 
 
 def _reasons(summary: Mapping[Cell, Summary], state: str) -> list[tuple[str, str, list[Cell]]]:
-    """Kind, reason and cells, what most cells have first."""
+    """Kind, reason and cells of the failures, the most frequent first."""
     found: dict[tuple[str, str], list[Cell]] = {}
     for cell in common.ordered(summary):
         if summary[cell].state == state:
@@ -162,7 +162,7 @@ def _reasons(summary: Mapping[Cell, Summary], state: str) -> list[tuple[str, str
 
 
 def _last_two(store: Store, runs: Sequence[Run]) -> tuple[Run | None, Run | None]:
-    """The newest run and the newest before it that ran some of the same cells."""
+    """The newest run, and the newest before it that shares cells with it."""
 
     new, cells = None, set[Cell]()
     for one in runs:

@@ -1,4 +1,4 @@
-"""`runs`: the runs in a store, the newest first, with how many cells ended how."""
+"""``kernel-compat-matrix runs``: list the runs in a store, newest first, with the number of cells in each state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``show [RUN]``: a run as a grid."""
+"""``kernel-compat-matrix show``: show a run as a grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import common
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "chosen", metavar="RUN", nargs="?", default="latest", help="an id, a label, latest~1; default: latest"
+        "chosen", metavar="RUN", nargs="?", default="latest", help="a run: an id, a label, latest~1 (default: latest)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _grid(block: common.Block, summary: Mapping[Cell, Summary], width: int) -> Iterator[common.Line]:
-    """The lines of a block, below each other in parts where the terminal is too narrow for all its columns."""
+    """The lines of a block, split into parts below each other if the terminal is too narrow for its columns."""
     first = max(len("transformers"), *map(len, block.rows))
     each = max(
         *(len(f"torch {column}") for column in block.columns),
@@ -72,7 +72,7 @@ def _grid(block: common.Block, summary: Mapping[Cell, Summary], width: int) -> I
 
 
 def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
-    """Why cells have failed, what most of them have first."""
+    """The reasons of failures, the most frequent first."""
     failed = [cell for cell in common.ordered(summary) if summary[cell].state == "failed"]
     why = {cell: (common.word(summary[cell]).split(" ")[0], common.one_line(summary[cell].reason)) for cell in failed}
     counts = Counter(why.values())

@@ -1,4 +1,4 @@
-"""What alembic runs; `compat_matrix.store.schema` hands it the connection, in a transaction of its own."""
+"""alembic's environment; `compat_matrix.store.schema` passes the connection, with an open transaction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compat_matrix.store.models import metadata
 
 
 def render(kind: str, item: Any, context: Any) -> str | Literal[False]:
-    """Columns by what the database has, so that a migration doesn't change with our own types."""
+    """Render columns by their database types, so that a migration doesn't change with the types in `models`."""
     return f"sa.{item.impl!r}" if kind == "type" and isinstance(item, TypeDecorator) else False
 
 

@@ -1,4 +1,4 @@
-"""The seams that the atlas looks for besides those of the shims."""
+"""The seams that the atlas always looks for, besides those of the shims."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _VARLEN = "torch.nn.attention.varlen"
 _FA2 = "flash_attn.flash_attn_interface"
 _FA4 = "flash_attn.cute.interface"
 
-#: What the library relies on, replaced by a shim or not, by distribution.
-WATCHED: Mapping[str, tuple[str, ...]] = {
+#: The attributes that the library relies on, whether a shim replaces them or not, by distribution.
+SEAMS: Mapping[str, tuple[str, ...]] = {
     "transformers": (
         "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
         "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",

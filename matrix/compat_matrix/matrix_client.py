@@ -1,7 +1,7 @@
-"""Asking a matrix service what is known of this environment. The standard library alone; nothing is imported of what is asked about.
+"""The client of a matrix service: ask for the verdict on an environment. Needs the standard library and kernel-compat only.
 
 Environment variables:
-    KERNEL_COMPAT_SERVICE_TOKEN: sent to a service that wants one for reading.
+    KERNEL_COMPAT_SERVICE_TOKEN: the token, for a service that requires one for reading.
 """
 
 from __future__ import annotations
@@ -17,39 +17,41 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
-from .environment import Environment
-from .errors import KernelCompatError
+from kernel_compat.environment import Environment
+
+from .errors import MatrixError
 
 __all__ = ["KnownVerdict", "ServiceAnswer", "ServiceError", "ServiceReport", "ask"]
 
 KnownVerdict = Literal["passed", "wrong", "failed", "refused", "unknown"]
 
-#: Verdicts that are reason enough not to go on.
+#: The verdicts on an environment that should not be used.
 BAD: tuple[KnownVerdict, ...] = ("wrong", "failed", "refused")
 
-#: Seconds for one answer, all of it.
+#: Seconds for one whole answer.
 TIMEOUT = 10.0
-_LARGEST = 4 * 2**20
+_MAX_BYTES = 4 * 2**20
 
-#: Which FlashAttention a distribution is.
+#: The FlashAttention that each distribution provides.
 _KINDS = {"flash-attn": "fa2", "flash-attn-3": "fa3", "fa3-fwd": "fa3", "flash-attn-4": "fa4"}
 
 
-class ServiceError(KernelCompatError):
-    """A service gave no answer that can be used; the message says why."""
+class ServiceError(MatrixError):
+    """The service gave no usable answer; the message says why."""
 
 
 @dataclass(frozen=True)
 class ServiceAnswer:
-    """What a service says of one combination.
+    """The service's answer for one combination of releases.
 
     Attributes:
-        asked: the combination, as the parameters of its question.
-        verdict: of exactly what was asked; ``unknown`` where that wasn't tested.
-        match: ``exact``, ``nearest`` or ``none``: of what the evidence is.
-        reason: of the verdict.
-        tested: the evidence, as the service gave it: `cell`, `verdict`, `run`, `started`, the versions, `shims`, and what `differs`
-            from what was asked.
+        asked: the combination, as the parameters of the request.
+        verdict: on exactly this combination; ``unknown`` if it wasn't tested.
+        match: ``exact`` if the evidence is about this combination, ``nearest`` if it is about similar ones, ``none`` if there
+            is no evidence.
+        reason: the reason for the verdict.
+        tested: the evidence as the service sent it: `cell`, `verdict`, `run`, `started`, the versions, `shims`, and in `differs`
+            the differences from this combination.
     """
 
     asked: Mapping[str, str]
@@ -60,18 +62,19 @@ class ServiceAnswer:
 
     @property
     def bad(self) -> bool:
+        """Whether this combination is known not to work."""
         return self.verdict in BAD
 
     @property
     def shims(self) -> tuple[Mapping[str, Any], ...]:
-        """Those of the first of the evidence: `name`, `state` and `reason`."""
+        """The shims in the first piece of evidence, with `name`, `state` and `reason`."""
         found = self.tested[0].get("shims") if self.tested else ()
         return tuple(one for one in (found if isinstance(found, list) else ()) if isinstance(one, dict))
 
 
 @dataclass(frozen=True)
 class ServiceReport:
-    """What a service says of an environment: an answer for each FlashAttention that is installed."""
+    """The service's answers for an environment, one for each FlashAttention that is installed."""
 
     url: str
     environment: Environment
@@ -79,21 +82,23 @@ class ServiceReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing is known to be bad."""
+        """Whether no answer is bad."""
         return not any(answer.bad for answer in self.answers)
 
 
 def ask(url: str, environment: Environment | None = None, *, timeout: float = TIMEOUT) -> ServiceReport:
-    """Ask a service about an environment.
+    """Ask a service for its verdict on an environment.
+
+    Imports neither torch nor transformers: versions are read from the packages' metadata.
 
     Args:
-        url: where the service is, such as ``https://matrix.example``.
-        environment: this one by default.
-        timeout: in seconds, for each answer.
+        url: the address of the service, such as ``https://matrix.example``.
+        environment: the environment; this one by default.
+        timeout: seconds for each answer.
 
     Raises:
-        ServiceError: the URL is none, the service can't be reached or gives no answer; or torch or transformers isn't installed,
-            so that there is nothing to ask about.
+        ServiceError: `url` isn't an address, the service can't be reached or gives no usable answer, or the version of torch
+            or transformers isn't known.
     """
     base = _base(url)
     environment = Environment.detect() if environment is None else environment
@@ -101,12 +106,13 @@ def ask(url: str, environment: Environment | None = None, *, timeout: float = TI
 
 
 def questions(environment: Environment) -> list[dict[str, str]]:
-    """The combinations that an environment stands for, one for each FlashAttention that a GPU could use.
+    """The combinations of releases in an environment: one for each FlashAttention that a GPU could use.
 
-    Without a GPU none of them is used. With one and without any FlashAttention it makes no difference: the device isn't asked about.
+    Without a GPU no FlashAttention is used, and there is one combination. With a GPU and no FlashAttention the device makes no
+    difference and is left out.
 
     Raises:
-        ServiceError: torch or transformers isn't installed.
+        ServiceError: the version of torch or transformers isn't known.
     """
     question = {}
     for name in ("transformers", "torch"):
@@ -124,7 +130,7 @@ def questions(environment: Environment) -> list[dict[str, str]]:
 
 
 def describe(answer: ServiceAnswer) -> Iterator[str]:
-    """An answer in lines: the verdict, then the evidence."""
+    """An answer as lines of text: the verdict, then the evidence."""
     asked = ", ".join(f"{name} {value}" for name, value in answer.asked.items())
     reason = f": {line(answer.reason)}" if answer.reason else ""
     yield f"{asked}: {answer.verdict}{reason}"
@@ -140,13 +146,18 @@ def describe(answer: ServiceAnswer) -> Iterator[str]:
         yield f"  {found['verdict']}: {found['cell']}{near}, in run {found['run']} of {found['started'][:10] or 'unknown date'}"
 
 
+def line(text: object) -> str:
+    """A value that the service sent as one printable line of at most 500 characters."""
+    return "".join(character if character.isprintable() else " " for character in str(text or ""))[:500]
+
+
 def _base(url: str) -> str:
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
-        known = False
-    if not known or any(ord(character) <= 32 or ord(character) == 127 for character in url):
+        valid = False
+    if not valid or any(ord(character) <= 32 or ord(character) == 127 for character in url):
         raise ServiceError(f"{url!r} is no address of a service, such as https://matrix.example")
     return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
 
@@ -173,14 +184,14 @@ def _ask(base: str, question: Mapping[str, str], timeout: float) -> ServiceAnswe
 
 
 def _read(request: urllib.request.Request, timeout: float) -> bytes:
-    """The answer's body, within the time: a server that sends a byte now and then is ended too."""
+    """The body of the response. The time limit holds for all of it, however slowly the server sends."""
     end = time.monotonic() + timeout
     with urllib.request.urlopen(request, timeout=timeout) as response:
         body = b""
         while piece := response.read1(65536):
             body += piece
-            if len(body) > _LARGEST:
-                raise OSError(f"its answer is longer than {_LARGEST} bytes")
+            if len(body) > _MAX_BYTES:
+                raise OSError(f"its answer is longer than {_MAX_BYTES} bytes")
             if time.monotonic() > end:
                 raise TimeoutError
         return body
@@ -194,7 +205,7 @@ def _why(error: Exception) -> str:
 
 
 def _detail(error: urllib.error.HTTPError) -> str:
-    """What the service said of it."""
+    """The service's message in an error response."""
     try:
         detail = json.loads(error.read(65536))["detail"]
         return f": {line(detail if isinstance(detail, str) else '; '.join(one['msg'] for one in detail))}"
@@ -202,12 +213,7 @@ def _detail(error: urllib.error.HTTPError) -> str:
         return ""
 
 
-def line(text: object) -> str:
-    """What a service sent, as one line of a terminal."""
-    return "".join(character if character.isprintable() else " " for character in str(text or ""))[:500]
-
-
 def _shown(url: str) -> str:
-    """An address without credentials."""
+    """A URL without its credentials."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -1,4 +1,4 @@
-"""Results that the service doesn't have yet, in a folder: they outlive the worker and whatever keeps them from being sent."""
+"""A folder of results that the service doesn't have yet. They survive the end of the worker and failures of the network."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from pydantic import ValidationError
 
 from ..errors import MatrixError
 from ..results import CellResult
-from .wire import Result
+from .protocol import Result
 
-#: Seconds after which half of a result is one that nobody writes any more.
+#: Seconds after which an incomplete result counts as abandoned.
 _LEFT = 24 * 3600.0
 _LEASE = re.compile(r"[A-Za-z0-9_-]{20,64}")
 
 
-class Spool:
-    """Two files a result, its log and then itself, named by the lease. Several workers may share a folder: a report that comes
-    twice counts once.
+class UploadQueue:
+    """Two files for each result, the log and then the result, named by the lease. Several workers may share a folder: a report
+    that is sent twice counts once.
 
     Raises:
-        MatrixError: nothing can be written there.
+        MatrixError: the folder isn't writable.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in [*folder.glob("*.part"), *folder.glob("*.log")]:  # of a worker that was killed while it wrote
+            for path in [
+                *folder.glob("*.part"),
+                *folder.glob("*.log"),
+            ]:  # left by a worker that was killed while writing
                 if time.time() - path.stat().st_mtime > _LEFT and not path.with_suffix(".json").exists():
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise MatrixError(f"results can't be kept in {folder}: {error.strerror}") from None
 
     def put(self, lease: str, found: CellResult) -> None:
-        """Keep a result until it is dropped.
+        """Store a result until it is dropped.
 
         Raises:
-            MatrixError: the disk is full, or the like.
+            MatrixError: it can't be written, for example because the disk is full.
         """
         part = self.folder / f"{lease}.part"
         try:
@@ -50,7 +53,7 @@ class Spool:
             raise MatrixError(f"the result of {found.cell} can't be kept in {self.folder}: {error.strerror}") from None
 
     def leases(self) -> list[str]:
-        """Those with a result, the oldest first."""
+        """The leases that have a result, oldest first."""
         found = []
         for path in self.folder.glob("*.json"):
             try:
@@ -60,10 +63,10 @@ class Spool:
         return [lease for _, lease in sorted(found) if _LEASE.fullmatch(lease)]
 
     def get(self, lease: str) -> Result | None:
-        """A result; None where it isn't there any more.
+        """A result; None if it has been dropped.
 
         Raises:
-            MatrixError: it is none of this version.
+            MatrixError: it isn't a result of this version.
         """
         try:
             return Result.model_validate_json(self._path(lease).read_bytes())
@@ -80,7 +83,7 @@ class Spool:
         self.log(lease).unlink(missing_ok=True)
 
     def set_aside(self, lease: str) -> None:
-        """Keep what the service doesn't take, out of the way."""
+        """Rename a result that the service refuses, so that it isn't sent again."""
         for path in (self._path(lease), self.log(lease)):
             if path.exists():
                 path.replace(path.with_name(f"{path.name}.refused"))

@@ -1,4 +1,4 @@
-"""A worker of this machine, from the options of a command."""
+"""Creates a worker for this machine from the options of a command."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..runner import Executor, Local, default_root
 from ..work import Job
 from .client import Service
 from .machine import describe
-from .spool import Spool
-from .wire import Leased
+from .protocol import Leased
+from .upload_queue import UploadQueue
 from .worker import Worker
 
-#: For so many seconds the project isn't looked at again.
+#: Seconds for which the project's fingerprint is reused.
 _LOOK = 2.0
 
 
@@ -41,10 +41,10 @@ def worker(
 ) -> Worker:
     """
     Args:
-        options: of `options.add_environments`.
-        at: the service's name: each has a spool of its own.
-        jobs: cells at a time (as many as there are cores).
-        executor: what runs them; this machine if None.
+        options: the parsed options of `options.add_environments`.
+        at: the service's name; each service has its own upload queue.
+        jobs: the number of cells at a time; the number of cores by default.
+        executor: runs the cells; this machine by default.
     """
     project = _Project(axes)
     jobs = executor.jobs if executor is not None else jobs or os.cpu_count() or 1
@@ -64,7 +64,7 @@ def worker(
         machine,
         executor or Local(jobs, devices, not options.no_fork),
         job,
-        Spool(folder),
+        UploadQueue(folder),
         only=only,
         fingerprint=project,
         note=note,
@@ -72,7 +72,7 @@ def worker(
 
 
 class _Project:
-    """Its fingerprint, as it was some moments ago."""
+    """The project's fingerprint, at most two seconds old."""
 
     def __init__(self, axes: Axes) -> None:
         self._axes = axes

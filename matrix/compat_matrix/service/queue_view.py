@@ -1,4 +1,4 @@
-"""What pages show of the queue beyond what it answers itself: progress by run, late results, and machines in words."""
+"""The queue as pages show it: the progress of runs, late results, and descriptions of machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..store.models import CELL, LATE, LEASE, RUN, TASK
 
 
 class Late(NamedTuple):
-    """A result that counts for nothing, as its lease was over; without its tests and its log."""
+    """A result that was reported after its lease had expired and doesn't count; without its tests and its log."""
 
     cell: Cell
     run: str
@@ -28,7 +28,7 @@ class Late(NamedTuple):
 
 
 def late(store: Store, cell: Cell | None = None, most: int = 50) -> list[Late]:
-    """The newest late results, of a cell or of all."""
+    """The newest late results, of one cell or of all."""
     query: Select[Any] = (
         select(
             *(CELL.c[axis] for axis in AXES),
@@ -54,7 +54,7 @@ def late(store: Store, cell: Cell | None = None, most: int = 50) -> list[Late]:
 
 
 def progress(store: Store, most: int = 50) -> dict[str, Counter[str]]:
-    """How many cells are in which state, of the runs of the queue that go on, the newest first."""
+    """The number of cells in each state, for the unfinished runs of the queue, newest first."""
     runs = select(RUN.c.id).where(RUN.c.state == "running").order_by(*queries.NEWEST_FIRST).limit(most)
     query = (
         select(RUN.c.name, TASK.c.state, func.count())
@@ -71,7 +71,7 @@ def progress(store: Store, most: int = 50) -> dict[str, Counter[str]]:
 
 
 def machine(said: Mapping[str, Any]) -> str:
-    """What a worker said of its machine, in words."""
+    """A worker's description of its machine as text."""
     gpus = Counter(str(one.get("name", "?")) for one in said.get("gpus") or ())
     parts = [f"{count} {name}" if count > 1 else name for name, count in gpus.items()]
     parts += [f"{said['memory']:.0f} GiB"] if said.get("memory") else []

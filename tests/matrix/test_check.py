@@ -1,4 +1,4 @@
-"""``kernel-compat check --service``: a process of its own, asking a real server about an environment of its own."""
+"""``kernel-compat-matrix check``: ask a real server about an environment."""
 
 from __future__ import annotations
 
@@ -9,42 +9,38 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import bare_site
 import pytest
 from recorded_service import EVIDENCE, NEAREST, PASSED, WRONG, Service
 
+import compat_matrix
 import kernel_compat
+from compat_matrix.cli import main
+from compat_matrix.matrix_client import ServiceError, ask, questions
 from kernel_compat.environment import Device, Environment
-from kernel_compat.service import ServiceError, ask, questions
 
-COMPAT = Path(kernel_compat.__file__).parents[1]
-Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+SOURCES = [Path(module.__file__).parents[1] for module in (kernel_compat, compat_matrix)]
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    """The command where there is only the metadata of torch and transformers: to import one would fail."""
-    site = tmp_path / "site"
-    bare_site.make(site)
-    for name, version in (("torch", "2.11.0+cu130"), ("transformers", "5.9.0")):
-        install(site, name, version)
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command in this process, in an environment of its own."""
+    monkeypatch.setattr(Environment, "detect", classmethod(lambda cls, distributions=(): here()))
 
-    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-S", "-m", "kernel_compat", "check", *arguments],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(map(str, (COMPAT, site))),
-                "CUDA_VISIBLE_DEVICES": "",
-                **environment,
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+    def run(*arguments: str) -> Done:
+        try:
+            code = main(["check", *arguments])
+        except SystemExit as exit:
+            code = int(str(exit.code))
+        return Done(code, *capsys.readouterr())
 
     return run
 
@@ -57,8 +53,25 @@ def install(site: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_it_asks_about_the_environment_it_stands_in(service: Service, cli: Cli) -> None:
-    done = cli("--service", service.url, KERNEL_COMPAT_SERVICE_TOKEN="secret")
+def test_it_asks_about_its_own_environment_and_imports_nothing_heavy(service: Service, tmp_path: Path) -> None:
+    """In a process that has only the metadata of torch and transformers, and neither SQLAlchemy nor pydantic."""
+    site = tmp_path / "site"
+    bare_site.make(site)
+    for name, version in (("torch", "2.11.0+cu130"), ("transformers", "5.9.0")):
+        install(site, name, version)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "compat_matrix", "check", service.url],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (*SOURCES, site))),
+            "CUDA_VISIBLE_DEVICES": "",
+            "KERNEL_COMPAT_SERVICE_TOKEN": "secret",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     ((path, asked, headers),) = service.asked
     assert path == "/api/v1/compat"
@@ -75,30 +88,30 @@ def test_it_asks_about_the_environment_it_stands_in(service: Service, cli: Cli) 
     assert "transformers 5" in done.stdout  # the shim's reason
 
 
-def test_what_is_known_to_be_bad_is_1(service: Service, cli: Cli) -> None:
+def test_what_is_known_to_be_bad_is_1(service: Service, cli: Callable[..., Done]) -> None:
     service.answer = WRONG
-    done = cli("--service", service.url)
+    done = cli(service.url)
     assert done.returncode == 1
     assert "wrong: test_generate: off by 3" in done.stdout
     assert "known to be bad" in done.stdout
     service.answer = WRONG | {"verdict": "refused", "reason": "needs C++20"}
-    assert cli("--service", service.url).returncode == 1
+    assert cli(service.url).returncode == 1
 
 
-def test_what_only_something_near_is_known_of_is_not_bad(service: Service, cli: Cli) -> None:
+def test_what_only_something_near_is_known_of_is_not_bad(service: Service, cli: Callable[..., Done]) -> None:
     service.answer = NEAREST
-    done = cli("--service", f"{service.url}/")
+    done = cli(f"{service.url}/")
     assert done.returncode == 0
     assert "unknown: another patch of it was tested" in done.stdout
     assert "wrong: py312-tf5.9-torch2.11, with transformers 5.9.0, in run" in done.stdout
 
 
-def test_json(service: Service, cli: Cli) -> None:
+def test_json(service: Service, cli: Callable[..., Done]) -> None:
     service.answer = WRONG
-    done = cli("--service", service.url, "--json")
+    done = cli(service.url, "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["ok"], found["answers"][0]["tested"]) == (1, False, [EVIDENCE])
-    assert found["environment"]["packages"]["torch"] == "2.11.0+cu130"
+    assert found["environment"]["packages"]["torch"] == "2.11.0"
 
 
 @pytest.mark.parametrize(
@@ -110,11 +123,11 @@ def test_json(service: Service, cli: Cli) -> None:
         ("http://:80", "is no address of a service"),
         ("http://a b/", "is no address of a service"),
         ("http://host:99999", "is no address of a service"),
-        ("http://me:secret@127.0.0.1:1", "^kernel-compat: http://127.0.0.1:1 can't be reached"),
+        ("http://me:secret@127.0.0.1:1", "^kernel-compat-matrix: http://127.0.0.1:1 can't be reached"),
     ],
 )
-def test_a_service_that_is_not_there_is_2(cli: Cli, url: str, says: str) -> None:
-    done = cli("--service", url, "--json")
+def test_a_service_that_is_not_there_is_2(cli: Callable[..., Done], url: str, says: str) -> None:
+    done = cli(url, "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert re.search(says, done.stderr)
@@ -162,19 +175,18 @@ def test_a_redirect_doesn_t_take_the_token_along(service: Service, monkeypatch: 
         elsewhere.stop()
 
 
-def test_odd_evidence_is_shown_as_far_as_it_goes(service: Service, cli: Cli) -> None:
+def test_odd_evidence_is_shown_as_far_as_it_goes(service: Service, cli: Callable[..., Done]) -> None:
     service.answer = PASSED | {
         "tested": [3, {"cell": "\x1b[2J", "started": None, "differs": [1, {"axis": []}], "shims": [{"name": 1}, 2]}]
     }
-    done = cli("--service", service.url)
+    done = cli(service.url)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
 
 
-def test_arguments_that_do_not_go_together(cli: Cli) -> None:
-    assert cli("--service", "http://127.0.0.1:1", "sdpa").returncode == 2
-    assert "--service asks about the whole environment" in cli("--service", "http://127.0.0.1:1", "sdpa").stderr
-    assert cli("--service", "http://127.0.0.1:1", "--timeout", "0").returncode == 2
+@pytest.mark.parametrize("arguments", [(), ("http://127.0.0.1:1", "sdpa"), ("http://127.0.0.1:1", "--timeout", "0")])
+def test_bad_arguments_are_2(cli: Callable[..., Done], arguments: tuple[str, ...]) -> None:
+    assert cli(*arguments).returncode == 2
 
 
 def here(devices: tuple[Device, ...] = (), **packages: str) -> Environment:

@@ -1,4 +1,4 @@
-"""What the API asks of a store beyond what the store's own methods answer: pages, and answers whose cost doesn't grow with its runs."""
+"""Queries of the API beyond the store's own methods: pages of lists, and lookups whose cost doesn't grow with the runs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_,
 
 from .. import __version__
 from ..cells import AXES, Cell
-from ..store import Past, Run, Store, Summary, queries
+from ..store import Past, Run, Store, Summary
+from ..store import queries as stored
 from ..store.inserts import chunks
 from ..store.models import CELL, DOCUMENT, LATE, PLANNED, RESULT, RUN, TEXT
 
-#: Results that are looked at for one that was committed after a later one.
+#: The number of recent results that are counted, to notice one that was committed after a later one.
 _RECENT = 1000
 
 _ENDED = RESULT.c.verdict.in_(["passed", "failed"])
 
 
 def version(store: Store) -> str:
-    """Changes with everything that the API shows of a store, and costs about a millisecond.
+    """A version token of a store: differs after every change that the API can show. Takes about a millisecond.
 
-    Rows are never deleted. PostgreSQL may commit them in another order than that of their ids: so the recent ones are counted.
+    Rows are never deleted. PostgreSQL may commit rows in a different order than that of their ids, so recent ones are counted.
     """
     newest = select(func.max(RESULT.c.id)).scalar_subquery()
     recent = select(func.count()).select_from(RESULT).where(RESULT.c.id > newest - _RECENT).scalar_subquery()
@@ -36,38 +37,38 @@ def version(store: Store) -> str:
         row = connection.execute(
             select(newest, recent, documents, late, func.count(), ended, func.max(RUN.c.name), func.max(RUN.c.finished))
         ).one()
-        latest = select(RUN.c.id).order_by(*queries.NEWEST_FIRST).limit(1).scalar_subquery()
+        latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
         planned = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest))
     return hashlib.sha256(f"{__version__} {tuple(row)} {planned}".encode()).hexdigest()[:24]
 
 
 def cells(store: Store, axes: Mapping[str, str] = {}) -> list[Cell]:
-    """Every cell that a run has planned, or those with these values."""
+    """Every cell that a run has planned, or those with the given values of axes."""
     query = select(*(CELL.c[axis] for axis in AXES)).where(*_on(axes)).order_by(CELL.c.id)
     with store.reading() as connection:
-        return [queries.cell_of(row) for row in connection.execute(query)]
+        return [stored.cell_of(row) for row in connection.execute(query)]
 
 
 def newest(store: Store, wanted: Collection[Cell]) -> dict[Cell, Past]:
-    """As `Store.current` of these cells, for a time that doesn't grow with the runs: the newest ones have most of the answer."""
+    """As `Store.current` for these cells, in a time that doesn't grow with the number of runs: the newest runs have most of them."""
     found: dict[Cell, Past] = {}
     with store.reading() as connection:
         keys: Mapping[int, Cell] = {}
         for names in chunks(cell.name for cell in wanted):
             rows = connection.execute(select(CELL.c.id, *(CELL.c[axis] for axis in AXES)).where(CELL.c.name.in_(names)))
-            keys = {**keys, **{row[0]: queries.cell_of(row[1:]) for row in rows}}
+            keys = {**keys, **{row[0]: stored.cell_of(row[1:]) for row in rows}}
         left = keys
-        # A verdict of the tests counts before the lack of a GPU, and that before a plan.
+        # A verdict of tests takes precedence over a missing GPU, and that over a plan.
         for rank, such in enumerate((_ENDED, RESULT.c.verdict.is_not(None), None)):
             has = left if such is None else _having(connection, left, such)
             found |= {keys[key]: past for key, past in _newest_past(connection, has, rank)}
-            # Not what isn't in `has`: a later attempt may have taken the place of such a result.
+            # Not the cells missing from `has`: a later attempt may have replaced such a result.
             left = {key: cell for key, cell in left.items() if cell not in found}
     return {cell: found[cell] for cell in sorted(found)}
 
 
 def _having(connection: Connection, keys: Mapping[int, Cell], such: ColumnElement[bool]) -> dict[int, Cell]:
-    """Those cells that have such a result in a whole run."""
+    """The cells that have a result matching the condition in a whole run."""
     there = select(RESULT.c.id).join(RUN, RUN.c.id == RESULT.c.run_id)
     there = there.where(RESULT.c.cell_id == CELL.c.id, such, RUN.c.partial.is_(False))
     found: dict[int, Cell] = {}
@@ -78,57 +79,57 @@ def _having(connection: Connection, keys: Mapping[int, Cell], such: ColumnElemen
 
 
 def _newest_past(connection: Connection, keys: Collection[int], worst: int) -> Iterator[tuple[int, Past]]:
-    """What each cell gave in the newest whole run that has it, looked for in more of them at a time until all are found.
+    """The result of each cell in the newest whole run that has it; searches more and more runs until all cells are found.
 
     Args:
-        worst: 0, only what ended; 1, also what was not run; 2, also what was only planned.
+        worst: 0 for cells that ended, 1 also for cells that were not run, 2 also for cells that were only planned.
     """
-    runs = select(RUN.c.id).where(RUN.c.partial.is_(False)).order_by(*queries.NEWEST_FIRST)
+    runs = select(RUN.c.id).where(RUN.c.partial.is_(False)).order_by(*stored.NEWEST_FIRST)
     rank = case((_ENDED, 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
     left, begin, size = set(keys), 0, 4
     while left and (part := connection.scalars(runs.offset(begin).limit(size)).all()):
         begin, size = begin + size, size * 4
         best: dict[int, tuple[int, Past]] = {}
         for some in chunks(left):
-            query = queries.summary(PLANNED.c.cell_id, RUN.c.id, *queries.RUN_FIELDS)
+            query = stored.summary(PLANNED.c.cell_id, RUN.c.id, *stored.RUN_FIELDS)
             query = query.where(PLANNED.c.run_id.in_(part), PLANNED.c.cell_id.in_(some), rank <= worst)
             for row in connection.execute(query):
                 key, place = row[18], part.index(row[19])
                 if key not in best or place < best[key][0]:
-                    best[key] = (place, queries.past_of(row))
+                    best[key] = (place, stored.past_of(row))
         yield from ((key, past) for key, (_, past) in best.items())
         left -= best.keys()
 
 
 def unfinished(store: Store) -> list[tuple[Cell, Run]]:
-    """The cells without a result in whole runs that go on, those of the newest run first."""
-    query = queries.summary(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST)
+    """The cells without a result in unfinished whole runs, those of the newest run first."""
+    query = stored.summary(*stored.RUN_FIELDS).order_by(*stored.NEWEST_FIRST)
     query = query.where(RUN.c.state == "running", RUN.c.partial.is_(False), RESULT.c.id.is_(None))
     with store.reading() as connection:
         rows = connection.execute(query.where(PLANNED.c.excluded.is_(None))).all()
-    return [(queries.cell_of(row), queries.past_of(row).run) for row in rows]
+    return [(stored.cell_of(row), stored.past_of(row).run) for row in rows]
 
 
 class Evidence(NamedTuple):
-    """What a result says of what it ran on: its environment, and its pins where it died before it could tell."""
+    """The environment that a result reports, and its pins in case it died before reporting."""
 
     environment: Mapping[str, Any]
     pins: str
 
 
 def earlier(store: Store, wanted: Collection[Cell]) -> list[tuple[Cell, Past]]:
-    """What passed or failed of these cells in whole runs: of results with the same environment and pins the newest."""
+    """The passed and failed results of these cells in whole runs; the newest of those with the same environment and pins."""
     same = (PLANNED.c.cell_id, RESULT.c.environment_id, RESULT.c.pins_id)
-    number = func.row_number().over(partition_by=same, order_by=queries.NEWEST_FIRST).label("number")
+    number = func.row_number().over(partition_by=same, order_by=stored.NEWEST_FIRST).label("number")
     found = []
     with store.reading() as connection:
         for names in chunks(cell.name for cell in wanted):
-            query = queries.summary(*queries.RUN_FIELDS, number)
+            query = stored.summary(*stored.RUN_FIELDS, number)
             query = query.where(_ENDED, RUN.c.partial.is_(False), CELL.c.name.in_(names))
             every = query.subquery()
             columns = (column for column in every.c if column.name != "number")
             rows = connection.execute(select(*columns).where(every.c.number == 1))
-            found += [(queries.cell_of(row), queries.past_of(row)) for row in rows]
+            found += [(stored.cell_of(row), stored.past_of(row)) for row in rows]
     return found
 
 
@@ -151,7 +152,7 @@ def evidence(store: Store, of: Iterable[tuple[Cell, Past]]) -> dict[tuple[Cell, 
         for run, attempts in runs.items():
             for names in chunks(attempts):
                 for row in connection.execute(query.where(RUN.c.name == run, CELL.c.name.in_(names))):
-                    cell = queries.cell_of(row)
+                    cell = stored.cell_of(row)
                     if row[7] == attempts[cell.name]:
                         told = json.loads(row[5] or "{}")
                         found[cell, run] = Evidence(told if isinstance(told, dict) else {}, row[6] or "")
@@ -161,8 +162,8 @@ def evidence(store: Store, of: Iterable[tuple[Cell, Past]]) -> dict[tuple[Cell, 
 def run_page(
     store: Store, limit: int, after: tuple[datetime, str] | None, where: Mapping[str, str | bool | None]
 ) -> list[Run]:
-    """Runs, the newest first, behind the one that began then and has that id."""
-    query = select(*queries.RUN_FIELDS).order_by(RUN.c.started.desc(), RUN.c.name.desc()).limit(limit)
+    """Runs, newest first, after the run with the given start and id."""
+    query = select(*stored.RUN_FIELDS).order_by(RUN.c.started.desc(), RUN.c.name.desc()).limit(limit)
     query = query.where(*(RUN.c[name] == value for name, value in where.items() if value is not None))
     if after is not None:
         query = query.where(or_(RUN.c.started < after[0], and_(RUN.c.started == after[0], RUN.c.name < after[1])))
@@ -179,8 +180,8 @@ def cell_page(
     state: str | None = None,
     kind: str | None = None,
 ) -> list[tuple[int, Cell, Summary]]:
-    """Cells of a run, each with its place in it, in their order, behind a place."""
-    query = queries.summary(PLANNED.c.position).where(RUN.c.name == run, PLANNED.c.position > after, *_on(axes))
+    """Cells of a run in order, each with its position, after a position."""
+    query = stored.summary(PLANNED.c.position).where(RUN.c.name == run, PLANNED.c.position > after, *_on(axes))
     if state is not None:
         known = RESULT.c.verdict.is_(None)
         query = query.where(
@@ -193,11 +194,11 @@ def cell_page(
         query = query.where(RESULT.c.kind == kind)
     with store.reading() as connection:
         rows = connection.execute(query.order_by(PLANNED.c.position).limit(limit)).all()
-    return [(row[18], *queries.summary_of(row)) for row in rows]
+    return [(row[18], *stored.summary_of(row)) for row in rows]
 
 
 def result_key(store: Store, run: str, cell: Cell, attempt: int | None) -> int | None:
-    """The key of a result, whose content never changes; None where there is none."""
+    """The key of a result, which never changes; None if there is no such result."""
     query = (
         select(RESULT.c.id)
         .join(RUN, RUN.c.id == RESULT.c.run_id)
@@ -212,7 +213,7 @@ def result_key(store: Store, run: str, cell: Cell, attempt: int | None) -> int |
 
 
 class Breakage(NamedTuple):
-    """A cell that failed where it had passed before, both in whole runs."""
+    """A cell that failed after it had passed, both in whole runs."""
 
     cell: Cell
     now: Past
@@ -220,10 +221,10 @@ class Breakage(NamedTuple):
 
 
 def broke(store: Store, limit: int) -> list[Breakage]:
-    """The newest ends at which a cell broke, the newest first."""
+    """The latest breakages, newest first."""
     order = (RUN.c.started, RUN.c.id)
     ends = (
-        queries.latest(
+        stored.latest(
             select(
                 RESULT.c.id,
                 RESULT.c.verdict,
@@ -234,12 +235,12 @@ def broke(store: Store, limit: int) -> list[Breakage]:
         .where(_ENDED, RUN.c.partial.is_(False))
         .subquery()
     )
-    query: Select[Any] = queries.summary(ends.c.run_before, *queries.RUN_FIELDS).join(ends, ends.c.id == RESULT.c.id)
+    query: Select[Any] = stored.summary(ends.c.run_before, *stored.RUN_FIELDS).join(ends, ends.c.id == RESULT.c.id)
     query = query.where(ends.c.verdict == "failed", ends.c.before == "passed")
     query = query.order_by(RUN.c.started.desc(), RESULT.c.id.desc()).limit(limit)
     with store.reading() as connection:
         rows = connection.execute(query).all()
-    return [Breakage(queries.cell_of(row), queries.past_of(row), row[18]) for row in rows]
+    return [Breakage(stored.cell_of(row), stored.past_of(row), row[18]) for row in rows]
 
 
 def _on(axes: Mapping[str, str]) -> Iterator[ColumnElement[bool]]:

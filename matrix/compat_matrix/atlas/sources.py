@@ -1,4 +1,4 @@
-"""What a release has in the place of a seam, read from its sources with griffe: nothing is installed or imported."""
+"""Reading seams from the sources of a release with griffe; nothing is installed or imported."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ import griffe
 
 from .published import Published
 
-#: Methods that are bound to their class without a decorator.
+#: Methods that are class methods without a decorator.
 _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
-#: A value is quoted up to this length; of a longer one, only its type counts.
+#: A value is quoted up to this length; for a longer one only its type counts.
 _QUOTED = 60
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-#: One thread parses at a time: on Python 3.11, a thread that takes over from one within a parse (the garbage collector lets
-#: it, where a finalizer runs) breaks both with "AST constructor recursion depth mismatch".
+#: Only one thread parses at a time: on Python 3.11, a thread switch within a parse (possible if the garbage collector runs a
+#: finalizer) makes both threads fail with "AST constructor recursion depth mismatch".
 _PARSING = threading.Lock()
 
-#: Of this module and what it depends on: what it found before counts as long as it would find the same.
+#: Identifies this module and the versions it depends on: cached results are valid as long as it stays the same.
 FINGERPRINT = hashlib.sha256(
     f"{Path(__file__).read_text('utf-8')} {version('griffelib')} {sys.version_info[:2]}".encode()
 ).hexdigest()[:16]
 
 
 class _Source(str):
-    """A default, quoted as it is written."""
+    """A default value, shown as in the source."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -57,16 +57,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Found:
-    """What is in the place of a seam.
+    """A seam as found in a release.
 
     Attributes:
-        kind: ``unknown`` where there is something and its source doesn't tell what.
-        parameters: of a function or a class, as it is called from its owner: without `cls`, with `self`.
-        type: of a value, where its source tells.
-        text: of a value its source, if it is short; otherwise why nothing was found, or nothing can be told.
-        home: where it is defined, if that is elsewhere.
-        inherited: it isn't the class' own; where nothing was found, a base of another distribution may have it.
-        others: what another branch of an ``if`` or ``try`` puts there.
+        kind: ``unknown`` if it exists and the source doesn't show its kind.
+        parameters: the parameters of a function or class when called through its owner: without `cls`, with `self`.
+        type: the type of a value, if the source shows it.
+        text: the source of a short value; otherwise why nothing was found or why it is unknown.
+        home: the place of its definition, if that is a different one.
+        inherited: whether it is inherited; if it is missing, a base class of a different distribution may have it.
+        others: its definitions in other branches of an ``if`` or ``try``.
     """
 
     kind: Literal["missing", "function", "class", "value", "unknown"]
@@ -100,7 +100,7 @@ class _Definition:
 
 
 class _Recorder(griffe.Extension):
-    """All definitions of a module in order; griffe itself keeps one of each name."""
+    """All definitions of a module in order; griffe itself keeps only one for each name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Recorder(griffe.Extension):
         self._add(node, obj)
 
     def on_attribute_node(self, *, node: Any, agent: Any, **kwargs: Any) -> None:
-        """Assignments that griffe passes over: to a name that has a value, in another branch."""
+        """Assignments that griffe skips: those to a name that has a value in a different branch."""
         if agent.current.is_function or not isinstance(node.parent, (ast.If, ast.ExceptHandler)) or node.value is None:
             return
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -139,7 +139,7 @@ class _Recorder(griffe.Extension):
 
 
 class Sources:
-    """The modules of one published file, parsed when they are needed."""
+    """The modules of one published file, parsed on demand."""
 
     def __init__(self, published: Published) -> None:
         self._published = published
@@ -147,7 +147,7 @@ class Sources:
         self._active: set[tuple[str, tuple[str, ...]]] = set()
 
     def find(self, target: str) -> Found:
-        """What there is at ``module:attribute``, followed through imports, assignments and base classes.
+        """The attribute at ``module:attribute``, resolved through imports, assignments and base classes.
 
         Raises:
             MatrixError: the file can't be fetched, or is damaged.
@@ -167,7 +167,7 @@ class Sources:
         return replace(first, others=tuple(others))
 
     def _look(self, module: str, names: tuple[str, ...]) -> list[Found]:
-        """What a module has under a dotted name; empty if nothing."""
+        """The definitions of a dotted name in a module; empty if there are none."""
         if (module, names) in self._active:
             return []
         self._active.add((module, names))
@@ -214,7 +214,7 @@ class Sources:
             return self._member(source, what, rest) if rest else [self._class(source, what)]
         text = str(what.value) if isinstance(what, griffe.Attribute) else ""
         if _NAME.fullmatch(text):
-            # Another name of something: of the class first, then of the module.
+            # An alias: looked up in the class first, then in the module.
             owner = source.path(what).rpartition(".")[0]
             for scope in dict.fromkeys((owner, "")):
                 found = self._look(source.name, (*f"{scope}.{text}".strip(".").split("."), *rest))
@@ -278,7 +278,7 @@ class Sources:
             file = next((candidate for candidate in candidates if candidate in self._published.members), None)
             recorder = _Recorder()
             *packages, last = name.split(".")
-            parent = None  # what relative imports are relative to
+            parent = None  # the package for relative imports
             for package in packages:
                 parent = griffe.Module(package, filepath=Path(package, "__init__.py"), parent=parent)
             code = decode_source(self._published.read(file)) if file else ""
@@ -298,9 +298,9 @@ class _Module:
         self._exports = exports
 
     def reaching(self, path: str) -> list[griffe.Object | griffe.Alias]:
-        """What a name may be bound to once the module is imported: the last unconditional definition, and those after it."""
+        """The possible definitions of a name after the import of its module: the last unconditional one, and those after it."""
         definitions = self._definitions.get(path, [])
-        # A package that loads its parts on first access names them for type checkers alone.
+        # A package that loads its parts on first access imports them only for type checkers.
         definitions = [one for one in definitions if one.branch != "typing"] or definitions
         always = [index for index, one in enumerate(definitions) if one.branch == "always"]
         return [one.what for one in definitions[always[-1] if always else 0 :]]
@@ -309,7 +309,7 @@ class _Module:
         """Whether ``from module import *`` imports a name that the module has."""
         if self._exports is None:
             return not name.startswith("_")
-        # An `__all__` made of others' can't be told without them.
+        # An `__all__` that is computed from others can't be evaluated.
         return name in self._exports or not all(isinstance(one, str) for one in self._exports)
 
     def path(self, what: griffe.Object) -> str:
@@ -348,7 +348,7 @@ def _parameters(function: griffe.Function) -> tuple[Parameter, ...]:
 
 
 def _type(source: str) -> str | None:
-    """The type of a value, as far as its source tells."""
+    """The type of a value, as far as its source shows it."""
     try:
         with _PARSING:
             node = ast.parse(source, mode="eval").body

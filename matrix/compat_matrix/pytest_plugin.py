@@ -1,8 +1,8 @@
-"""A pytest plugin: ends a suite before it begins where a matrix service knows that its environment is bad.
+"""A pytest plugin that stops a test suite before it begins if a matrix service knows that the environment is bad.
 
-``-p kernel_compat.pytest_plugin`` loads it: were it found by itself, every pytest of every project that has this package installed
-would start later. It does nothing, and imports nothing, unless a service is named: by ``--kernel-compat-service URL`` or the ini
-option ``kernel_compat_service``.
+Load it with ``-p compat_matrix.pytest_plugin``. It isn't registered as an entry point: pytest would then import it in every
+project that has this package installed. Without ``--kernel-compat-service URL`` or the ini option ``kernel_compat_service`` it does
+nothing and imports nothing else.
 """
 
 from __future__ import annotations
@@ -12,47 +12,49 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .service import ServiceReport
+    from .matrix_client import ServiceReport
 
 __all__ = ["ServiceWarning"]
 
 
 class ServiceWarning(UserWarning):
-    """The matrix service gave no answer, so that nothing is known of the environment."""
+    """The matrix service gave no answer, and nothing is known about the environment."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the plugin's options."""
     group = parser.getgroup("kernel-compat")
     group.addoption(
         "--kernel-compat-service",
         metavar="URL",
-        help="ask this matrix service about the environment first, and end where it is known to be bad",
+        help="ask this matrix service about the environment first, and stop if it is known to be bad",
     )
     group.addoption(
-        "--kernel-compat-service-required", action="store_true", help="end also where the service doesn't answer"
+        "--kernel-compat-service-required", action="store_true", help="stop also if the service doesn't answer"
     )
     parser.addini("kernel_compat_service", "as --kernel-compat-service; an empty option turns it off", default="")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    """Ask the service; not in the worker processes of pytest-xdist, whose controller has asked."""
     config = session.config
     url = config.getoption("--kernel-compat-service")
     url = config.getini("kernel_compat_service") if url is None else url
-    if url and not hasattr(config, "workerinput"):  # of pytest-xdist: the process that started it has asked
+    if url and not hasattr(config, "workerinput"):
         _ask(config, url)
 
 
 def _ask(config: pytest.Config, url: str) -> None:
-    from . import service
+    from . import matrix_client
 
     try:
-        report = service.ask(url)
-    except service.ServiceError as error:
+        report = matrix_client.ask(url)
+    except matrix_client.ServiceError as error:
         if config.getoption("--kernel-compat-service-required"):
             raise pytest.UsageError(f"kernel-compat: {error}") from None
         config.issue_config_time_warning(ServiceWarning(f"nothing is known of this environment: {error}"), stacklevel=2)
         return
-    lines = [line for answer in report.answers for line in service.describe(answer)]
+    lines = [line for answer in report.answers for line in matrix_client.describe(answer)]
     if not report.ok:
         raise pytest.UsageError("\n".join([f"{report.url} knows that this environment is bad:", *lines]))
     config.stash[_REPORT] = report
@@ -62,9 +64,10 @@ _REPORT: pytest.StashKey[ServiceReport] = pytest.StashKey()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The service's verdicts."""
     report = config.stash.get(_REPORT, None)
     if report is None:
         return []
-    from . import service
+    from . import matrix_client
 
-    return [f"kernel-compat: {next(service.describe(answer))}" for answer in report.answers]
+    return [f"kernel-compat: {next(matrix_client.describe(answer))}" for answer in report.answers]

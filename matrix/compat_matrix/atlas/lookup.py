@@ -1,4 +1,4 @@
-"""The atlas from what a user asks to what is printed."""
+"""The implementation of `atlas`: from its arguments to its output."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..errors import MatrixError
 from .cache import Cache, default_folder
 from .index import Index
 from .releases import Release, covered, select
-from .survey import Disagreement, Event, check, claims, history, read, unclaimed
-from .watched import WATCHED
+from .scan import Disagreement, Event, check, claims, history, read, unclaimed
+from .seam_list import SEAMS
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         notes.append(text)
         errors.print(f"note: {text}", markup=False, soft_wrap=True)
 
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of each retry
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
     shims = _shims(arguments.check, note)
     cache = Cache(arguments.cache or default_folder(), note)
     index = Index(cache, note)
@@ -86,7 +86,7 @@ def _shims(all_needed: bool, note: Callable[[str], None]) -> list[Shim]:
 
 
 def _releases(arguments: argparse.Namespace, shims: Sequence[Shim], index: Index) -> dict[str, list[Release]]:
-    texts = {distribution: getattr(arguments, distribution.replace("-", "_")) for distribution in WATCHED}
+    texts = {distribution: getattr(arguments, distribution.replace("-", "_")) for distribution in SEAMS}
     asked = {distribution: text for distribution, text in texts.items() if text is not None}
     if asked:
         return {
@@ -107,7 +107,7 @@ def _seams(given: Sequence[str], shims: Sequence[Shim], releases: _Releases) -> 
     """The seams to look for, by distribution."""
     seams = {
         distribution: [
-            *WATCHED.get(distribution, ()),
+            *SEAMS.get(distribution, ()),
             *(seam.target for shim in shims if shim.distribution == distribution for seam in shim.seams),
         ]
         for distribution in releases

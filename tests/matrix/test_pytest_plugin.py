@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from recorded_service import NEAREST, PASSED, WRONG, Service
 
+import compat_matrix
 import kernel_compat
 
 pytest_plugins = ["pytester"]
 
-COMPAT = Path(kernel_compat.__file__).parents[1]
-PLUGIN = ("-p", "kernel_compat.pytest_plugin")
+SOURCES = [str(Path(module.__file__).parents[1]) for module in (kernel_compat, compat_matrix)]
+PLUGIN = ("-p", "compat_matrix.pytest_plugin")
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (pytester.path / "site" / name).mkdir()
         (pytester.path / "site" / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(pytester.path / "site"), str(COMPAT)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(pytester.path / "site"), *SOURCES]))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
@@ -108,26 +109,28 @@ def test_inactive_it_imports_nothing_and_active_neither_torch_nor_transformers(
     options = ("--kernel-compat-service", service.url) if active else ()
     project.runpytest_subprocess(*PLUGIN, *options).assert_outcomes(passed=1)
     modules = set(json.loads((project.path / "modules").read_text()))
-    ours = {name for name in modules if name.startswith("kernel_compat")}
-    assert ("kernel_compat.service" in ours) == active
-    assert not {"torch", "transformers", "numpy"} & modules
+    ours = {name for name in modules if name.startswith(("kernel_compat", "compat_matrix"))}
+    assert ("compat_matrix.matrix_client" in ours) == active
+    assert not {"torch", "transformers", "numpy", "sqlalchemy", "pydantic", "starlette"} & modules
     if not active:
-        assert ours == {"kernel_compat", "kernel_compat.pytest_plugin"}
+        assert ours == {"compat_matrix", "compat_matrix.pytest_plugin"}
         assert "urllib.request" not in modules
 
 
 @pytest.mark.parametrize("file", ["pytest.ini", "conftest.py"])
 def test_a_project_loads_it_by_a_line_of_its_own(service: Service, project: pytest.Pytester, file: str) -> None:
     service.answer = WRONG
-    loads = {"pytest.ini": "addopts = -p kernel_compat.pytest_plugin\n", "conftest.py": ""}[file]
+    loads = {"pytest.ini": "addopts = -p compat_matrix.pytest_plugin\n", "conftest.py": ""}[file]
     project.makeini(f"[pytest]\nkernel_compat_service = {service.url}\n{loads}")
     if file == "conftest.py":
-        project.makeconftest('pytest_plugins = ["kernel_compat.pytest_plugin"]')
+        project.makeconftest('pytest_plugins = ["compat_matrix.pytest_plugin"]')
     assert project.runpytest_subprocess().ret == pytest.ExitCode.USAGE_ERROR
     assert len(service.asked) == 1
     assert not collected(project)
 
 
-def test_who_does_not_ask_for_it_does_not_pay_for_it() -> None:
-    """pytest imports every plugin that it finds, and rewrites the assertions of all that its distribution has."""
-    assert "pytest11" not in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+def test_pytest_does_not_find_it_by_itself() -> None:
+    """pytest imports every plugin that has an entry point, and rewrites the assertions of its whole distribution."""
+    root = Path(__file__).parents[2]
+    for project in (root / "pyproject.toml", root / "matrix" / "pyproject.toml"):
+        assert "pytest11" not in project.read_text()

@@ -1,4 +1,4 @@
-"""Many releases read at once, and what follows: the history of each seam, and whether the shims claim what is there."""
+"""Scanning many releases: the history of each seam, and the differences between the shims' claims and the sources."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kernel_compat.patching.shim import Shim
 from .cache import Cache
 from .index import THREADS, Index
 from .published import Published
-from .reading import FINGERPRINT, Found, Sources
 from .releases import Release
+from .sources import FINGERPRINT, Found, Sources
 
 _FINDINGS = TypeAdapter(dict[str, Found])
 #: Types that certainly have no signature.
@@ -43,12 +43,12 @@ Findings = Mapping[Release, Mapping[str, Found]]
 
 @dataclass(frozen=True)
 class Event:
-    """What became of a seam in a release.
+    """A change of a seam in a release.
 
     Attributes:
-        what: ``there``: in the first release read already, since whenever.
-        new: names of parameters that it didn't have before.
-        gone: names of parameters that it had before.
+        what: ``there`` if the first release that was read has it already.
+        new: the names of new parameters.
+        gone: the names of removed parameters.
     """
 
     release: Release
@@ -60,10 +60,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A release that a shim claims, where a seam of it isn't as the shim says.
+    """A release that a shim claims, in which a seam of the shim differs from its claim.
 
     Attributes:
-        certain: false where the source doesn't tell: it depends on a condition, or on something that isn't in the wheel.
+        certain: False if the source alone doesn't show it: it depends on a condition, or on something outside of the wheel.
     """
 
     shim: str
@@ -85,7 +85,7 @@ def read(
     note: Callable[[str], None],
     advance: Callable[[], object],
 ) -> dict[Release, dict[str, Found]]:
-    """What each release has in the place of the seams wanted of it.
+    """Read the given seams of each release.
 
     Raises:
         MatrixError: a release can't be read.
@@ -117,7 +117,7 @@ def read(
 
 
 def history(target: str, releases: Sequence[Release], findings: Findings) -> list[Event]:
-    """The releases, oldest first, where a seam is another than in the one before; empty if it is nowhere."""
+    """The changes of a seam, oldest first; empty if no release has it."""
     events: list[Event] = []
     before = Found("missing")
     for release in releases:
@@ -136,7 +136,7 @@ def history(target: str, releases: Sequence[Release], findings: Findings) -> lis
 
 
 def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
-    """Where the shims claim what isn't there, by the rules that `install()` verifies seams by."""
+    """The wrong claims of the shims, by the rules with which `install()` verifies seams."""
     found = []
     for shim in shims:
         for release in _claimed(shim, findings):
@@ -151,7 +151,7 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
 
 
 def unclaimed(shims: Iterable[Shim], findings: Findings) -> Iterator[str]:
-    """Where a shim's versions begin or end although all its seams are the same on the other side."""
+    """The bounds of shims' version ranges at which none of their seams changes."""
     for shim in shims:
         claimed = set(_claimed(shim, findings))
         releases = sorted(
@@ -192,10 +192,10 @@ class _Doubt(NamedTuple):
 
 
 def _doubt(seam: Seam, found: Found) -> _Doubt | None:
-    """Why what was found isn't what a seam expects; None if it is."""
-    if seam.inherited and found.inherited:  # it gets one of its own
+    """The reason why a seam isn't as expected; None if it is."""
+    if seam.inherited and found.inherited:  # the shim gives the class one of its own
         return None
-    if found.kind == "missing" or found.inherited:  # a shim replaces what the class itself has
+    if found.kind == "missing" or found.inherited:  # a shim replaces the class's own attribute
         return _Doubt(str(found), True)
     if found.kind == "unknown":
         return _Doubt(str(found), False)

@@ -1,0 +1,151 @@
+"""Printing: tables and lines for people, plain values for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..environment import DISTRIBUTIONS, Environment
+
+if TYPE_CHECKING:  # rich is imported where tables are printed, never for JSON: its import is a good part of `status`
+    from rich.console import Console
+
+    from ..patching.report import ShimReport
+
+__all__ = [
+    "COLOURS",
+    "console",
+    "fields_of",
+    "plain",
+    "print_environment",
+    "print_shims",
+    "print_table",
+    "print_text",
+    "reasons_text",
+    "usable_text",
+]
+
+#: The colours of words that stand alone in a column. The word carries the meaning, and colour repeats it.
+COLOURS = {
+    "right": "green",
+    "usable": "green",
+    "applied": "green",
+    "available": "green",
+    "WRONG": "bold red",
+    "failed": "bold red",
+    "not usable": "yellow",
+    "refused": "yellow",
+    "skipped": "dim",
+    "not needed": "dim",
+    "pending": "cyan",
+}
+
+
+def plain(value: Any) -> Any:
+    """A value made of dataclasses, mappings and sequences as JSON values; a float that isn't finite becomes None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {key: plain(inner) for key, inner in fields_of(value).items()}
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name; unlike `dataclasses.asdict` it leaves their values as they are."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def usable_text(reasons: Sequence[str]) -> str:
+    """``usable``, or ``not usable`` if there are reasons against it."""
+    return "not usable" if reasons else "usable"
+
+
+def reasons_text(reasons: Sequence[str], install: str) -> str:
+    """The reasons on one line, followed by the sentence that says how to install."""
+    text = "; ".join(reasons)
+    return f"{text}. {install}" if text and install else text
+
+
+def console() -> Console:
+    """A console on stdout. If stdout isn't a terminal, a row is one line however long, for grep and for reading."""
+    from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would exit with 1, which means here that something is wrong.
+            raise BrokenPipeError
+
+    made = Output(highlight=False, markup=False, emoji=False)
+    return made if made.is_terminal else Output(highlight=False, markup=False, emoji=False, width=10_000)
+
+
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print a line."""
+    from rich.text import Text
+
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+
+
+def print_table(console: Console, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table without its empty columns; on a terminal all columns but the first may wrap."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
+    terminal = console.is_terminal
+    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
+    for index in used:
+        table.add_column(heads[index], overflow="fold", no_wrap=index == used[0])
+    for row in rows:
+        table.add_row(*(Text(row[index], style=COLOURS.get(row[index], "")) for index in used))
+    print_text(console, "")
+    print_text(console, title, "bold")
+    if terminal:
+        console.print(table)
+    else:
+        with console.capture() as capture:
+            console.print(table)
+        text = "\n".join(line.rstrip() for line in capture.get().splitlines())
+        print(text, file=console.file)
+
+
+def print_environment(console: Console, environment: Environment, torch_flash_backend: str | None = None) -> None:
+    """Print versions, devices and problems of an environment."""
+    print_text(console, "Environment", "bold")
+    lines = [("python", environment.python), ("system", environment.system)]
+    for distribution in DISTRIBUTIONS:
+        if distribution in environment.packages:
+            lines.append((distribution, environment.packages[distribution]))
+        elif distribution in ("torch", "transformers"):
+            found = "there, of unknown version" if distribution in environment.imports else "not installed"
+            lines.append((distribution, found))
+    lines.append(("devices", ", ".join(map(str, environment.devices)) or "no CUDA device is visible"))
+    if torch_flash_backend is not None:
+        lines.append(("torch runs on", torch_flash_backend))
+    for name, value in lines:
+        print_text(console, f"  {name:<18} {value}")
+    for problem in environment.problems:
+        print_text(console, f"  problem: {problem}", "yellow")
+
+
+def print_shims(console: Console, shims: Sequence[ShimReport]) -> None:
+    """Print shims with their states and reasons."""
+    rows = [(shim.name, shim.state, _shim_reason(shim)) for shim in shims]
+    if rows:
+        print_table(console, "Shims", ("shim", "state", "reason"), rows)
+    else:
+        print_text(console, "\nShims: none is needed here.")
+
+
+def _shim_reason(shim: ShimReport) -> str:
+    if shim.foreign:
+        return f"{shim.reason} (replaced by other code since: {', '.join(shim.foreign)})"
+    return shim.reason

@@ -1,0 +1,72 @@
+"""``kernel-compat-matrix check``: ask a matrix service for its verdict on this environment; runs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from kernel_compat.cli import tables
+
+from .. import matrix_client
+from ..matrix_client import ServiceReport
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit codes: 0 nothing is known to be bad; 1 this environment is known to be bad; 2 no answer, or bad arguments."
+    parser.add_argument("service", metavar="URL", help="the address of the service")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=matrix_client.TIMEOUT,
+        metavar="SECONDS",
+        help=f"time limit of an answer (default: {matrix_client.TIMEOUT:.0f})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit code: 1 if the environment is known to be bad, else 0.
+
+    Raises:
+        ServiceError: the service gives no usable answer.
+    """
+    report = matrix_client.ask(arguments.service, timeout=arguments.timeout)
+    if arguments.json:
+        print(json.dumps(tables.plain({"ok": report.ok, **tables.fields_of(report)}), indent=2, allow_nan=False))
+    else:
+        _show(tables.console(), report)
+    return 0 if report.ok else 1
+
+
+def _show(console: Console, report: ServiceReport) -> None:
+    tables.print_environment(console, report.environment)
+    tables.print_text(console, "")
+    for answer in report.answers:
+        style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
+        verdict, *evidence = matrix_client.describe(answer)
+        tables.print_text(console, verdict, style)
+        for line in evidence:
+            tables.print_text(console, line)
+        shims = [
+            tuple(matrix_client.line(shim.get(name)) for name in ("name", "state", "reason"))
+            for shim in answer.shims
+            if shim.get("state") != "not needed"
+        ]
+        if shims:
+            tables.print_table(console, "Shims there", ("shim", "state", "reason"), shims)
+    if not report.ok:
+        tables.print_text(console, "This environment is known to be bad: see above.", "bold red")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"seconds up to 3600, not {text!r}")
+    return seconds
