@@ -12,7 +12,7 @@ import torch
 from kernel_compat import Device, Environment, Features, Kernel, UnsupportedFeatureError, known_kernels, policy
 from kernel_compat.diagnostics import numerics
 from kernel_compat.environment import DISTRIBUTIONS, KNOWN_IMPORTS, SHIPS
-from kernel_compat.kernels import Limit, catalog
+from kernel_compat.kernels import Limit, catalog, reference
 from kernel_compat.kernels.adapter import Functions, adapt
 from kernel_compat.kernels.catalog import CATALOG, FLASH_ATTN_4, TRANSFORMERS
 from kernel_compat.kernels.provider import Provider, older
@@ -245,6 +245,23 @@ def test_head_dimensions(version: str, device: Device, given: tuple[int, int], p
     (call,) = calls
     assert (call["q"], call["k"], call["v"]) == (padded[0], padded[0], padded[1])
     assert call["softmax_scale"] == (None if given == padded else given[0] ** -0.5)
+
+
+@pytest.mark.parametrize("dims", [(192, 192), (160, 128), (192, 128)])
+def test_padding_changes_neither_output_nor_gradients(dims: tuple[int, int]) -> None:
+    package = replace(catalog.OWN, features=replace(fa4(NEWEST, B200), devices=("cpu",), dtypes=("float64",)))
+    functions = Kernel("x", (package,)).load()
+    shapes = (1, 5, 4, dims[0]), (1, 7, 2, dims[0]), (1, 7, 2, dims[1])
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    ours, right = (
+        [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+        for out in (
+            function(*inputs, causal=True, window_size=(3, 0), softcap=5.0)
+            for function in (functions.flash_attn_func, reference.flash_attn_func)
+        )
+    )
+    for x, y in zip(ours, right, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_the_refusal_names_the_head_dimensions_that_are_taken() -> None:

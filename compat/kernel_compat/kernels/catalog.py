@@ -54,7 +54,8 @@ FA3_FWD = _package(
     renamed={"block_table": "page_table"},
 )
 
-#: Compute capability 8.x has a forward only. Limits are those of flash_attn/cute/interface.py, unless they say otherwise.
+#: Compute capability 8.x has a forward only. The limits are read from flash_attn/cute/interface.py of the releases 4.0.0b3 to
+#: 4.0.0b36, except where another source is named.
 FLASH_ATTN_4 = _package(
     "flash-attn-4",
     Features(
@@ -73,9 +74,9 @@ FLASH_ATTN_4 = _package(
         Limit({"deterministic": False}, before="4.0.0b5", capabilities=(9,)),
         # The dense backward ignores softcap, without an error; the varlen backward refuses it.
         Limit(forward_only=("softcap",), before="4.0.0b9"),
-        # Their autograd functions return None for the sinks, without an error. The code of 4.0.0b26 is that of 4.0.0b30.
+        # Their autograd functions return None for the sinks, without an error. 4.0.0b26 has the same code for them as 4.0.0b30.
         Limit(forward_only=("sinks",), before="4.0.0b26"),
-        # Of 192 and more these two alone: (192, 192) is refused.
+        # Above 128 only these two pairs: (192, 192) is refused.
         Limit({"max_head_dim": 128, "head_dims": ((192, 128), (256, 256))}, capabilities=(10, 11)),
         Limit({"head_dims": ((192, 128),)}, before="4.0.0b11", capabilities=(10, 11)),
         # Sinks are refused by the forward (flash_fwd.py), `deterministic` by the backward; more than 192 doesn't fit into the
@@ -162,8 +163,8 @@ TORCH_BACKENDS: Mapping[str, TorchBackend] = MappingProxyType(
 def kernels_with(able: Callable[[Provider, Features], bool], environment: Environment) -> list[str]:
     """The names of the kernels whose package is `able`, in the version that is installed and on the GPUs that are there.
 
-    Kernels that aren't installed are included, by the features of their newest version; those that run on none of the GPUs
-    are not, where there is a GPU.
+    Kernels that aren't installed are included, with the features of their newest version. Where there are GPUs, kernels that
+    run on none of them are left out.
     """
     names = []
     for name, packages in CATALOG.items():

@@ -1,4 +1,4 @@
-"""FlashAttention-2, -3 and -4, each by packages of their own: what their rows of the catalog need beside data."""
+"""FlashAttention-2, -3 and -4: the code that their packages need beside their rows of the catalog."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Provider:
         bundled: the module comes with torch or with this library.
         declared: whether `features` holds for keywords taken by ``**kwargs`` too. Otherwise a function has the features whose
             keywords are among its named parameters.
-        refine: lowers `features` by what the imported module says about itself.
+        refine: returns the features without those that the imported module was built without.
         functions: returns the functions in the imported module, by their names in FlashAttention-2.
         unpaged_because: returns why pages of so many tokens can't be used with a head dimension; None where they can.
         runs_on: returns whether there is a kernel for a device type that `features` doesn't name. A provider with this
@@ -159,7 +159,7 @@ class Provider:
     runs_on: Callable[[str], bool] | None = None
 
     def features_in(self, environment: Environment) -> Features:
-        """The features of the installed version on the GPUs of an environment; of several GPUs, those that all of them have."""
+        """The features of the installed version on the GPUs of an environment; a limit of one GPU counts for all."""
         version = environment.version(self.distribution)
         capabilities = {device.capability[0] for device in environment.devices}
         changes: dict[str, Any] = {}
