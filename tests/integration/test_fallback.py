@@ -136,6 +136,20 @@ class TestSteps:
         loader = Loader(saved(models, "gpt_oss_sinks"))
         assert load_with_fallback(loader, "flash_attention_2").config._attn_implementation == "eager"
 
+    @pytest.mark.skipif("hrm_text" not in transformers.CONFIG_MAPPING, reason="this release has no HRM-Text")
+    def test_a_config_that_refuses_for_its_values(self, tmp_path: Path) -> None:
+        """HRM-Text's refuses flash attention for prefix language models."""
+        config = transformers.CONFIG_MAPPING["hrm_text"]()
+        config.save_pretrained(tmp_path)
+        asked = []
+
+        def attempt(name: str) -> Any:
+            asked.append(name)
+            return transformers.AutoConfig.from_pretrained(tmp_path, attn_implementation=name)
+
+        load_with_fallback(attempt, "flash_nothing")
+        assert asked == ["flash_nothing", "eager"]
+
     @pytest.mark.usefixtures("installed")
     def test_what_can_be_had_is_taken(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:
         loader = Loader(saved(models, "gemma2_softcap"))

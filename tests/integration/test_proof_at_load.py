@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("installed")
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(loading, "_seen", {})
+    monkeypatch.setattr(loading, "_proofs", {})
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **types: Any) -> None:
@@ -51,7 +51,7 @@ def test_a_type_that_is_in_no_table_is_proven_once(monkeypatch: pytest.MonkeyPat
     build()
     (kept,) = tmp_path.glob("kernel-compat/proofs/*.json")
     assert json.loads(kept.read_text())["verdict"] == "equal"
-    monkeypatch.setattr(loading, "_seen", {})
+    monkeypatch.setattr(loading, "_proofs", {})
     monkeypatch.setattr(loading, "_prove_elsewhere", lambda *_: pytest.fail("it is kept"))
     build()
 

@@ -115,8 +115,9 @@ def _is_refusal(error: Exception, name: str) -> bool:
     """Whether an error, raised outside a model's check of its attention name, says that the name is not supported."""
     if isinstance(error, (KernelUnavailableError, UnsupportedFeatureError)):
         # `load` may apply model patches: their errors name another kernel.
-        entry = registered_attention().get(name)
-        return error.kernel in (name, entry and entry.kernel.name) or repr(name) in getattr(error, "feature", "")
+        bare = name.removeprefix("paged|")
+        entry = registered_attention().get(bare)
+        return error.kernel in (name, bare, entry and entry.kernel.name) or repr(bare) in getattr(error, "feature", "")
     return _can_refuse(error) and _refused_by_config(error, name)
 
 

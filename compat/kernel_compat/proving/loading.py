@@ -27,7 +27,8 @@ __all__ = ["require_proof"]
 
 _SECONDS = 180
 _logger = logging.getLogger(__name__)
-_seen: dict[Any, Proof] = {}
+#: The proofs of this process, by module; by class for those of ``__main__``.
+_proofs: dict[Any, Proof] = {}
 _proving: ContextVar[bool] = ContextVar("proving", default=False)
 
 
@@ -105,16 +106,16 @@ def _proof(owner: type, config: Any) -> Proof:
     The other classes of its module, such as the base model of a model with a head, share the proof of the first one loaded.
     """
     key = owner if owner.__module__ == "__main__" else owner.__module__
-    if key not in _seen:
+    if key not in _proofs:
         kept = _cache_folder() / f"{_fingerprint(owner)}.json"
         if kept.exists():
-            _seen[key] = Proof.from_json(json.loads(kept.read_text()))
+            _proofs[key] = Proof.from_json(json.loads(kept.read_text()))
         else:
             _logger.info("proving %s on a tiny model", owner.__name__)
-            _seen[key] = proof = _prove_elsewhere(owner, config)
+            _proofs[key] = proof = _prove_elsewhere(owner, config)
             if proof.outcomes:
                 _keep(proof, kept)
-    return _seen[key]
+    return _proofs[key]
 
 
 def _keep(proof: Proof, path: Path) -> None:

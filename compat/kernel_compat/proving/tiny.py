@@ -38,6 +38,8 @@ _LAYERS = re.compile(
     r"(\w+_)?depth|num_encoder_blocks|num_mel_attn_blocks|lqe_layers|\w+_predictor_layers|resampler_depth|"
     r"num_timestamp_prediction_layers|speech_decoder_postnet_layers|parcae_num_coda_layers|num_loops|inference_num_steps)$"
 )
+#: Attributes that hold a config's number of layers, in the order of precedence.
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
 #: Names of attributes with a list of layer indices.
 _INDICES = re.compile(r"(index|indexes|indices|idxs|_ids|_layers|layers_idx|_layer_list)$")
 #: Lists of layer indices that must keep their length, because other parts have as many entries.
@@ -382,7 +384,7 @@ def _is_experts(name: str) -> bool:
 
 
 def _layers_of(config: Any) -> int | None:
-    for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "encoder_layers"):
+    for name in (*_LAYER_COUNTS, "encoder_layers"):
         if _is_int(number := _get(config, name)):
             return int(number)
     return None
@@ -487,7 +489,7 @@ def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[i
     if _LAYERS.match(name):
         if _has_stages(values) and name in ("num_layers", "num_encoder_blocks", "num_hidden_layers"):
             return value
-        if picks is not None and name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth"):
+        if picks is not None and name in _LAYER_COUNTS:
             return len(picks)
         return min(value, 2)
     if _EXPERTS_PER_TOKEN.match(name):
@@ -534,19 +536,12 @@ def _is_hierarchical(values: Mapping[str, Any]) -> bool:
 def _smaller_list(
     name: str, value: list[Any], values: Mapping[str, Any], picks: list[int] | None, tokens: _Tokens, level: Level
 ) -> list[Any]:
+    number = next((v for n in _LAYER_COUNTS if _is_int(v := values.get(n))), None)
     if all(_is_int(v) for v in value):
         if _TOKEN.search(name):
             return [tokens(v) for v in value]
         if name == "mrope_section":
             return _sections(value, HEAD_DIM // 2)
-        number = next(
-            (
-                v
-                for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
-                if _is_int(v := values.get(n))
-            ),
-            None,
-        )
         if picks is not None and number:
             if len(value) == number and not _is_stages(name):
                 return [_smaller_int(_single(name), value[p], values, None, EXPERTS) for p in picks]
@@ -600,10 +595,6 @@ def _smaller_list(
         return [[16, 16], [8, 8], [4, 4]]
     if name == "image_grid_pinpoints":
         return [[2 * IMAGE, IMAGE], [IMAGE, 2 * IMAGE], [2 * IMAGE, 2 * IMAGE]]
-    number = next(
-        (v for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if _is_int(v := values.get(n))),
-        None,
-    )
     if picks is not None and number and len(value) == number:
         return [value[p] for p in picks]
     return value
