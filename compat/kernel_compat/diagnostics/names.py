@@ -115,14 +115,14 @@ def attention_names(environment: Environment) -> tuple[NameStatus, ...]:
 def _status(name: str, kernel: Kernel, environment: Environment) -> NameStatus:
     provider = kernel.provider(environment)
     reasons = tuple(provider.unavailable_because(environment))
-    return NameStatus(name, kernel.name, _owner(name), reasons, provider.install_hint(environment))
+    return NameStatus(name, kernel.name, _owner(name, environment), reasons, provider.install_hint(environment))
 
 
-def _owner(name: str) -> Owner:
+def _owner(name: str, environment: Environment) -> Owner:
     entry = registered_attention().get(name)
     if entry is not None:
         return "kernel-compat" if entry.builtin else "registered"
-    return "transformers" if upstream_owner(name) else "kernel-compat"
+    return "transformers" if upstream_owner(name, environment) else "kernel-compat"
 
 
 def explain_type(model_type: str, name: str = LADDER[0]) -> TypeExplanation:
