@@ -1,8 +1,13 @@
-"""liger-kernel's kernels under Triton's interpreter; test_ops_triton.py runs this file where TRITON_INTERPRET is set."""
+"""liger-kernel's kernels under Triton's interpreter; test_ops_triton.py runs this file where TRITON_INTERPRET is set.
+
+None of them writes into a tensor that others can see: neither inputs nor saved tensors nor gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import interpreter  # noqa: F401  # repaired
@@ -16,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernel_compat.models import liger_proof
 from kernel_compat.ops.kernels import liger
-from kernel_compat.ops.recognisers import norms
+from kernel_compat.ops.recognisers import norms, rotary
 
 
 def require_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -43,21 +48,33 @@ def test_cross_entropy(factor: float, reduction: Literal["mean", "sum"], trained
     require_close(results(liger.cross_entropy()(hidden, weight, labels, bias=bias, reduction=reduction)), expected)
 
 
-def test_what_hooks_keep_of_what_the_loss_has_saved_stays() -> None:
-    kept: list[tuple[Tensor, Tensor]] = []
-
-    def pack(x: Tensor) -> Tensor:
-        kept.append((x, x.clone()))
-        return x
-
+def test_the_loss_s_gradients_are_computed_once_and_are_nobody_else_s() -> None:
+    kept: list[Tensor] = []
     hidden, weight = (torch.randn(size, 16, requires_grad=True) for size in (10, 37))
     labels = torch.randint(37, (10,))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         found = liger.cross_entropy()(hidden, weight, labels)
+    assert not kept
     expected = torch.autograd.grad(functional.cross_entropy(hidden @ weight.T, labels) * 3, (hidden, weight))
-    require_close(torch.autograd.grad(found * 3, (hidden, weight)), expected)
-    assert kept
-    assert all(torch.equal(now, then) for now, then in kept)
+    require_close(torch.autograd.grad(found * 3, (hidden, weight), retain_graph=True), expected)
+    with pytest.raises(RuntimeError, match="a second backward .* needs another forward"):
+        torch.autograd.grad(found, hidden)
+
+
+def test_the_loss_s_factor_is_not_rounded_to_half_precision() -> None:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(size, 16).bfloat16().requires_grad_() for size in (10, 37))
+    labels = torch.randint(37, (10,))
+    (once,) = torch.autograd.grad(liger.cross_entropy()(hidden, weight, labels), weight)
+    (scaled,) = torch.autograd.grad(liger.cross_entropy()(hidden, weight, labels) * (1 + 2**-9), weight)
+    assert torch.equal(scaled, (once.float() * (1 + 2**-9)).bfloat16())
+
+
+def test_no_labels_that_count_give_nan_and_no_gradient() -> None:
+    hidden, weight = (torch.randn(size, 16, requires_grad=True) for size in (10, 37))
+    loss = liger.cross_entropy()(hidden, weight, torch.full((10,), -100))
+    assert loss.isnan()
+    assert all(not gradient.any() for gradient in torch.autograd.grad(loss, (hidden, weight)))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
@@ -80,7 +97,7 @@ def test_rms_norm(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant checkpoints", "checkpoints"])
 @pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
 def test_swiglu(saved: bool, checkpointing: bool | None) -> None:
-    """Where a regularizer has saved the gate, whose gradient is computed behind the kernel's, too."""
+    """Also where a regularizer has saved the gate, whose gradient is computed after the kernel's."""
 
     def results(kernel: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
@@ -97,6 +114,97 @@ def test_swiglu(saved: bool, checkpointing: bool | None) -> None:
         return x.grad, gate.weight.grad, up.weight.grad, up.bias.grad
 
     require_close(results(liger.swiglu()), results(lambda gate, up: functional.silu(gate) * up))
+
+
+def rotary_inputs() -> tuple[Tensor, ...]:
+    """Query and key in the layout that a projection has, in which Liger rotates in place."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 5, 2, 8).transpose(1, 2)
+    cos, sin = torch.randn(2, 2, 5, 4).repeat(1, 1, 1, 2)
+    return query.requires_grad_(), key.requires_grad_(), cos, sin
+
+
+@pytest.mark.parametrize("layout", ["by position", "by head"])
+def test_rotary(layout: str) -> None:
+    """Also where the rotated query is added to another tensor, which gets the same gradient."""
+    query, key, cos, sin = rotary_inputs()
+    if layout == "by head":
+        query, key = (x.detach().contiguous().requires_grad_() for x in (query, key))
+
+    def results(kernel: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        other = query * 3  # whose backward is the later one
+        turned = kernel(query, key, cos, sin)
+        loss = (turned[0] + other).square().sum() + turned[1].sin().sum()
+        return *turned, *torch.autograd.grad(loss, (query, key))
+
+    require_close(results(liger.rotary()), results(rotary.reference))
+
+
+def swiglu_inputs() -> tuple[Tensor, ...]:
+    return tuple(torch.randn(2, 3, 16, requires_grad=True) for _ in range(2))
+
+
+KERNELS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Tensor, ...]]]] = {
+    "swiglu": (liger.swiglu, swiglu_inputs),
+    "rotary": (liger.rotary, rotary_inputs),
+    "rms_norm": (
+        lambda: partial(liger.rms_norm(), eps=1e-6, casting="llama"),
+        lambda: (torch.randn(5, 64, requires_grad=True), torch.randn(64, requires_grad=True)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_nothing_that_others_can_see_is_written_into(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs, saved tensors, results and gradients; so a second backward gives the same, and a second derivative is refused."""
+    monkeypatch.setattr("liger_kernel.ops.rms_norm.rsqrt", lambda x: 1 / tl.sqrt(x))
+    make, inputs_of = KERNELS[name]
+    inputs, kernel = inputs_of(), make()
+    leaves = [x for x in inputs if x.requires_grad]
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append((x.detach(), x.detach().clone()))
+        return x
+
+    def look(x: Tensor) -> None:
+        keep(x)
+
+    for x in inputs:
+        keep(x)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        results = kernel(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    gradients = [keep(torch.randn_like(x)) for x in results]
+    for result in results:
+        result.register_hook(look)
+        keep(result)
+    first = torch.autograd.grad(results, leaves, gradients, retain_graph=True)
+    copies = [x.clone() for x in first]
+    second = torch.autograd.grad(results, leaves, gradients, retain_graph=True)
+
+    assert all(torch.equal(now, then) for now, then in kept)
+    assert all(torch.equal(one, other) for one, other in zip(first, copies, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="_implementation='liger_kernel' has no second derivative"):
+        torch.autograd.grad(results, leaves, gradients, create_graph=True)
+
+
+def test_a_dtensor_s_gate_is_local(tmp_path: Path) -> None:
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        gate, up = swiglu_inputs()
+        sharded = [distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in (gate, up)]
+        liger.swiglu()(*sharded).sin().sum().backward()
+        expected = torch.autograd.grad((functional.silu(gate) * up).sin().sum(), (gate, up))
+        require_close(tuple(x.grad.full_tensor() for x in sharded), expected)
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

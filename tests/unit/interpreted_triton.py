@@ -17,7 +17,7 @@ from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, tr
 from kernel_compat.ops.kernels.triton_load_balancing import load_balancing_loss
 from kernel_compat.ops.kernels.triton_rms_norm import rms_norm
 from kernel_compat.ops.kernels.triton_rotary import rotary_pos_emb
-from kernel_compat.ops.kernels.triton_scale import scale_
+from kernel_compat.ops.kernels.triton_swiglu import swiglu_backward
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
@@ -59,15 +59,26 @@ layouts = st.sampled_from(["contiguous", "transposed", "sliced"])
 thorough = settings(max_examples=8, deadline=None)
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 2731)])
-@pytest.mark.parametrize("factor", [1.0, -0.3, 0.0, torch.nan])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_scale(dtype: torch.dtype, factor: float, shape: tuple[int, ...]) -> None:
-    values = torch.randn(shape, dtype=dtype)
-    for one in (values, torch.stack([values, values], -1)[..., 1]):
-        expected = (one.double() * torch.tensor(factor).double()).to(dtype)
-        scale_(one, torch.tensor(factor))
-        torch.testing.assert_close(one, expected, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=0, equal_nan=True)
+# SwiGLU
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("shape", [(0, 3), (5,), (2, 3, 700)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_backward(dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> None:
+    """Rounded once, from float32; its inputs stay as they are."""
+    gate, up, gradient = inputs = [laid_out(torch.randn(shape).to(dtype), layout) for _ in range(3)]
+    before = [x.clone() for x in inputs]
+
+    found = swiglu_backward(gate, up, gradient)
+
+    exact = [x.double().requires_grad_() for x in (gate, up)]
+    product = torch.nn.functional.silu(exact[0]) * exact[1]
+    expected = torch.autograd.grad(product, exact, gradient.double())
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype) == (gate.shape, dtype)
+        torch.testing.assert_close(one, other.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
 
 
 # RMSNorm

@@ -220,6 +220,15 @@ def test_a_gradient_of_the_gradient_is_refused() -> None:
         torch.autograd.grad(chunk_loss(x, weight, labels, bias=bias), x, create_graph=True)
 
 
+def test_the_factor_of_the_gradients_is_not_rounded_to_half_precision() -> None:
+    x, weight, bias, labels = problem(20, 4, 9, torch.bfloat16)
+
+    (once,) = gradients(chunk_loss(x, weight, labels, bias=bias, reduction="sum"), x)
+    (scaled,) = gradients(chunk_loss(x, weight, labels, bias=bias, reduction="sum") * (1 + 2**-9), x)
+
+    assert torch.equal(scaled, (once.float() * (1 + 2**-9)).bfloat16())
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_float16_holds_gradients_that_a_scaler_multiplies(reduction: Any) -> None:
     x, weight, bias, labels = problem(2000, 16, 40, torch.float16)

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from mixtures import kernel_gradients, kernel_inputs, plain
 from torch import Tensor
-from torch.nn.functional import silu
 
 from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, ops
-from kernel_compat.ops import registry
 from kernel_compat.ops.kernels import quack_moe, routing
-from kernel_compat.ops.recognisers.experts import Experts, reference
-
-
-def plain(*given: Any) -> Tensor:
-    return reference(Experts("", "", ()), *given)
 
 
 def test_what_they_need() -> None:
@@ -39,23 +30,6 @@ def test_what_they_need() -> None:
     assert "pip install quack-kernels" in why("fused_quack", {}, h200)
     assert "compute capability 9.0 or greater" in why("fused_quack", {"quack-kernels": "0.6.5"}, a100)
     assert "torch-npu is not installed" in why("fused_npu", {}, h200)
-
-
-def kernel_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """With an expert that nobody chooses, and ids of other ranks'."""
-    torch.manual_seed(0)
-    index = torch.tensor([[0, 1, 4], [5, 2, 0], [6, 6, 6], [4, 5, 1], [2, 6, 0], [1, 0, 2], [0, 2, 6]])
-    sizes = ((7, 16), (7, 3), (6, 2 * 24, 16), (6, 16, 24))
-    x, weights, gate_up, down = (torch.randn(size).bfloat16().to(dtype).requires_grad_() for size in sizes)
-    return x, index, weights, gate_up, down
-
-
-def kernel_gradients(kernel: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-    given = kernel_inputs(dtype)
-    result = kernel(*given)
-    leaves = [one for one in given if one.requires_grad]
-    found = torch.autograd.grad((result * torch.randn(result.shape).bfloat16().to(dtype)).sum(), leaves)
-    return [result.detach(), *found]
 
 
 def test_routing() -> None:
@@ -122,97 +96,6 @@ def test_quack_refuses_what_its_products_do_not_take() -> None:
         quack_moe._require(x, torch.zeros(2, 16, 24))
     with pytest.raises(UnsupportedFeatureError, match="16 and 20"):
         quack_moe._require(x.bfloat16(), torch.zeros(2, 16, 20))
-
-
-#: Of torch_npu 2.11.0.
-SCHEMAS = (
-    "npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) -> (Tensor, Tensor)",
-    "npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, "
-    "int[]? restore_shape=None) -> Tensor",
-    "npu_swiglu(Tensor self, int dim=-1) -> Tensor",
-    "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, Tensor[]? offset=None, "
-    "Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, Tensor[]? per_token_scale=None, "
-    "Tensor? group_list=None, Tensor[]? activation_input=None, Tensor[]? activation_quant_scale=None, "
-    "Tensor[]? activation_quant_offset=None, int? split_item=0, int? group_type=None, int? group_list_type=0, "
-    "int? act_type=0, int[]? tuning_config=None, int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, "
-    "int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
-)
-
-
-def _permute(tokens: Tensor, indices: Tensor, num_out_tokens: Any = None, padded_mode: bool = False) -> Any:
-    assert tokens.dtype == torch.bfloat16
-    assert indices.dtype == torch.int64
-    order = indices.flatten().argsort(stable=True)
-    return tokens[order // indices.shape[1]], order.argsort().int()
-
-
-def _unpermute(
-    permuted_tokens: Tensor,
-    sorted_indices: Tensor,
-    probs: Any = None,
-    padded_mode: bool = False,
-    restore_shape: Any = None,
-) -> Tensor:
-    assert permuted_tokens.dtype == probs.dtype == torch.bfloat16
-    return (permuted_tokens[sorted_indices.long()].view(*probs.shape, -1) * probs.unsqueeze(-1)).sum(1)
-
-
-def _swiglu(self: Tensor, dim: int = -1) -> Tensor:
-    gate, up = self.chunk(2, dim=dim)
-    return silu(gate) * up
-
-
-def _grouped(x: list[Tensor], weight: list[Tensor], **options: Any) -> list[Tensor]:
-    assert options["group_list_type"] == 1
-    assert options["split_item"] in (2, 3)
-    bounds = [0, *options["group_list"].cumsum(0).tolist()]
-    groups = list(itertools.pairwise(bounds))
-    ((a,), (b,)) = x, weight
-    if options["group_type"] == 2:
-        return [torch.stack([a[:, i:j] @ b[i:j] for i, j in groups])]
-    assert options["group_type"] == 0
-    return [torch.cat([a[i:j] @ one for (i, j), one in zip(groups, b, strict=True)])]
-
-
-def recorded(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes what a schema says, and no gradient passes: torch_npu has no backward for the product."""
-    arguments = torch._C.parse_schema(schema).arguments
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.KEYWORD_ONLY if one.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=one.default_value if one.has_default_value() else inspect.Parameter.empty,
-            )
-            for one in arguments
-        ]
-    )
-    lists = {one.name for one in arguments if str(one.type) == "List[Tensor]"}
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        assert all(isinstance(value, list) == (name in lists) for name, value in bound.arguments.items())
-        bound.apply_defaults()
-        with torch.set_grad_enabled(function is not _grouped):
-            return function(**bound.arguments)
-
-    return call
-
-
-def test_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the signatures that torch_npu has, and what its documentation says they compute."""
-    functions = (_permute, _unpermute, _swiglu, _grouped)
-    module = {s.partition("(")[0]: recorded(s, f) for s, f in zip(SCHEMAS, functions, strict=True)}
-    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(**module))  # type: ignore[arg-type]
-    (spec,) = (spec for spec in registry.registered_kernels("moe") if spec.name == "fused_npu")
-
-    found, expected = kernel_gradients(spec.load(), torch.bfloat16), kernel_gradients(plain, torch.float64)
-
-    for one, other in zip(found, expected, strict=True):
-        # Three products of bfloat16, each rounded to one part in 256.
-        assert (one - other).norm() / other.norm() < 3 / 256
-    with pytest.raises(UnsupportedFeatureError, match="It takes bfloat16"):
-        spec.load()(*kernel_inputs(torch.float32))
 
 
 def test_liger() -> None:

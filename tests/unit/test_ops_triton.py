@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, triton_rotary, triton_scale  # noqa: E402
+from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, triton_rotary, triton_swiglu  # noqa: E402
 
 
 @pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_liger.py"])
@@ -78,15 +78,15 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ptx: list[str] = []
-    for module in (triton_rms_norm, triton_rotary, triton_load_balancing, triton_scale):
+    for module in (triton_rms_norm, triton_rotary, triton_load_balancing, triton_swiglu):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Compiling(getattr(module, name), request.param, ptx))
     return ptx
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scale_compiles(compiled: list[str], dtype: torch.dtype) -> None:
-    triton_scale.scale_(torch.empty(3, 5, dtype=dtype), torch.ones(()))
+def test_swiglu_compiles(compiled: list[str], dtype: torch.dtype) -> None:
+    triton_swiglu.swiglu_backward(*torch.empty(3, 3, 5, dtype=dtype))
     assert len(compiled) == 1
 
 

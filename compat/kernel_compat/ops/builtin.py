@@ -108,7 +108,7 @@ SPECS = (
         "moe",
         "swiglu",
         "fused_npu",
-        _moe("npu"),
+        _npu("experts"),
         requires=("torch-npu",),
         install="Install it with: pip install torch-npu",
         hardware=Hardware("npu"),

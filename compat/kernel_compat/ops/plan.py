@@ -247,22 +247,16 @@ class Plan:
                             equal = _attempt(rotary.require_equal_halves, self.model) or True
                         if isinstance(equal, Unproven):
                             raise self._refused(op, value, path, module, str(equal))
-                    forgotten = rewriting.forgets_arguments(inspect.getattr_static(type(module), method), name)
-                    replacements[name] = self._rotary_function(found, spec, forgotten)
+                    replacements[name] = self._rotary_function(found, spec)
                     variants.append(found.variant)
                 if method == "forward":
                     require_unreplaced(module, path, op, value)
                 self._rewrite(path, module, method, replacements, made, spec, "+".join(dict.fromkeys(variants)))
 
-    def _rotary_function(self, found: rotary.Rotary, spec: KernelSpec, forgotten: bool) -> Callable[..., Any]:
-        kernel = self._kernel(spec)
-        consuming = getattr(kernel, "consuming", None) if forgotten else None
-        function: Callable[..., Any] | None = self._functions.get((found, spec, consuming is not None))
+    def _rotary_function(self, found: rotary.Rotary, spec: KernelSpec) -> Callable[..., Any]:
+        function: Callable[..., Any] | None = self._functions.get((found, spec))
         if function is None:
-            function = rotary.function_of(found, consuming or kernel)
-            if consuming is not None:
-                rotary.teach(function)
-            self._functions[found, spec, consuming is not None] = function
+            function = self._functions[found, spec] = rotary.function_of(found, self._kernel(spec))
         return function
 
     def _balancing(self, op: str, value: str) -> None:
@@ -304,7 +298,7 @@ class Plan:
             inner = _inner_of(inner)
         self.changes += [
             Change(loss.head, "forward", ours(losses.head_forward(kernel), op, value)),
-            Change(loss.head, losses.PENDING, None),
+            Change(loss.head, losses.FORWARD, None),
             Change(module, losses.HEAD, (loss.head,)),
             Change(module, "_loss_function", losses.Loss(module)),
         ]
@@ -472,7 +466,7 @@ def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
 def _probe(model: Any, bound: bool) -> float | None:
     """The loss of a model on six tokens; None where it can't be run as it is, or needs more than tokens."""
     parameters = list(model.parameters())
-    plain = all(type(p) in (torch.Tensor, nn.Parameter) and not p.is_meta for p in parameters)
+    plain = all(type(p) in (torch.Tensor, nn.Parameter) and not p.is_meta and not p.is_inference() for p in parameters)
     sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     if not parameters or not plain or sharded or getattr(model, "main_input_name", "") != "input_ids":
         return None
@@ -480,14 +474,15 @@ def _probe(model: Any, bound: bool) -> float | None:
     tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
     labels = tokens.clone()
     labels[0, 2] = -100
-    with _evaluating(model), torch.no_grad():
+    # Kernels compute the loss where gradients are on.
+    with _evaluating(model), torch.inference_mode(False), torch.set_grad_enabled(bound):
         try:
             loss = model(input_ids=tokens, labels=labels).loss
         except Exception:  # it needs images, or another kind of tokens
             if bound:
                 raise
             return None
-    return None if loss is None else float(loss)
+    return None if loss is None else float(loss.detach())
 
 
 @contextmanager

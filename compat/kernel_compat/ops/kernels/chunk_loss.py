@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's outputs that never exist all at once: plain torch, on any device."""
+"""Cross-entropy of a linear layer's outputs, computed a chunk of tokens at a time: plain torch, on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from ..losses.lazy import Pointwise
 
-#: The fewest and the most tokens of a chunk. Fewer keep a GPU's matrix units waiting.
+#: The fewest and the most tokens in a chunk. Fewer would leave a GPU's matrix units idle.
 SMALLEST, LARGEST = 256, 2048
 
 
@@ -27,17 +27,24 @@ def chunk_loss(
 ) -> Tensor:
     """The cross-entropy of ``linear(hidden_states, weight, bias)``, computed a chunk of tokens at a time.
 
-    The gradients are computed with the loss, so that nothing of a chunk is kept: besides the results it takes one
-    float32 of the weight's size, where the weight has a gradient, and a chunk's logits. In half precision logits and their
-    gradients are rounded where those of a linear layer and a float32 loss are.
+    The gradients are computed with the loss, so that no chunk is kept: besides the results it needs memory for a chunk's
+    logits and, where the weight has a gradient, for one float32 tensor of the weight's size. In half precision logits and their
+    gradients are rounded in the places where those of a linear layer with a float32 loss are.
 
     Args:
         hidden_states: (tokens, hidden).
         weight: (vocabulary, hidden).
         labels: (tokens,): the class of each token, or `ignore_index`.
         bias: (vocabulary,).
-        reduction: the mean over the tokens that count, or their sum.
-        pointwise: what is done to each logit before the loss.
+        reduction: the mean over the labels that are not `ignore_index`, or their sum.
+        pointwise: operations on each logit before the loss, in order.
+
+    Returns:
+        The loss: one number in float32, or in float64 for such hidden states.
+
+    Raises:
+        ValueError: the shapes of hidden states and labels differ.
+        RuntimeError: in the backward, with ``create_graph=True``.
     """
     if hidden_states.dim() != 2 or labels.shape != hidden_states.shape[:1]:
         shapes = f"{tuple(hidden_states.shape)} and {tuple(labels.shape)}"
@@ -55,10 +62,10 @@ def chunk_loss(
 
 
 def chunk_size(hidden: int, with_weight: bool) -> int:
-    """The tokens of a chunk.
+    """The number of tokens in a chunk.
 
-    Where the weight has a gradient, so many that a chunk's logits take half of what the weight takes: with fewer, what each
-    chunk adds to the gradient is read and written more often than there is work for.
+    Where the weight has a gradient, a chunk's logits take half of the weight's memory: each chunk reads and writes the
+    whole gradient of the weight, which takes longer than the products of a smaller chunk.
     """
     return max(SMALLEST, min(hidden // 2, LARGEST) // SMALLEST * SMALLEST) if with_weight else 2 * SMALLEST
 
@@ -87,7 +94,7 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
         for start in range(0, hidden_states.shape[0], size):
             part = slice(start, start + size)
             counts = counted[part].unsqueeze(-1)
-            # Instead of the gradient's rows, which are so much longer.
+            # Masked here rather than in the gradient of the logits, whose rows are longer.
             rows = hidden_states[part].masked_fill(~counts, 0.0)
             targets = labels[part].unsqueeze(-1).where(counts, 0)
             steps = [linear(rows, weight, bias)]
@@ -95,11 +102,11 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
                 steps.append(one(steps[-1]))
             logarithms = steps[-1].log_softmax(-1, dtype=wide)
             of_targets = logarithms.gather(-1, targets)
-            # Not in place: traced by torch.compile, what a forward returns has no gradient where it has changed it.
+            # Not in place: traced by torch.compile, a result that the forward has changed in place has no gradient.
             loss = loss - of_targets.masked_fill(~counts, 0.0).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
-            # What is one less, of the targets, before it is rounded: near 1 nothing would be left.
+            # exp - 1 of the targets, before it is rounded: rounded first, a probability near 1 would leave 0.
             gradient = torch.exp(logarithms, out=torch.empty_like(steps[-1]))
             gradient.scatter_(-1, targets, torch.expm1(of_targets).to(gradient.dtype))
             del logarithms
@@ -113,7 +120,7 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
                 weight_gradient += gradient.mT @ rows
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=wide)
-        # Of the sum, which half precision holds; divided and multiplied by what comes from behind it is in float32.
+        # Gradients of the sum, which half precision can hold; the backward divides and multiplies them in float32.
         ctx.save_for_backward(divisor, hidden_gradient, weight_gradient, bias_gradient)
         ctx.dtypes = (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype)
         return loss if divisor is None else loss / divisor
@@ -125,7 +132,8 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
         (factor,) = gradients
         divisor, *saved = ctx.saved_tensors
         if divisor is not None:
-            factor = factor / divisor.clamp_min(1)  # of no tokens the loss is nan, and the gradient nothing
+            factor = factor / divisor.clamp_min(1)  # of no tokens the loss is NaN, and the gradient 0
+        factor = factor.reshape(1)  # of no dimension, it would be rounded to half precision
         scaled = (
             None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=dtype))
             for one, dtype in zip(saved, ctx.dtypes, strict=True)

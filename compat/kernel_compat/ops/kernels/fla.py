@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from .ownership import guard_backward, untraced
+from .backward import refuse_second_derivative, untraced
 
 
 def rms_norm_gated() -> Callable[..., Tensor]:
     from fla.modules import FusedRMSNormGated
 
-    # The function beside the class, which has moved between releases.
+    # The function in the class's module, which differs between releases.
     function: Callable[..., Any] = vars(sys.modules[FusedRMSNormGated.__module__])["rms_norm_gated"]
 
     def kernel(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed: Tensor = function(hidden_states, gate, weight, None, activation="swish", eps=eps)
-        guard_backward(normed, "rms_norm_gated_implementation='fla'")
+        refuse_second_derivative(normed, "rms_norm_gated_implementation='fla'")
         return normed
 
     return untraced(kernel)

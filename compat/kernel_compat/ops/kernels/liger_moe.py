@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
-from .ownership import guard_backward, untraced
+from .backward import refuse_second_derivative, untraced
 from .routing import counted
 
 
@@ -19,11 +19,11 @@ def experts() -> Callable[..., Tensor]:
         hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
         _require(hidden_states)
-        # An id that is none of its experts' would be written behind the end of its tables.
+        # Liger writes past the end of its tables for an id out of range.
         there = counted(top_k_index, len(gate_up))
         index = top_k_index.where(there, 0).to(torch.int32)
         result: Tensor = LigerFusedMoEFunction.apply(hidden_states, gate_up, down, index, top_k_weights.where(there, 0))
-        guard_backward(result, "moe_implementation='fused_triton'")
+        refuse_second_derivative(result, "moe_implementation='fused_triton'")
         return result
 
     return untraced(kernel)

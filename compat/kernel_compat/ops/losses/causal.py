@@ -1,4 +1,4 @@
-"""Cross-entropy without logits: the head of a model hands its hidden states on, and the loss takes them and the head's weight."""
+"""Causal cross-entropy from the hidden states: in training the head returns lazy logits, and the loss calls a kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.nn import functional
 from ...errors import UnsupportedFeatureError
 from ..instances import replaced
 from ..recognisers.probing import Unproven, quiet
-from .lazy import Deferred, LazyLogits, Pending, as_it_is
+from .lazy import Forward, LazyLogits, is_freed
 
-#: On the head, the forward that it works for; on a model, its head.
-PENDING, HEAD, INNER = "_kernel_compat_pending", "_kernel_compat_head", "_kernel_compat_forward"
+#: Attributes: of the head, the `Forward` that it is called in; of the model, its head and the forward of its instance.
+FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", "_kernel_compat_forward"
 
 
 @dataclass(frozen=True)
@@ -119,32 +119,32 @@ def prove(module: Any) -> CausalLoss:
 
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
-    """The forward of a head: logits to come within a forward with labels; the loss, where that is requested."""
+    """The forward of a head: lazy logits within a forward with labels and gradients, logits otherwise; the loss from `request`."""
 
     def forward(self: Any, input: Tensor, request: dict[str, Any] | None = None) -> Any:
         if request is not None:
             return kernel(input, self.weight, bias=self.bias, **request)
-        pending = getattr(self, PENDING, None) if torch.compiler.is_compiling() else _waiting.get()
-        if pending is not None and pending.head is self:
-            if torch.is_grad_enabled() and (self._backward_hooks or self._backward_pre_hooks):
-                _refuse_backward_hooks()
-            return Deferred(input, self.weight, self.bias, pending)
-        return functional.linear(input, self.weight, self.bias)
+        current = getattr(self, FORWARD, None) if torch.compiler.is_compiling() else _current.get()
+        if current is None or current.head is not self:
+            return functional.linear(input, self.weight, self.bias)
+        if self._backward_hooks or self._backward_pre_hooks:
+            _refuse_backward_hooks()
+        return LazyLogits(input, self.weight, self.bias, current)
 
     return forward
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.11 fails at raising this when it traces it
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.11 fails to trace the raise
 def _refuse_backward_hooks() -> NoReturn:
-    raise _refused("a backward hook on the head, which no gradient of logits comes through")
+    raise _refused("a backward hook on the head, since no gradient of logits is computed")
 
 
-#: The forward with labels that this thread is in. What is compiled can't ask for it, and finds it on the head.
-_waiting: ContextVar[Pending | None] = ContextVar("kernel_compat_pending", default=None)
+#: The forward with labels and gradients that this thread runs. Traced code reads the head's attribute instead.
+_current: ContextVar[Forward | None] = ContextVar("kernel_compat_current_forward", default=None)
 
 
 class Loss:
-    """What takes the place of a model's ``loss_function``; of an unpickled model's, `causal_loss`."""
+    """The ``loss_function`` of a model with a kernel. Pickled, it becomes `causal_loss`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -159,109 +159,106 @@ class Loss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(logits, Deferred):
+        if not isinstance(logits, LazyLogits):
             return causal_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
-        if vocab_size != logits.vocab_size:
+        if vocab_size != logits.weight.shape[0]:
             raise ValueError(
-                f"the head gives {logits.vocab_size} logits a token, and the loss is asked for {vocab_size}"
+                f"the head returns {logits.weight.shape[0]} logits a token, and vocab_size is {vocab_size}"
             )
-        hidden_states = logits.hidden_states
+        rows = logits.hidden_states.reshape(-1, logits.hidden_states.shape[-1])
         request = {
-            "labels": targets(labels, shift_labels, ignore_index, hidden_states.device),
+            "labels": targets(labels, shift_labels, ignore_index, rows.device),
             "ignore_index": ignore_index,
             "reduction": "mean" if num_items_in_batch is None else "sum",
             "pointwise": logits.pointwise,
         }
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         if request["labels"].shape[0] != rows.shape[0]:
             raise ValueError(
                 f"there are labels for {request['labels'].shape[0]} tokens, and hidden states of {rows.shape[0]}"
             )
-        if not torch.compiler.is_compiling() and logits.pending.changed:
-            raise _refused(
-                f"the forward of {type(self.model).__name__}, which changes its logits in place before the loss"
-            )
-        logits.pending.used = True
-        return divided(self._of(rows, request), num_items_in_batch)
-
-    def _of(self, rows: Tensor, request: dict[str, Any]) -> Any:
+        logits.forward.taken = True
         head, outer = getattr(self.model, HEAD)[0], self.model.get_output_embeddings()
-        if outer is head and not hasattr(head.weight, "full_tensor"):
-            return head.forward(rows, request)  # its hooks have run
-        # What shards its parameters has them whole within its forward.
-        return outer(rows, request)
+        # Parameters in shards are gathered by hooks of their module, which otherwise have run already.
+        sharded = hasattr(head.weight, "full_tensor") or is_freed(head.weight)
+        call = outer if outer is not head or sharded else head.forward
+        return divided(call(rows, request), num_items_in_batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
         return Loss(copy.deepcopy(self.model, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return as_it_is, (causal_loss,)
+        return functools.partial, (causal_loss,)
 
 
 def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model: with labels, its own with lazy logits; without, its own.
+    """The forward of a model: with labels and gradients, the head returns lazy logits in it.
 
     Args:
-        inner: called with the model first.
+        name: the config's value for the kernel.
+        inner: the model's forward so far, called with the model first.
     """
     position = found.position
 
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[position] if len(args) > position else kwargs.get("labels")
-        if labels is None:
+        if labels is None or not torch.is_grad_enabled():
             return inner(self, *args, **kwargs)
         head = getattr(self, HEAD)[0]
-        pending, before = Pending(self, head), getattr(head, PENDING, None)
-        compiling = torch.compiler.is_compiling()
-        token = None if compiling else _waiting.set(pending)
-        setattr(head, PENDING, pending)
+        current, before = Forward(self, head), getattr(head, FORWARD, None)
+        token = None if torch.compiler.is_compiling() else _current.set(current)
+        setattr(head, FORWARD, current)
         try:
             outputs = inner(self, *args, **kwargs)
+        except UnsupportedFeatureError as error:
+            raise _replaced(self, head, name) or error from error.__cause__
         finally:
-            setattr(head, PENDING, before)
+            setattr(head, FORWARD, before)
             if token is not None:
-                _waiting.reset(token)
-        if not pending.used:
-            raise _unused(self, head, name)
-        return outputs if compiling else _with_tensors(outputs)
+                _current.reset(token)
+        if not current.taken:
+            raise _replaced(self, head, name) or _refused(
+                f"the forward of {type(self).__name__}, which computes its loss from the logits, or a hook that returns others"
+            )
+        current.done = True
+        return outputs if torch.compiler.is_compiling() else _computed_in_backward(outputs)
 
     return forward
 
 
-def _unused(model: Any, head: Any, name: str) -> UnsupportedFeatureError:
-    """Why a forward hasn't handed the hidden states to the loss."""
+def _computed_in_backward(outputs: Any) -> Any:
+    """The outputs, with their logits computed where a reentrant checkpoint runs the forward again, without gradients at first."""
+    if torch._C._current_graph_task_id() == -1:
+        return outputs
+    if isinstance(outputs, tuple):
+        return tuple(one.compute() if isinstance(one, LazyLogits) else one for one in outputs)
+    if isinstance(getattr(outputs, "logits", None), LazyLogits):
+        outputs.logits = outputs.logits.compute()
+    return outputs
+
+
+def _replaced(model: Any, head: Any, name: str) -> UnsupportedFeatureError | None:
+    """The error of a forward whose head or loss has been replaced since the ops were applied."""
     outer, of = model.get_output_embeddings(), f"of {type(model).__name__}, which"
-    if outer is not head:
-        if _is_linear(outer):
-            return UnsupportedFeatureError(
-                f"the head {of} has been replaced since the ops were applied",
-                f"cross_entropy_loss {name!r}",
-                "Undo the ops, and apply them to the model as it is now.",
-            )
-        what = f"{type(outer).__module__}.{type(outer).__qualname__}"
-        return _refused(f"the head {of} has been replaced by a {what} since the ops were applied")
     if not isinstance(model.loss_function, Loss):
         return _refused(f"the loss_function {of} has been replaced since the ops were applied")
-    if head._forward_hooks:
-        return _refused(f"the forward {of} computes its loss from the logits, or a hook on its head computes them")
-    return _refused(f"the forward {of} computes its loss from the logits itself")
+    if outer is head:
+        return None
+    if _is_linear(outer):
+        return UnsupportedFeatureError(
+            f"the head {of} has been replaced since the ops were applied",
+            f"cross_entropy_loss {name!r}",
+            "Undo the ops, and apply them to the model as it is now.",
+        )
+    path = f"{type(outer).__module__}.{type(outer).__qualname__}"
+    return _refused(f"the head {of} has been replaced by a {path} since the ops were applied")
 
 
-def _refused(what: str) -> UnsupportedFeatureError:
+def _refused(feature: str) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(
-        what, "a cross_entropy_loss over hidden states", "Set cross_entropy_loss_implementation='eager'."
+        feature, "a cross_entropy_loss over hidden states", "Set cross_entropy_loss_implementation='eager'."
     )
 
 
 def _is_linear(head: Any) -> bool:
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-
-
-def _with_tensors(outputs: Any) -> Any:
-    """The outputs of a forward, whose logits may be asked whether they are a tensor."""
-    if isinstance(outputs, tuple):
-        return tuple(LazyLogits(one) if isinstance(one, Deferred) else one for one in outputs)
-    if isinstance(getattr(outputs, "logits", None), Deferred):
-        outputs.logits = LazyLogits(outputs.logits)
-    return outputs

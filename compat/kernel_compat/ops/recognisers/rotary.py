@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedFeatureError
 from .. import rewriting
-from ..kernels.ownership import learning
 from .probing import ALIKE, SAME, Unproven, clone, difference, quiet, run
 
 #: The global names under which attention layers call them.
@@ -276,17 +275,4 @@ def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) ->
     return apply_multimodal
 
 
-def teach(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Show the kernel behind what `function_of` made what query and key look like that nobody else has.
-
-    They come from a projection, whose result is seen as heads, or from a norm of those.
-    """
-    with learning(), torch.no_grad():
-        cos = torch.ones(1, 3, 2, dtype=torch.bfloat16, device="cpu")
-        query, key = cos.neg().view(1, 3, 1, 2).transpose(1, 2), cos.neg().view(1, 3, 1, 2).transpose(1, 2)
-        query, key = function(query, key, cos, cos)
-        query, key = query.neg(), key.neg()
-        query, key = function(query, key, cos, cos)
-
-
-__all__ = ["Rotary", "callers", "function_of", "prove", "reference", "require_equal_halves", "sectioned", "teach"]
+__all__ = ["Rotary", "callers", "function_of", "prove", "reference", "require_equal_halves", "sectioned"]
