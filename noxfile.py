@@ -153,7 +153,9 @@ def nightly(session: nox.Session, transformers: str) -> None:
     """All tests, slow ones included, on one Python and one release of transformers. Arguments after -- go to pytest."""
     suites = ["tests/unit", "tests/integration"]
     if transformers == "lowest":
-        session.install("--resolution", "lowest-direct", "--editable", ".[gpu,transformers4]", "--group", "test")
+        oldest = next(iter(RELEASES["TORCH"]))
+        arguments = ["--resolution", "lowest-direct", "--editable", ".[gpu,transformers4]", "--group", "test"]
+        session.install(*arguments, f"torch=={oldest}")  # also required by others, of which the newest would be taken
     elif transformers == "newest":
         session.install("--editable", ".[gpu,transformers5-exp]", "--editable", "matrix[postgres,service,tox]", *GROUPS)
         suites.append("tests/matrix")

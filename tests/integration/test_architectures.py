@@ -167,8 +167,8 @@ class TestParts:
         [
             (NAME, "eager"),
             ("sdpa", NAME),
-            pytest.param(("eager", NAME), marks=pytest.mark.thorough),
-            pytest.param((NAME, NAME), marks=pytest.mark.thorough),
+            pytest.param(("eager", NAME), marks=pytest.mark.slow),
+            pytest.param((NAME, NAME), marks=pytest.mark.slow),
         ],
     )
     def test_from_pretrained_with_a_dict(self, path: Path, parts: tuple[str, str]) -> None:

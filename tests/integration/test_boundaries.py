@@ -196,7 +196,7 @@ def test_rows_packed_each_its_own_way(pair: tuple[Any, Any]) -> None:
     assert distance(found, torch.cat([apart(eager, ids[:1]), torch.cat(parts, 1)])) < TOLERANCE
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_lengths_in_a_graph_with_a_mask_of_ones(pair: tuple[Any, Any], compiled: bool) -> None:
     """W9b: VeOmni's collator always makes one."""
     if compiled and pair[0].config.model_type == "deepseek_v2":

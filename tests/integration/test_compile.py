@@ -17,8 +17,13 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "gemma2_softcap"])
-@pytest.mark.parametrize("batch", ["one", "even", "padded", "cu_seq_lens"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama_gqa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_window", "gemma2_softcap"))],
+)
+@pytest.mark.parametrize(
+    "batch", ["padded", *(pytest.param(batch, marks=pytest.mark.slow) for batch in ("one", "even", "cu_seq_lens"))]
+)
 def test_fullgraph(models: Path, name: str, batch: str) -> None:
     path = saved(models, name)
     eager, ours = load(path, "eager"), load(path, NAME)

@@ -428,6 +428,7 @@ def test_in_pages(paged: tuple[str, Callable[[], int]], dtype: torch.dtype, requ
     assert count() == (NEW - 1) * model.config.num_hidden_layers  # every step but the prompts' own
 
 
+@pytest.mark.slow
 @block_tables
 @pytest.mark.parametrize(
     ("paged", "compiled"),

@@ -16,7 +16,7 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 #: Variants of a test whose other variants distinguish releases just as well.
-MORE = pytest.mark.thorough
+MORE = pytest.mark.slow
 
 # Both compute in float32: only the order of sums differs, by a few units in the last place a layer.
 LOGITS, GRADIENTS = 1e-5, 1e-4

@@ -378,6 +378,7 @@ class TestWithoutAKernel:
         with pytest.raises(KernelUnavailableError, match=self.MESSAGE):
             pipeline("<5> <6>", max_new_tokens=2)
 
+    @pytest.mark.slow
     def test_compiled(self, models: Path) -> None:
         model = load(saved(models, "llama_gqa"), NAME, **{DTYPE: torch.bfloat16})
         with pytest.raises(KernelUnavailableError, match=self.MESSAGE):
@@ -782,6 +783,7 @@ class TestTraining:
         assert noise == [f"{NAME} has no attention dropout: it is not applied."]
 
 
+@pytest.mark.slow
 class TestCompiled:
     """No graph break and no guard on values, forward and backward."""
 

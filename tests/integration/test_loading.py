@@ -328,6 +328,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_any_order_gives_the_same(models: Path, order: str) -> None:
     path = saved(models, "llama")

@@ -169,6 +169,7 @@ def test_generated_behind_padding(path: Path) -> None:
     assert torch.equal(model.generate(ids, attention_mask=mask, **options)[:, -4:], expected)
 
 
+@pytest.mark.slow
 def test_a_graph_with_given_lengths(models: Path) -> None:
     name = "lfm2" if "lfm2" in MODELS else "mamba"
     path = save(models, f"mixer_{name}", transformers.AutoModelForCausalLM, MODELS[name]())

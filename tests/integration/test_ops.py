@@ -379,7 +379,10 @@ def test_what_somebody_put_over_it_stays() -> None:
 # With what else is done to models ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inputs", [{}, {"num_items_in_batch": 40}], ids=["mean", "items"])
+@pytest.mark.parametrize(
+    "inputs",
+    [pytest.param({}, id="mean", marks=pytest.mark.slow), pytest.param({"num_items_in_batch": 40}, id="items")],
+)
 def test_it_compiles_in_one_graph(inputs: dict[str, Any]) -> None:
     model = build("llama")
     model.config._attn_implementation = "sdpa"
@@ -475,10 +478,12 @@ def test_a_checkpoint_around_a_model_leaves_the_logits_their_gradient(reentrant:
     assert_same(with_a_loss_of_the_logits(model, BATCH, around), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_what_spreads_a_model_leaves_the_logits_their_gradient(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(spread, (str(tmp_path / "store"), BATCH), nprocs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_a_backward_hook_on_the_head_is_not_passed_over(kind: str, compiled: bool) -> None:

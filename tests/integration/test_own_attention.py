@@ -272,7 +272,7 @@ def test_sequence_parallel_is_refused() -> None:
         kernel_compat.unregister_attention("spread_flash")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled(dtype: torch.dtype) -> None:
     """In one graph in bfloat16; in float32 upstream's attention warns, which breaks it."""
     model = small("GPTNeoConfig").to(dtype)
@@ -329,6 +329,7 @@ UNDONE = """
 """
 
 
+@pytest.mark.slow
 def test_undone_by_uninstall() -> None:
     """GPT-J is imported before `install()`, Falcon while installed."""
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(UNDONE)], capture_output=True, text=True, check=False)

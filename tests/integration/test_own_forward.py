@@ -60,7 +60,7 @@ def registered(installed_for_all: None) -> Iterator[None]:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "gemma2_softcap"])
-@pytest.mark.parametrize("batch", [pytest.param("even", marks=pytest.mark.thorough), "padded", "packed"])
+@pytest.mark.parametrize("batch", [pytest.param("even", marks=pytest.mark.slow), "padded", "packed"])
 def test_same_numbers_as_eager(models: Path, loaded: Callable[..., Any], name: str, batch: str) -> None:
     path = saved(models, name)
     eager, ours = loaded(path, "eager"), loaded(path, OWN)

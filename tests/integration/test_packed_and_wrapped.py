@@ -60,6 +60,7 @@ def test_wrapped_before_or_after(models: Path, stack: ExitStack, name: str, how:
     require_same(step(model, around, [{"input_ids": ids, **packed}]), expected, name)
 
 
+@pytest.mark.slow
 def test_ddp_and_fsdp2(tmp_path: Path) -> None:
     for name in MODELS:
         path_of(name, tmp_path)

@@ -257,6 +257,7 @@ def test_arguments_are_refused_before_the_work(
     _fails(["prove", *(argument.replace("FOLDER", str(tmp_path)) for argument in arguments)], says, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.5], ids=["in the middle of the fork", "later"])
 def test_ctrl_c_leaves_what_was_proven(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = proof.prove_type
@@ -301,6 +302,7 @@ proving.sweep = sweep
 """
 
 
+@pytest.mark.slow
 def test_the_suite_of_the_matrix(tmp_path: Path) -> None:
     (tmp_path / "canned.py").write_text(CANNED)
     chosen = ["llama", "gpt2", "opt", "bert", "clvp"]

@@ -830,6 +830,7 @@ def compiled(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
     return functools.partial(torch.compile, backend=backend, dynamic=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled(checkpointed: bool, compiled: Any, graphs: list[torch.fx.GraphModule]) -> None:
     model, batch = llama(layers=1).train(), ids()
@@ -896,6 +897,7 @@ def test_a_forward_that_is_compiled_by_its_class(compiled: Any, graphs: list[tor
         assert attention_ops(graphs) == {"math"}
 
 
+@pytest.mark.slow
 def test_a_graph_break(seen: list[list[str]]) -> None:
     """torch goes on after one without the priority, unless the frame is left uncompiled."""
 

@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 import kernel_compat
+
+# The nightly run searches further: HYPOTHESIS_PROFILE=nightly.
+settings.register_profile("default", max_examples=25, deadline=None)
+settings.register_profile("nightly", max_examples=300, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 COMPAT = Path(kernel_compat.__file__).parents[1]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
@@ -77,7 +77,6 @@ def test_loss_and_gradients_are_those_of_all_logits(
         torch.testing.assert_close(one, other, rtol=1e-10 if exact else 1e-5, atol=1e-14 if exact else 1e-7)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     tokens=st.integers(0, 400),
     hidden=st.integers(1, 9),
@@ -191,6 +190,7 @@ def test_autocast_does_as_it_does_to_a_linear_layer() -> None:
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_it_compiles_in_one_graph(reduction: Any) -> None:
     x, weight, bias, labels = problem(150, 8, 20)

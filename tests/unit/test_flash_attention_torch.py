@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 from stand_in import cpu_flash_attention
@@ -845,7 +845,6 @@ def test_a_scale_of_zero(zero: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@settings(max_examples=300, deadline=None)
 @given(
     dim=st.integers(1, 32).map(lambda n: 8 * n),
     scale=st.one_of(
@@ -993,7 +992,6 @@ def paged(draw: st.DrawFn, new: tuple[int, int]) -> Paged:
     return Paged(draw(st.sampled_from(LAYOUTS)), page_size, tables, lengths, tokens, draw(st.integers(0, 99)))
 
 
-@settings(max_examples=300, deadline=None)
 @given(paged((1, 6)))
 def test_new_tokens_go_where_they_belong_and_nothing_else_changes(given_: Paged) -> None:
     cache = Cache(given_.layout, given_.tables, given_.page_size, 2, 8, given_.seed)
@@ -1029,7 +1027,6 @@ def test_tokens_for_which_there_is_no_page_are_not_written() -> None:
 
 
 @needs_pages
-@settings(max_examples=150, deadline=None)
 @given(
     asked=paged((0, 4)),
     queries=st.integers(1, 5),

@@ -268,9 +268,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=100,
     stateful_step_count=20,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[phase for phase in Phase if phase is not Phase.explain],  # it traces every line
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -106,7 +106,6 @@ FORMS = {
 limits = st.none() | st.integers(0, 6)
 
 
-@settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
     """Whatever padding, causality and window make is honoured exactly, or, where no kernel can, refused."""
@@ -140,7 +139,6 @@ def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
     torch.testing.assert_close(out[real], expected[real], rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
     """Random masks: the result is right for every query whose key is visible to some query."""
@@ -323,7 +321,6 @@ def test_keys_that_a_cache_has_dropped_are_missed() -> None:
 # 2D masks
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_padding(data: st.DataObject) -> None:
     kv_len = data.draw(st.integers(1, 7), "kv_len")
@@ -366,7 +363,6 @@ def test_a_2d_mask_of_other_numbers_is_refused(number: float) -> None:
         padding(mask, 4, True)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_padded_attention(data: st.DataObject) -> None:
     """Against masked softmax, and in shapes that don't depend on values, as under torch.compile."""
@@ -407,7 +403,6 @@ def packing(ids: Tensor, batch: int, causal: bool) -> Sequences | None:
     return sequences_of_positions(ids, batch, ids.shape[-1], causal)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_packing(data: st.DataObject) -> None:
     """Sequences that start at 0, and pieces of cut ones that start later but lower than the last one ended."""

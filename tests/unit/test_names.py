@@ -417,6 +417,7 @@ def test_threads_that_register() -> None:
     assert {name for name in functions() if name.startswith("x")} == expected
 
 
+@pytest.mark.slow
 def test_before_transformers_is_imported() -> None:
     """In a process of its own: registering imports nothing, and install() makes it known."""
     code = (

@@ -98,6 +98,7 @@ def test_quack_refuses_what_its_products_do_not_take() -> None:
         quack_moe._require(x.bfloat16(), torch.zeros(2, 16, 20))
 
 
+@pytest.mark.slow
 def test_liger() -> None:
     """liger-kernel's own kernels by Triton's interpreter, in a process of its own."""
     pytest.importorskip("liger_kernel.ops.fused_moe", reason="liger-kernel 0.8 has it", exc_type=ImportError)

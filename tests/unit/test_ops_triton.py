@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, triton_rotary, triton_swiglu  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_liger.py"])
 def test_interpreted(file: str) -> None:
     """In a process of its own: when triton is imported, the environment says whether its kernels are interpreted."""
@@ -84,12 +85,14 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     return ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_swiglu_compiles(compiled: list[str], dtype: torch.dtype) -> None:
     triton_swiglu.swiglu_backward(*torch.empty(3, 3, 5, dtype=dtype))
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("offset", "gemma"), [(False, False), (True, True)])
 def test_rms_norm_compiles(compiled: list[str], offset: bool, gemma: bool) -> None:
     x, weight = torch.empty(3, 5120, dtype=torch.bfloat16), torch.empty(5120, dtype=torch.bfloat16)
@@ -110,6 +113,7 @@ def test_rms_norm_compiles_to_the_same_for_any_batch(compiled: list[str]) -> Non
     assert len(set(compiled)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rotary"), [(torch.bfloat16, 128), (torch.float32, 50)])
 def test_rotary_compiles(compiled: list[str], dtype: torch.dtype, rotary: int) -> None:
     for shape, transposed in (((2, 32, 5, 128), False), ((1, 1, 1, 128), True)):
@@ -118,6 +122,7 @@ def test_rotary_compiles(compiled: list[str], dtype: torch.dtype, rotary: int) -
     assert len(compiled) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "top_k", "mask"), [(128, 8, torch.ones(40)), (5000, 60, None)], ids=["mask", "no mask"]
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -88,7 +88,6 @@ def both(given: dict[str, Any], q_heads: int) -> tuple[dict[str, Any], dict[str,
     return kernel, hand
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     options=options,
     heads=heads,
@@ -112,7 +111,6 @@ def test_equal_lengths(
 lengths = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=4)
 
 
-@settings(max_examples=80, deadline=None)
 @given(options=options, heads=heads, lengths=lengths, int64=st.booleans(), behind=st.integers(0, 2))
 def test_packed_sequences(
     options: dict[str, Any], heads: tuple[int, int], lengths: list[tuple[int, int]], int64: bool, behind: int
@@ -297,7 +295,7 @@ def test_inputs_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("through", ["the functions", "the kernel"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_torch_compile(backend: str, through: str) -> None:
     """In one graph, forward and backward."""
     functions: Any
