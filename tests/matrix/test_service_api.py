@@ -388,6 +388,7 @@ def on_postgres(request: pytest.FixtureRequest) -> Any:
     return server
 
 
+@pytest.mark.slow
 def test_a_database_that_was_away_is_back_without_a_restart(on_postgres: Any, axes: Axes) -> None:
     with Store.open(on_postgres.url) as store, served(create_app(store, axes, Settings())) as url:
         api = Api(url, store, axes)

@@ -35,7 +35,7 @@ from compat_matrix.service.settings import Settings
 from compat_matrix.store import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
 
 SCREENSHOTS = os.environ.get("KERNEL_COMPAT_SCREENSHOTS")
 
