@@ -9,10 +9,10 @@ model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="my_flash
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # importing typing would take ten times as long as the rest
 if TYPE_CHECKING:
+    from typing import Any
+
     from . import models, ops, policy
     from .attention.defaults import (
         Report,
@@ -95,6 +95,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     module = _HOME_OF.get(name)

@@ -139,7 +139,10 @@ def _distribution(name: str) -> importlib.metadata.Distribution | None:
 
 def _metadata_version(dist: importlib.metadata.Distribution) -> str | None:
     try:
-        version: str | None = dist.version
+        # Searched as text: `dist.version` parses all the metadata as an email.
+        headers = (dist.read_text("METADATA") or "").partition("\n\n")[0]
+        found = re.search(r"^Version:(.*)$", headers, re.MULTILINE)
+        version = found[1].strip() if found else dist.version
         Version(version or "")
     except (KeyError, OSError, TypeError, ValueError):  # InvalidVersion and UnicodeDecodeError are ValueErrors
         return None
@@ -155,7 +158,8 @@ def _imports(found: Mapping[str, importlib.metadata.Distribution], problems: lis
             continue
         records = {c: _record(found[c], name) for c in candidates if c in found}
         owners = [c for c, record in records.items() if _ships(c, record, name)]
-        owners.sort(key=lambda owner: not _on_disk(found[owner], records[owner]))
+        if len(owners) > 1:
+            owners.sort(key=lambda owner: not _on_disk(found[owner], records[owner]))
         imports[name] = tuple(owners)
         if not owners and name in ("torch", "transformers"):
             problems.append(f"{name} can be imported but has no metadata, so its version is unknown.")
@@ -188,14 +192,17 @@ def _record(dist: importlib.metadata.Distribution, name: str) -> dict[str, str] 
         text = dist.read_text("RECORD") or ""
     except (OSError, ValueError):
         return None
-    top = re.escape(name.partition(".")[0])
-    if not re.search(rf"^{top}(/|\.py,)", text, re.MULTILINE):
+    text = f"\n{text}\n"  # str.find takes a hundredth of the time of a regular expression with ^
+    top, path = name.partition(".")[0], name.replace(".", "/")
+    if f"\n{top}/" not in text and f"\n{top}.py," not in text:
         return None
-    path = re.escape(name.replace(".", "/"))
-    rows = re.findall(rf"^({path}(?:\.py|/__init__\.py|/interface\.py)),([^,\n]*)", text, re.MULTILINE)
+    rows = {}
+    for file in (f"{path}.py", f"{path}/__init__.py", f"{path}/interface.py"):
+        if (at := text.find(f"\n{file},")) >= 0:
+            rows[file] = text[at + 1 : text.find("\n", at + 1)].split(",")[1]
     if not rows and name == "flash_attn":  # FA4 ships flash_attn/cute without flash_attn/__init__.py
         return _record(dist, "flash_attn.cute")
-    return dict(rows)
+    return rows
 
 
 def _ships(distribution: str, record: Mapping[str, str] | None, name: str) -> bool:

@@ -7,15 +7,16 @@ Delete the seam when the oldest supported transformers is 5.8; the registration 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from kernel_compat.errors import UnsupportedFeatureError
-from kernel_compat.ops import OpsConfig, registry
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
+from kernel_compat.patching.swap import Change, make, undo
 
 #: The start of every name; the rest is a value of ``moe_implementation``.
 PREFIX = "kernel_compat_"
@@ -31,7 +32,12 @@ class _Forwards(dict[str, Callable[..., Any]]):
         return _Forwards(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Forwards, ()
+        return _unpickled, ()
+
+
+def _unpickled() -> _Forwards:
+    _entries.enter()  # the module looks its name up without a request for it
+    return _Forwards()
 
 
 def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -39,30 +45,49 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(original)
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> Any:
-        if requested_experts not in _names():
+        if requested_experts in (None, "eager") or requested_experts not in _entries.enter():
             return original(self, requested_experts)
+        from kernel_compat.ops import OpsConfig
+
         OpsConfig(moe_implementation=requested_experts.removeprefix(PREFIX))
         return requested_experts
 
     return {"get_correct_experts_implementation": get_correct_experts_implementation}
 
 
-def _names() -> list[str]:
-    return [PREFIX + name for name in dict.fromkeys(spec.name for spec in registry.registered_kernels("moe"))]
+class _Entries:
+    """Our names in transformers' table, entered when a name is first requested: the kernels take long to import."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._table: dict[str, Any] | None = None
+        self._changes: dict[str, Change] = {}
+
+    def activate(self) -> Callable[[], None]:
+        self._table = type(import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS)._global_mapping
+        return self._undo
+
+    def enter(self) -> Collection[str]:
+        """Enter the names that are registered by now; returns them, none while the shim isn't applied."""
+        if self._table is None:
+            return ()
+        from kernel_compat.ops import registered_kernels
+
+        names = dict.fromkeys(PREFIX + spec.name for spec in registered_kernels("moe"))
+        with self._lock:
+            if self._table is not None:
+                added = [Change(self._table, name, _function(name)) for name in names if name not in self._changes]
+                make(added)
+                self._changes |= {change.name: change for change in added}
+            return tuple(self._changes)
+
+    def _undo(self) -> None:
+        with self._lock:
+            undo(self._changes.values())
+            self._table, self._changes = None, {}
 
 
-def _register() -> Callable[[], None]:
-    interface: Any = type(import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS)
-    functions = {name: _function(name) for name in _names()}
-    for name, function in functions.items():
-        interface.register(name, function)
-
-    def undo() -> None:
-        for name, function in functions.items():
-            if interface._global_mapping.get(name) is function:
-                del interface._global_mapping[name]
-
-    return undo
+_entries = _Entries()
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -81,6 +106,7 @@ def _function(name: str) -> Callable[..., Any]:
 def _prove(module: Any, name: str, value: str) -> None:
     import torch
 
+    from kernel_compat.ops import registered_kernels
     from kernel_compat.ops.recognisers import experts
     from kernel_compat.ops.recognisers.probing import Unproven
 
@@ -93,7 +119,7 @@ def _prove(module: Any, name: str, value: str) -> None:
         found = experts.prove(module)
     except Unproven as error:
         raise UnsupportedFeatureError(f"{type(module).__name__}: {error}", feature, instead) from None
-    specs = {spec.variant: spec for spec in registry.registered_kernels("moe") if spec.name == value}
+    specs = {spec.variant: spec for spec in registered_kernels("moe") if spec.name == value}
     if found.variant not in specs:
         experts_class = f"{type(module).__name__}, which is of the variant {found.variant!r} ({found}),"
         raise UnsupportedFeatureError(experts_class, feature, f"It is for {', '.join(specs)}. {instead}")
@@ -115,5 +141,5 @@ SHIM = Shim(
         ),
     ),
     replace=_replace,
-    complete=_register,
+    complete=_entries.activate,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Protocol
@@ -33,11 +33,11 @@ class Participant(Protocol):
         """Called by `uninstall()` before the shims are undone; returns the values that other code has overwritten."""
 
 
-@dataclass
 class _Applied:
-    shim: Shim
-    seams: list[Located]
-    undo: Callable[[], None] = lambda: None
+    def __init__(self, shim: Shim, seams: list[Located]) -> None:
+        self.shim = shim
+        self.seams = seams
+        self.undo: Callable[[], None] = lambda: None
 
 
 class Installation:

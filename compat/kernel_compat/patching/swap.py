@@ -15,6 +15,10 @@ from typing import Any, TypeVar
 __all__ = ["ABSENT", "Change", "make", "reclaim", "swap", "undo"]
 
 
+#: Packages that import no project that is patched but their own. Most module-level names of a process are theirs.
+_FOUNDATIONS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "mpmath"})
+
+
 class _Absent:
     """A class, because `copy.deepcopy` leaves classes as they are."""
 
@@ -102,19 +106,23 @@ def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[An
     ``from module import function`` binds a second name to the function: replacing the module's attribute alone
     would leave callers that did so with the original. All or nothing: an error restores every value set before it.
     """
-    # One pass over all modules for all aliases. Keyed by identity: equality is theirs to define.
+    # One pass over the modules for all aliases. Keyed by identity: equality is theirs to define.
     renamed = {id(old): (old, new) for old, new in aliases}
+    homes = {str(getattr(old, "__module__", "")).partition(".")[0] for old, _ in renamed.values()}
+    skipped = _FOUNDATIONS - homes if all(homes) else frozenset()
     done: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in assignments:
             before = _read(owner, name)
             _write(owner, name, value)
             done.append((owner, name, before))
-        for module in list(sys.modules.values()) if renamed else []:
+        for path, module in list(sys.modules.items()) if renamed else []:
+            if path.partition(".")[0] in skipped:
+                continue
             if not issubclass(type(module), ModuleType):  # isinstance would call the object's own __class__
                 continue
             if renamed.keys().isdisjoint(map(id, tuple(vars(module).values()))):
-                continue  # nearly always: there are a hundred thousand names
+                continue  # nearly always
             for name, bound in list(vars(module).items()):
                 match = renamed.get(id(bound))
                 if match is not None and match[0] is bound:
