@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["KernelCompatError", "KernelUnavailableError", "SeamError", "UnsupportedFeatureError"]
+__all__ = ["KernelCompatError", "KernelUnavailableError", "SeamError", "UnknownNameError", "UnsupportedFeatureError"]
 
 
 class KernelCompatError(Exception):
@@ -40,3 +40,7 @@ class SeamError(KernelCompatError, RuntimeError):
         self.found = found
         self.version = version
         super().__init__(f"{seam} ({version}): expected {expected}, found {found}")
+
+
+class UnknownNameError(KernelCompatError, ValueError):
+    """An attention name that nothing defines in this environment; the message lists the names that exist."""

@@ -176,7 +176,7 @@ def test_third_parties_kernels_are_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("layer_norm", "standard", "x", print), "is no op"),
+        (("group_norm", "standard", "x", print), "is no op"),
         (("rms_norm", "swapped", "x", print), "has no variant 'swapped'"),
         (("rms_norm", "standard", "eager", print), "the model's own code"),
         (("rms_norm", "standard", " ", print), "needs a name"),

@@ -6,6 +6,7 @@ module leaves it out: what is unpickled is the class's own again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +85,19 @@ class Change:
         while function is not None and function is not self.value:
             function = getattr(function, "__wrapped__", None)  # accelerate's, for mixed precision
         return function is not None
+
+
+def require_module(model: Any) -> None:
+    """Check that something is a module that kernels can be bound to.
+
+    Raises:
+        TypeError: not a module, or a compiled one.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if "_orig_mod" in model._modules:
+        raise TypeError("model is compiled already: apply the ops to the model itself, then compile it")
 
 
 def slot(module: Any) -> str:

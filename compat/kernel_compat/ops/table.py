@@ -9,7 +9,7 @@ from typing import Any
 from ..environment import Environment
 from ..errors import KernelCompatError, UnsupportedFeatureError
 from . import registry
-from .config import EAGER, choices
+from .spec import EAGER, OPS
 
 __all__ = ["Choice", "Fit", "Table", "table"]
 
@@ -75,7 +75,7 @@ def table(path: str | None = None) -> Table:
         ValueError: no model is in that folder, or none that can be built from its config.
     """
     environment = registry.detect()
-    found = [_choice(op, value, environment) for op in registry.OPS for value in choices(op)]
+    found = [_choice(op, value, environment) for op in OPS for value in registry.choices(op)]
     if path is None:
         return Table(environment, tuple(found), registry.broken())
     model = _build(path)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
 from .probing import SAME, Unproven, difference, quiet, run
+from .recogniser import ModuleRecogniser
 
 #: The sizes that a probe is made with, in the place of the model's. The number of experts stays the model's.
 HIDDEN, INTERMEDIATE = 6, 10
@@ -134,8 +135,10 @@ def calls_itself_one(path: str, module: nn.Module) -> bool:
     return name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
 
 
-def unlike_because(module: nn.Module) -> str:
-    """Why a module with experts isn't a candidate; empty where it is, or holds one."""
+def unlike_because(path: str, module: nn.Module) -> str:
+    """Why a mixture's experts at a path aren't a candidate; empty where they are, hold one, or the module is something else."""
+    if not calls_itself_one(path, module):
+        return ""
     if any(is_candidate(inner) for inner in module.modules()):
         return ""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -344,4 +347,15 @@ def _as_linear_layers_do(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-__all__ = ["Experts", "calls_itself_one", "forward_of", "is_candidate", "prove", "reference", "unlike_because"]
+RECOGNISER = ModuleRecogniser(is_candidate, prove, forward_of, calls_itself_one, unlike_because)
+
+__all__ = [
+    "RECOGNISER",
+    "Experts",
+    "calls_itself_one",
+    "forward_of",
+    "is_candidate",
+    "prove",
+    "reference",
+    "unlike_because",
+]

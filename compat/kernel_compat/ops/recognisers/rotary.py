@@ -12,20 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedFeatureError
-from .. import rewriting
-from ..kernels.ownership import learning
 from .probing import ALIKE, SAME, Unproven, clone, difference, quiet, run
+from .recogniser import FunctionRecogniser
 
 #: The global names under which attention layers call them.
 NAMES = re.compile(r"apply_(?!.*vision)\w*(rotary|rope)\w*")
 
-#: Layers of vision towers call these, which a config's field doesn't mean.
-VISION = re.compile(r"apply_\w*(rotary|rope)\w*vision\w*|apply_vision\w*(rotary|rope)\w*")
-
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a function computes: ``x * cos + rotate_half(x) * sin`` for query and key.
+    """The formula of a function: ``x * cos + rotate_half(x) * sin`` for query and key.
 
     Attributes:
         variant: ``full``; ``partial``, where the channels behind those that cosines are given for stay; ``multimodal``, where
@@ -45,17 +41,12 @@ class Rotary:
     positional: tuple[str, ...]
 
 
-#: What may follow query, key, cosines and sines, in the order of the releases that have it.
+#: The parameters behind query, key, cosines and sines, in the order of the releases that have them, with the variants.
 _PARAMETERS = {
     ("unsqueeze_dim",): ("full", "partial"),
     ("position_ids", "unsqueeze_dim"): ("full", "partial"),
     ("mrope_section", "unsqueeze_dim"): ("multimodal",),
 }
-
-
-def callers(module: nn.Module) -> dict[str, dict[str, Callable[..., Any]]]:
-    """The methods of a module's class that call such functions: by method, the functions by their global names."""
-    return rewriting.callers(type(module), NAMES)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -87,7 +78,7 @@ def sectioned(cos: Tensor, sections: Iterable[int]) -> Tensor:
 
 
 def prove(function: Any) -> Rotary:
-    """What a function computes.
+    """The formula of a function.
 
     Raises:
         Unproven: none of the formulas.
@@ -109,7 +100,7 @@ def prove(function: Any) -> Rotary:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        # Nothing that cosines and sines of an angle have in common, so that nothing hides behind it.
+        # No cosines and sines of an angle, whose relation could hide a difference.
         q, k, cos, sin = random(2, 4, 5, 12), random(2, 2, 5, 12), random(2, 5, 12), random(2, 5, 12)
         if positional[0] == "mrope_section":
             cos, sin = random(3, 2, 5, 12), random(3, 2, 5, 12)
@@ -225,7 +216,7 @@ def _cosines(maker: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What takes the place of the function: with its parameters, calling a kernel."""
+    """The replacement of the function: it has its parameters, and calls a kernel."""
     full, keeps_dtype = rotary.variant != "partial", rotary.keeps_dtype or rotary.wide
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *more: Any) -> tuple[Tensor, Tensor]:
@@ -276,17 +267,6 @@ def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) ->
     return apply_multimodal
 
 
-def teach(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Show the kernel behind what `function_of` made what query and key look like that nobody else has.
+RECOGNISER = FunctionRecogniser(NAMES, prove, function_of, require_equal_halves)
 
-    They come from a projection, whose result is seen as heads, or from a norm of those.
-    """
-    with learning(), torch.no_grad():
-        cos = torch.ones(1, 3, 2, dtype=torch.bfloat16, device="cpu")
-        query, key = cos.neg().view(1, 3, 1, 2).transpose(1, 2), cos.neg().view(1, 3, 1, 2).transpose(1, 2)
-        query, key = function(query, key, cos, cos)
-        query, key = query.neg(), key.neg()
-        query, key = function(query, key, cos, cos)
-
-
-__all__ = ["Rotary", "callers", "function_of", "prove", "reference", "require_equal_halves", "sectioned", "teach"]
+__all__ = ["NAMES", "RECOGNISER", "Rotary", "function_of", "prove", "reference", "require_equal_halves", "sectioned"]
