@@ -45,10 +45,10 @@ _PREFERRED = {
 
 @dataclass(frozen=True, kw_only=True)
 class OpsConfig:
-    """Which kernel computes what, by VeOmni's names; checked when it is made.
+    """The kernel of each op, by VeOmni's names; checked when it is made.
 
     A field that is left out is ``eager``: the model's own code. (VeOmni's own default is a GPU kernel for each.) Other values
-    than those below are kernels that somebody has registered.
+    than these are kernels that other code has registered.
 
     Attributes:
         attn_implementation: an attention name, as transformers' ``attn_implementation``; None leaves the model's.
@@ -62,12 +62,12 @@ class OpsConfig:
         rms_norm_gated_implementation: ``eager``, ``fla``.
         layer_norm_implementation: ``eager``, ``liger_kernel``.
         reasons: why each field has its value, where `auto` chose it.
-        environment: what it is checked against; default: this one.
+        environment: the environment that it is checked against; default: this one.
 
     Raises:
         ValueError: a value that no kernel has.
         TypeError: a value that is no string.
-        KernelUnavailableError: a kernel that can't run here: what is missing, and the command that installs it.
+        KernelUnavailableError: a kernel can't run here; the message has the reason and the command that installs it.
     """
 
     attn_implementation: str | None = None
@@ -164,7 +164,7 @@ class OpsConfig:
 
         Args:
             environment: default: this one.
-            model: leave ``eager`` what would be refused for this model. Nothing of it is changed.
+            model: leave the ops ``eager`` whose kernels would be refused for this model, which isn't changed.
 
         Raises:
             TypeError: the model is no module, or a compiled one.
@@ -191,7 +191,7 @@ class OpsConfig:
 
 
 def _best_attention(environment: Environment, model: Any) -> tuple[str | None, str]:
-    """The first of the ladder that can be had now, and why not those before it."""
+    """The first usable name of the ladder, and the reasons against the names before it."""
     why: list[str] = []
     for step in ladder(environment=environment):
         problem = "" if step.usable else step.reason

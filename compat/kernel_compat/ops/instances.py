@@ -1,4 +1,4 @@
-"""Attributes of a module instance that take the place of its class's, and the way back.
+"""Attributes of a module instance that shadow its class's, and the way back.
 
 A method that is put into an instance is bound to it, so that `copy.deepcopy` binds the copy's to the copy, and pickling the
 module leaves it out: what is unpickled is the class's own again.
@@ -37,7 +37,7 @@ class Change:
     Attributes:
         module: whose.
         name: of the attribute.
-        value: what is put there: a function is bound to the module.
+        value: the new value; a function is bound to the module.
     """
 
     module: Any
@@ -60,7 +60,7 @@ class Change:
             attributes[self._slot] = self._after
 
     def undo(self) -> bool:
-        """Put back what was there; False where something of somebody else's is there now, which stays."""
+        """Restore the former value; False where other code has overwritten ours, whose value stays."""
         attributes = vars(self.module)
         for name in dict.fromkeys((self._slot, "_old_forward" if self.name == "forward" else self._slot)):
             if _same(attributes.get(name, _MISSING), self._after):
@@ -77,7 +77,7 @@ class Change:
 
     @property
     def in_force(self) -> bool:
-        """Whether the method that was put there is still called, be it by what wraps it; True for what is no method."""
+        """Whether our method is still called, directly or by a wrapper around it; True for other values."""
         if not isinstance(self.value, FunctionType):
             return True
         found = _own(self.module) if self.name == "forward" else vars(self.module).get(self.name)
@@ -115,7 +115,7 @@ def replaced(module: Any) -> Any:
 
 
 def ops_of(module: Any, method: str = "forward") -> Mapping[str, str]:
-    """The ops that this library has put into the place of a module's method, with the config's value."""
+    """The ops of the kernels that this library has bound to a module's method, with the config's values."""
     found = _own(module) if method == "forward" else vars(module).get(method)
     return getattr(getattr(found, "__func__", found), MARK, {})
 
@@ -153,7 +153,7 @@ def whose(method: Any) -> str:
 
 
 def ours(function: F, op: str, value: str) -> F:
-    """Mark a function as put there by this library, for `op` besides what it is marked for."""
+    """Mark a function, or another value, as this library's, for `op` besides the ops that it is marked for."""
     setattr(function, MARK, {**getattr(function, MARK, {}), op: value})
     return function
 

@@ -52,7 +52,8 @@ def with_globals(function: FunctionType, replacements: Mapping[str, Any]) -> Fun
     """A copy of a function, and of the wrappers around it, in which these global names mean other objects.
 
     Raises:
-        KernelCompatError: the function reads none of the names, or its source can't be read or isn't what it was compiled from.
+        KernelCompatError: the function reads none of the names, or its source can't be read or has changed since it was
+            compiled.
     """
     found = _copy(function, dict(replacements), {})
     if found is function:
@@ -98,21 +99,20 @@ def _copy(function: FunctionType, replacements: dict[str, Any], done: dict[int, 
 def _compiled(function: FunctionType, names: set[str]) -> CodeType:
     """A function's code, compiled again with `names` as free variables."""
     original = function.__code__
-    what = f"{function.__qualname__} of {original.co_filename}"
+    title = f"{function.__qualname__} of {original.co_filename}"
     try:
         file = _parsed(original)
     except (OSError, TypeError, SyntaxError) as error:
-        raise KernelCompatError(f"the source of {what} can't be read ({error})") from None
+        raise KernelCompatError(f"the source of {title} can't be read ({error})") from None
     definition = next((node for node in ast.walk(file) if _defines(node, original)), None)
     if definition is None or not _alike(_defined(file, definition, function, set()), original):
-        raise KernelCompatError(f"{what} isn't what is written there")
+        raise KernelCompatError(f"{title} isn't as it is written there")
     code = _defined(file, definition, function, names)
     if not names <= set(code.co_freevars):
-        raise KernelCompatError(f"{what} declares {', '.join(sorted(names))} as global")
+        raise KernelCompatError(f"{title} declares {', '.join(sorted(names))} as global")
     return code
 
 
-@functools.lru_cache(maxsize=8)
 def _parsed(code: CodeType) -> ast.Module:
     """The file of a code object."""
     return ast.parse("".join(inspect.findsource(code)[0]))
@@ -121,7 +121,8 @@ def _parsed(code: CodeType) -> ast.Module:
 def _defines(node: ast.AST, code: CodeType) -> TypeGuard[ast.FunctionDef]:
     if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
         return False
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) == code.co_firstlineno
+    # A function's first line is that of its first decorator, and a copy's that of its definition.
+    return code.co_firstlineno in (node.lineno, *(decorator.lineno for decorator in node.decorator_list[:1]))
 
 
 def _defined(file: ast.Module, definition: ast.FunctionDef, function: FunctionType, names: set[str]) -> CodeType:

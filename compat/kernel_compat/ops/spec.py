@@ -50,7 +50,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a kernel runs on.
+    """The devices that a kernel runs on.
 
     Attributes:
         device: torch's type of device; ``any`` for plain torch.
@@ -63,7 +63,7 @@ class Hardware:
     interpreted: bool = False
 
     def unavailable_because(self, environment: Environment) -> list[str]:
-        """Why nothing in an environment fits; empty where something does. Of an NPU, its package alone tells."""
+        """The reasons why no device of an environment fits; empty where one does. For an NPU, `KernelSpec.requires` decides."""
         if self.device != "cuda" or (self.interpreted and os.environ.get("TRITON_INTERPRET") == "1"):
             return []
         low = self.min_capability
@@ -86,11 +86,11 @@ class KernelSpec:
         factory: called without arguments when the kernel is bound: imports and returns it. How an op's kernels are called is
             in docs/kernel-selection.md.
         requires: distributions, as pip takes them: ``liger-kernel>=0.6.5``.
-        install: a sentence with the command that installs what it requires.
-        hardware: what it runs on.
+        install: a sentence with the command that installs the required distributions.
+        hardware: the devices that it runs on.
         assumes: facts about the model that it relies on and that are proven before it is bound: ``equal_halves``, cosines
             and sines whose two halves are the same.
-        note: what a user should know, for tables.
+        note: a remark for tables.
     """
 
     op: str
@@ -115,7 +115,7 @@ class KernelSpec:
         if not callable(self.factory):
             raise TypeError(f"factory must be callable, not {self.factory!r}")
         if unknown := set(self.assumes) - {"equal_halves"}:
-            raise ValueError(f"nobody proves {', '.join(sorted(map(repr, unknown)))}: there is 'equal_halves'")
+            raise ValueError(f"nothing proves {', '.join(sorted(map(repr, unknown)))}: there is 'equal_halves'")
         for requirement in self.requires:
             try:
                 Requirement(requirement)
@@ -123,7 +123,7 @@ class KernelSpec:
                 raise ValueError(f"{requirement!r} is no requirement: {error}") from None
 
     def unavailable_because(self, environment: Environment) -> list[str]:
-        """Why it can't run in an environment, as far as metadata tells; empty when all is well.
+        """The reasons why it can't run in an environment, by metadata alone; empty where it can.
 
         Args:
             environment: one that describes the distributions of `requires`, as `detect` does.
@@ -155,6 +155,6 @@ class KernelSpec:
             return self.factory()
         except KernelUnavailableError:
             raise
-        except Exception as error:  # somebody else's package
+        except Exception as error:  # another distribution's code
             reason = f"it does not import ({type(error).__name__}: {error})"
             raise KernelUnavailableError(f"{self.op} {self.name!r}", [reason], self.install) from error

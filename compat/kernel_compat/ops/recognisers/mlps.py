@@ -129,14 +129,14 @@ def _difference(module: nn.Module, layout: GatedMlp, generator: torch.Generator,
     try:
         return max(
             difference(run(clone(module, {}, children, training), x.clone()), reference(small, layout, x))
-            for x in (rows, rows * 30, rows * 1000)  # so large that a clamp tells
+            for x in (rows, rows * 30, rows * 1000)  # so large that a clamp shows
         )
     finally:
         torch.set_rng_state(state)
 
 
 def small_children(module: nn.Module, layout: GatedMlp, generator: torch.Generator, training: bool) -> dict[str, Any]:
-    """Children like a module's, for an input of `HIDDEN` values: small random projections in the place of its own."""
+    """Children like a module's, for an input of `HIDDEN` values: small random projections instead of its own."""
     projections = (layout.gate, layout.up, layout.down)
     return {
         name: _small(child, layout, name, generator)

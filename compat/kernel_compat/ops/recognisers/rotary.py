@@ -24,11 +24,11 @@ class Rotary:
     """The formula of a function: ``x * cos + rotate_half(x) * sin`` for query and key.
 
     Attributes:
-        variant: ``full``; ``partial``, where the channels behind those that cosines are given for stay; ``multimodal``, where
+        variant: ``full``; ``partial``, where channels without cosines pass unchanged; ``multimodal``, where
             sections of the channels have the positions of time, height and width.
         pairs: whether the channels come in pairs, which it takes apart first: all the even ones, then all the odd ones.
         needs_equal_halves: whether it reads one half of the cosines and sines, so that this holds where both are equal.
-        wide: whether it computes in float32 what comes in half precision.
+        wide: whether it computes in float32 for inputs in half precision.
         keeps_dtype: whether results have the dtype of query and key where cosines have a larger one.
         positional: its parameters behind cosines and sines.
     """
@@ -90,7 +90,7 @@ def prove(function: Any) -> Rotary:
     positional = names[4:]
     if positional not in _PARAMETERS:
         raise Unproven(
-            f"it takes ({', '.join(names)}), and not query, key, cosines and sines as those that are known do"
+            f"it takes ({', '.join(names)}), and not query, key, cosines and sines as the known functions do"
         )
     variant: str
     more: tuple[Any, ...]
@@ -178,8 +178,8 @@ def require_equal_halves(model: nn.Module) -> None:
         raise Unproven("nothing in the model that makes cosines and sines was found")
     for maker in makers:
         for cos, sin in _cosines(maker):
-            for what in (cos, sin):
-                one, other = what.chunk(2, dim=-1)
+            for table in (cos, sin):
+                one, other = table.chunk(2, dim=-1)
                 if difference(one, other) > 0:
                     raise Unproven(f"{type(maker).__name__} makes cosines whose halves differ")
 
