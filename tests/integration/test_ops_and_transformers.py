@@ -24,7 +24,9 @@ from plain_kernels import PLAIN
 from tiny import CAUSAL_LMS, OPS_MODELS, TRANSFORMERS
 from torch.nn.functional import silu
 
-from kernel_compat import UnsupportedFeatureError, ops
+from kernel_compat import Environment, UnsupportedFeatureError, ops
+from kernel_compat.environment import Device
+from kernel_compat.ops import registry
 from kernel_compat.ops.losses.lazy import LazyLogits
 from kernel_compat.ops.recognisers import experts, norms, rotary
 
@@ -538,17 +540,20 @@ def test_liger_behind_ours_takes_its_place_and_the_report_says_so(liger: Callabl
     assert undo(report) == 8
 
 
-def test_between_use_liger_kernel_and_ours_the_later_is_refused() -> None:
-    pytest.importorskip("liger_kernel.transformers", exc_type=ImportError)
+def test_between_use_liger_kernel_and_ours_the_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
     from kernel_compat.models import use_liger_kernel
 
+    found = registry.detect()
+    environment = Environment(packages=found.packages, devices=(Device("NVIDIA H200", (9, 0)),))
+    monkeypatch.setattr(registry, "detect", lambda: environment)
     model = build()
     handle = use_liger_kernel(model, rope=False)
-    with pytest.raises(UnsupportedFeatureError, match="replaced by liger_kernel"):
+    with pytest.raises(ValueError, match="LlamaRMSNorm has the kernel 'liger_kernel' for rms_norm already"):
         ops.apply_ops(model, config("rms_norm"))
     handle.undo()
     with ops.apply_ops(model, config("rms_norm")) as report:
-        with pytest.raises(UnsupportedFeatureError, match="a forward that isn't upstream's, which it would replace"):
+        with pytest.raises(ValueError, match=f"LlamaRMSNorm has the kernel '{PLAIN}' for rms_norm already"):
             use_liger_kernel(model)
         assert report.replaced == ()
         assert ran(model) == {"rms_norm": 5}

@@ -14,13 +14,11 @@ import interpreter  # noqa: F401  # repaired
 import pytest
 import torch
 import triton.language as tl
-from liger_kernel import ops
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from kernel_compat.models import liger_proof
-from kernel_compat.ops.kernels import liger
+from kernel_compat.ops.kernels import liger, liger_layers
 from kernel_compat.ops.recognisers import norms, rotary
 
 
@@ -207,24 +205,55 @@ def test_a_dtensor_s_gate_is_local(tmp_path: Path) -> None:
         distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes", "options"),
-    [
-        ("LigerSiLUMulFunction", [(5, 64), (5, 64)], (1.3, 0.7)),
-        ("LigerGELUMulFunction", [(5, 64), (5, 64)], ()),
-        ("LigerReLUSquaredFunction", [(5, 64)], ()),
-        ("LigerLayerNormFunction", [(5, 64), (64,), (64,)], (1e-3,)),
-        ("LigerRMSNormFunction", [(5, 64), (64,)], (1e-3, 0.0, "llama", False)),
-        ("LigerRMSNormFunction", [(5, 64), (64,)], (1e-3, 1.0, "gemma", False)),
-    ],
-)
-def test_the_formulas_that_forwards_are_proven_by(
-    name: str, shapes: list[tuple[int, ...]], options: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("rms_norm", "layer_norm"):
-        monkeypatch.setattr(f"liger_kernel.ops.{module}.rsqrt", lambda x: 1 / tl.sqrt(x))
+@pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
+def test_geglu(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a regularizer has saved the gate, and twice over one graph, too."""
     monkeypatch.setattr("liger_kernel.ops.geglu.tanh", lambda x: 2 / (1 + tl.exp(-2 * x)) - 1)
     torch.manual_seed(0)
-    inputs = [torch.randn(shape) for shape in shapes]
-    expected = liger_proof._FORMULAS[name].apply(*inputs, *options)
-    require_close((getattr(ops, name).apply(*inputs, *options),), (expected,))
+    given = [torch.randn(5, 64, requires_grad=True) for _ in range(2)]
+
+    def results(kernel: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        gate, up = given[0] * 2, given[1].sin()
+        loss = (kernel(gate, up) * 1.5).sin().sum() + (gate.pow(3).sum() if saved else 0.0)
+        torch.autograd.grad(loss, given, retain_graph=True)
+        return loss, *torch.autograd.grad(loss, given)
+
+    expected = results(lambda gate, up: functional.gelu(gate, approximate="tanh") * up)
+    require_close(results(liger_layers.geglu()), expected)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(liger_layers.geglu()(*given).sum(), given, create_graph=True)
+
+
+def test_layer_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_kernel.ops.layer_norm.rsqrt", lambda x: 1 / tl.sqrt(x))
+    torch.manual_seed(0)
+    given = [torch.randn(2, 5, 64), torch.randn(64), torch.randn(64)]
+    leaves = [one.requires_grad_() for one in given]
+
+    def results(kernel: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        normed = kernel(*given)
+        return normed, *torch.autograd.grad(normed.sin().sum(), leaves)
+
+    expected = results(lambda x, weight, bias: functional.layer_norm(x, (64,), weight, bias, 1e-3))
+    require_close(results(lambda x, weight, bias: liger_layers.layer_norm()(x, weight, bias, 1e-3)), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_cross_entropy_of_logits(reduction: Literal["mean", "sum"]) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(10, 37, requires_grad=True), torch.randint(37, (10,))
+    labels[3] = -100
+
+    def results(kernel: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        loss = kernel(logits * 2, labels, reduction=reduction)
+        return loss, *torch.autograd.grad(loss * 0.37, logits)
+
+    kernel = liger_layers.logits_cross_entropy()
+    require_close(results(kernel), results(functional.cross_entropy))
+    with torch.no_grad():
+        require_close((kernel(logits.clone(), labels),), (functional.cross_entropy(logits, labels),))
+    assert kernel(logits.clone(), labels.fill_(-100)).isnan()
+    loss = kernel(logits * 2, labels.fill_(1))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward"):
+        loss.backward()

@@ -176,7 +176,7 @@ def test_third_parties_kernels_are_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("layer_norm", "standard", "x", print), "is no op"),
+        (("group_norm", "standard", "x", print), "is no op"),
         (("rms_norm", "swapped", "x", print), "has no variant 'swapped'"),
         (("rms_norm", "standard", "eager", print), "the model's own code"),
         (("rms_norm", "standard", " ", print), "needs a name"),
@@ -226,3 +226,24 @@ def test_a_kernel_that_does_not_import_says_so() -> None:
 
     with pytest.raises(KernelUnavailableError, match="does not import .OSError: libcuda.so.1 is a text file.*driver"):
         spec.load()
+
+
+def test_a_registry_of_one_s_own() -> None:
+    """Nothing of it reaches the registry that configs use."""
+    mine = registry.OpRegistry()
+    assert mine.kernels() == ()
+
+    @mine.register("rms_norm", "standard", "mine", hardware=ops.Hardware("cuda"))
+    def factory() -> Any:
+        return None
+
+    assert mine.choices("rms_norm") == ("eager", "mine")
+    assert "mine" not in registry.choices("rms_norm")
+    with pytest.raises(ValueError, match="already: pass override=True"):
+        mine.register("rms_norm", "standard", "mine")(factory)
+    mine.require("rms_norm", "mine", Environment(packages=TORCH, devices=(H200,)))
+    with pytest.raises(KernelUnavailableError, match="none is visible"):
+        mine.require("rms_norm", "mine", Environment(packages=TORCH))
+    mine.unregister("rms_norm", "standard", "mine")
+    with pytest.raises(ValueError, match="the values are eager"):
+        mine.require("rms_norm", "mine", Environment(packages=TORCH))

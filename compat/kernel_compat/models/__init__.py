@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..patching.handle import Handle as Handle  # documented where it is
 from ..patching.wrapping import assert_same_signature
-from .liger import use_liger_kernel
+from .liger import LigerSupport, liger_support, use_liger_kernel
 from .sdpa_backends import use_sdpa_backends
 
-__all__ = ["assert_same_signature", "use_liger_kernel", "use_sdpa_backends"]
+__all__ = ["LigerSupport", "assert_same_signature", "liger_support", "use_liger_kernel", "use_sdpa_backends"]

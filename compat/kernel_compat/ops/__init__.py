@@ -9,10 +9,12 @@ report.undo()
 
 from __future__ import annotations
 
-from .apply import Binding, Report, applied, apply_ops, refusal, use
+from .apply import applied, apply_ops, refusal, use
 from .config import OpsConfig
 from .op_slot import OpSlot
-from .registry import OPS, Hardware, KernelSpec, register_kernel, registered_kernels, unregister_kernel
+from .registry import register_kernel, registered_kernels, unregister_kernel
+from .report import Report
+from .spec import OPS, Binding, Hardware, KernelSpec
 
 __all__ = [
     "OPS",

@@ -7,25 +7,25 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from .registry import Hardware, KernelSpec
+from .spec import Hardware, KernelSpec
 
-_LIGER = {
+_LIGER: dict[str, Any] = {
     "requires": ("liger-kernel>=0.6.5",),
     "install": "Install it with: pip install liger-kernel (with transformers 4: pip install 'liger-kernel<0.8.5')",
     "hardware": Hardware("cuda"),
 }
-_QUACK = {
+_QUACK: dict[str, Any] = {
     "requires": ("quack-kernels>=0.4.1",),
     "install": "Install it with: pip install quack-kernels",
     "hardware": Hardware("cuda", (9, 0)),
 }
-_TRITON = {
+_TRITON: dict[str, Any] = {
     "requires": ("triton>=3",),
     "install": "Install it with: pip install triton",
     "hardware": Hardware("cuda", (7, 0), interpreted=True),
 }
 
-_NPU = {
+_NPU: dict[str, Any] = {
     "requires": ("torch-npu",),
     "install": "Install it with: pip install torch-npu",
     "hardware": Hardware("npu"),
@@ -38,6 +38,16 @@ def _liger(name: str) -> Callable[[], Callable[..., Any]]:
         from .kernels import liger
 
         kernel: Callable[..., Any] = getattr(liger, name)()
+        return kernel
+
+    return factory
+
+
+def _liger_layers(name: str) -> Callable[[], Callable[..., Any]]:
+    def factory() -> Callable[..., Any]:
+        from .kernels import liger_layers
+
+        kernel: Callable[..., Any] = getattr(liger_layers, name)()
         return kernel
 
     return factory
@@ -102,8 +112,8 @@ SPECS = (
         hardware=Hardware("cuda"),
         note="reads one number back from the device; float32 in TF32",
     ),
-    KernelSpec("moe", "swiglu", "fused_quack", _moe("quack"), note="float16 and bfloat16", **_QUACK),  # type: ignore[arg-type]
-    KernelSpec("moe", "swiglu_transposed", "fused_quack", _moe("quack"), note="float16 and bfloat16", **_QUACK),  # type: ignore[arg-type]
+    KernelSpec("moe", "swiglu", "fused_quack", _moe("quack"), note="float16 and bfloat16", **_QUACK),
+    KernelSpec("moe", "swiglu_transposed", "fused_quack", _moe("quack"), note="float16 and bfloat16", **_QUACK),
     KernelSpec(
         "moe",
         "swiglu",
@@ -114,28 +124,33 @@ SPECS = (
         hardware=Hardware("npu"),
         note="bfloat16; never run on hardware",
     ),
-    KernelSpec("cross_entropy_loss", "causal", "liger_kernel", _liger("cross_entropy"), **_LIGER),  # type: ignore[arg-type]
+    KernelSpec("cross_entropy_loss", "causal", "liger_kernel", _liger("cross_entropy"), **_LIGER),
     KernelSpec("cross_entropy_loss", "causal", "chunk_loss", _chunk_loss),
-    KernelSpec("cross_entropy_loss", "causal", "npu", _npu("cross_entropy"), **_NPU),  # type: ignore[arg-type]
-    KernelSpec("rms_norm", "standard", "liger_kernel", _liger("rms_norm"), **_LIGER),  # type: ignore[arg-type]
-    KernelSpec("rms_norm", "offset", "liger_kernel", _liger("rms_norm_offset"), **_LIGER),  # type: ignore[arg-type]
-    KernelSpec("rms_norm", "standard", "triton", partial(_triton_rms_norm, False), note="batch-invariant", **_TRITON),  # type: ignore[arg-type]
-    KernelSpec("rms_norm", "offset", "triton", partial(_triton_rms_norm, True), note="batch-invariant", **_TRITON),  # type: ignore[arg-type]
-    KernelSpec("rms_norm", "standard", "npu", _npu("rms_norm", False), **_NPU),  # type: ignore[arg-type]
-    KernelSpec("rms_norm", "offset", "npu", _npu("rms_norm", True), **_NPU),  # type: ignore[arg-type]
-    KernelSpec("swiglu_mlp", "standard", "liger_kernel", _liger("swiglu"), **_LIGER),  # type: ignore[arg-type]
+    KernelSpec(
+        "cross_entropy_loss", "causal_logits", "liger_cross_entropy", _liger_layers("logits_cross_entropy"), **_LIGER
+    ),
+    KernelSpec("cross_entropy_loss", "causal", "npu", _npu("cross_entropy"), **_NPU),
+    KernelSpec("rms_norm", "standard", "liger_kernel", _liger("rms_norm"), **_LIGER),
+    KernelSpec("rms_norm", "offset", "liger_kernel", _liger("rms_norm_offset"), **_LIGER),
+    KernelSpec("rms_norm", "standard", "triton", partial(_triton_rms_norm, False), note="batch-invariant", **_TRITON),
+    KernelSpec("rms_norm", "offset", "triton", partial(_triton_rms_norm, True), note="batch-invariant", **_TRITON),
+    KernelSpec("rms_norm", "standard", "npu", _npu("rms_norm", False), **_NPU),
+    KernelSpec("rms_norm", "offset", "npu", _npu("rms_norm", True), **_NPU),
+    KernelSpec("swiglu_mlp", "standard", "liger_kernel", _liger("swiglu"), **_LIGER),
+    KernelSpec("swiglu_mlp", "geglu", "liger_kernel", _liger_layers("geglu"), **_LIGER),
+    KernelSpec("layer_norm", "standard", "liger_kernel", _liger_layers("layer_norm"), **_LIGER),
     KernelSpec(
         "rotary_pos_emb",
         "full",
         "liger_kernel",
         _liger("rotary"),
         assumes=("equal_halves",),
-        **_LIGER,  # type: ignore[arg-type]
+        **_LIGER,
     ),
-    KernelSpec("rotary_pos_emb", "full", "triton", _triton_rotary, note="deterministic", **_TRITON),  # type: ignore[arg-type]
-    KernelSpec("rotary_pos_emb", "partial", "triton", _triton_rotary, note="deterministic", **_TRITON),  # type: ignore[arg-type]
-    KernelSpec("rotary_pos_emb", "full", "npu", _npu("rotary_pos_emb"), **_NPU),  # type: ignore[arg-type]
-    KernelSpec("load_balancing_loss", "standard", "triton", _triton_load_balancing, **_TRITON),  # type: ignore[arg-type]
+    KernelSpec("rotary_pos_emb", "full", "triton", _triton_rotary, note="deterministic", **_TRITON),
+    KernelSpec("rotary_pos_emb", "partial", "triton", _triton_rotary, note="deterministic", **_TRITON),
+    KernelSpec("rotary_pos_emb", "full", "npu", _npu("rotary_pos_emb"), **_NPU),
+    KernelSpec("load_balancing_loss", "standard", "triton", _triton_load_balancing, **_TRITON),
     KernelSpec(
         "rms_norm_gated",
         "standard",

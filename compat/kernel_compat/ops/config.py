@@ -8,13 +8,18 @@ from dataclasses import InitVar, dataclass, field, fields
 from os import PathLike
 from typing import Any
 
+from ..attention.defaults import resolve
+from ..attention.registry import upstream_owner
+from ..choosing.capabilities import require_known
+from ..choosing.ladder import ladder
+from ..choosing.preload import verify_flash_support
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from . import registry
+from .instances import require_module
+from .spec import EAGER
 
-__all__ = ["EAGER", "OpsConfig"]
-
-EAGER = "eager"
+__all__ = ["OpsConfig"]
 
 #: VeOmni's fields that kernel-compat has no kernels for, with the values that ask for none.
 _VEOMNI = {
@@ -27,7 +32,7 @@ _VEOMNI = {
     "qat_implementation": ("none",),
 }
 
-#: What `OpsConfig.auto` prefers: first what took the least time on an H200, forward and backward (docs/benchmarks.md).
+#: The kernels that `OpsConfig.auto` may choose, the fastest on an H200 first, forward and backward (docs/benchmarks.md).
 _PREFERRED = {
     "moe": ("fused_quack", "fused_triton", "fused_npu"),
     "cross_entropy_loss": ("liger_kernel", "chunk_loss", "npu"),
@@ -36,32 +41,35 @@ _PREFERRED = {
     "rotary_pos_emb": ("triton", "liger_kernel", "npu"),
     "load_balancing_loss": ("triton",),
     "rms_norm_gated": ("fla",),
+    "layer_norm": (),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpsConfig:
-    """Which kernel computes what, by VeOmni's names; checked when it is made.
+    """The kernel of each op, by VeOmni's names; checked when it is made.
 
     A field that is left out is ``eager``: the model's own code. (VeOmni's own default is a GPU kernel for each.) Other values
-    than those below are kernels that somebody has registered.
+    than these are kernels that other code has registered.
 
     Attributes:
         attn_implementation: an attention name, as transformers' ``attn_implementation``; None leaves the model's.
         moe_implementation: ``eager``, ``fused_triton``, ``fused_quack``, ``fused_npu``.
-        cross_entropy_loss_implementation: ``eager``, ``liger_kernel``, ``chunk_loss``, ``npu``.
+        cross_entropy_loss_implementation: ``eager``; over hidden states: ``liger_kernel``, ``chunk_loss``, ``npu``; over
+            logits: ``liger_cross_entropy``.
         rms_norm_implementation: ``eager``, ``liger_kernel``, ``triton`` (batch-invariant), ``npu``.
-        swiglu_mlp_implementation: ``eager``, ``liger_kernel``.
+        swiglu_mlp_implementation: ``eager``, ``liger_kernel``; of MLPs with silu, and with gelu (tanh).
         rotary_pos_emb_implementation: ``eager``, ``liger_kernel``, ``triton`` (deterministic), ``npu``.
         load_balancing_loss_implementation: ``eager``, ``triton``.
         rms_norm_gated_implementation: ``eager``, ``fla``.
+        layer_norm_implementation: ``eager``, ``liger_kernel``.
         reasons: why each field has its value, where `auto` chose it.
-        environment: what it is checked against; default: this one.
+        environment: the environment that it is checked against; default: this one.
 
     Raises:
         ValueError: a value that no kernel has.
         TypeError: a value that is no string.
-        KernelUnavailableError: a kernel that can't run here: what is missing, and the command that installs it.
+        KernelUnavailableError: a kernel can't run here; the message has the reason and the command that installs it.
     """
 
     attn_implementation: str | None = None
@@ -72,6 +80,7 @@ class OpsConfig:
     rotary_pos_emb_implementation: str = EAGER
     load_balancing_loss_implementation: str = EAGER
     rms_norm_gated_implementation: str = EAGER
+    layer_norm_implementation: str = EAGER
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     environment: InitVar[Environment | None] = None
 
@@ -88,7 +97,7 @@ class OpsConfig:
             if name == "attn_implementation":
                 _check_attention(value, environment)
             else:
-                _check(_op(name), value, environment)
+                registry.require(_op(name), value, environment)
 
     def __getitem__(self, op: str) -> str:
         """The value for an op."""
@@ -157,12 +166,14 @@ class OpsConfig:
 
         Args:
             environment: default: this one.
-            model: leave ``eager`` what would be refused for this model. Nothing of it is changed.
+            model: leave the ops ``eager`` whose kernels would be refused for this model, which isn't changed.
 
         Raises:
             TypeError: the model is no module, or a compiled one.
         """
         environment = environment or registry.detect()
+        if model is not None:
+            require_module(model)
         chosen: dict[str, str] = {}
         reasons: dict[str, str] = {}
         name, reasons["attn_implementation"] = _best_attention(environment, model)
@@ -170,26 +181,19 @@ class OpsConfig:
             chosen["attn_implementation"] = name
         for op, preferred in _PREFERRED.items():
             why: list[str] = []
-            for name in filter(choices(op).__contains__, preferred):
-                if (problem := _unusable(op, name, environment)) or (
-                    model is not None and (problem := _refused(op, name, model))
-                ):
+            for name in filter(registry.choices(op).__contains__, preferred):
+                if problem := _refusal(op, name, environment, model):
                     why.append(f"{name}: {problem}")
                 else:
                     chosen[f"{op}_implementation"] = name
                     why.append(f"{name} runs here")
                     break
-            reasons[f"{op}_implementation"] = "; ".join(why) or "there is no kernel for it"
+            reasons[f"{op}_implementation"] = "; ".join(why) or "no kernel for it is known to be faster"
         return cls(**chosen, reasons=reasons, environment=environment)
 
 
 def _best_attention(environment: Environment, model: Any) -> tuple[str | None, str]:
-    """The first of the ladder that can be had now, and why not those before it."""
-    from ..attention import defaults as names
-    from ..attention.registry import upstream_owner
-    from ..choosing.ladder import ladder
-    from ..choosing.preload import verify_flash_support
-
+    """The first usable name of the ladder, and the reasons against the names before it."""
     why: list[str] = []
     for step in ladder(environment=environment):
         problem = "" if step.usable else step.reason
@@ -197,7 +201,7 @@ def _best_attention(environment: Environment, model: Any) -> tuple[str | None, s
             problem = f"{type(model).__name__} doesn't support it"
         if not problem and "flash" in step.name:
             ours = upstream_owner(step.name, environment) is None
-            if ours and names.resolve(step.name) is None:
+            if ours and resolve(step.name) is None:
                 problem = "kernel_compat.install() hasn't been called"
             elif model is not None:
                 try:
@@ -210,43 +214,23 @@ def _best_attention(environment: Environment, model: Any) -> tuple[str | None, s
     return None, "; ".join(why)
 
 
-def choices(op: str) -> tuple[str, ...]:
-    """The values that an op's field may have, ``eager`` first."""
-    return (EAGER, *dict.fromkeys(spec.name for spec in registry.registered_kernels(op)))
-
-
 def _op(name: str) -> str:
     return name.removesuffix("_implementation")
 
 
-def _check(op: str, value: str, environment: Environment) -> None:
-    allowed = choices(op)
-    if value not in allowed:
-        raise ValueError(f"{op}_implementation={value!r}: the values are {', '.join(allowed)}")
-    specs = [spec for spec in registry.registered_kernels(op) if spec.name == value]
-    reasons = [spec.unavailable_because(environment) for spec in specs]
-    if all(reasons):
-        raise KernelUnavailableError(f"{op}_implementation={value!r}", reasons[0], specs[0].install_hint(environment))
-
-
-def _unusable(op: str, value: str, environment: Environment) -> str:
+def _refusal(op: str, value: str, environment: Environment, model: Any) -> str:
     try:
-        _check(op, value, environment)
+        registry.require(op, value, environment)
     except KernelUnavailableError as error:
         return "; ".join(error.reasons)
-    return ""
-
-
-def _refused(op: str, value: str, model: Any) -> str:
-    from .apply import refusal
+    if model is None:
+        return ""
+    from .plan import refusal
 
     return refusal(model, op, value)
 
 
 def _check_attention(value: str, environment: Environment) -> None:
-    from ..choosing.capabilities import require_known
-    from ..choosing.ladder import ladder
-
     require_known(value)
     step = ladder(value, environment)[0]
     if step.usable is False:

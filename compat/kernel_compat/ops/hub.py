@@ -13,21 +13,21 @@ from .instances import Change, ops_of, replaced, whose
 
 
 class Layers:
-    """Those of a model, and whether transformers replaces their forwards."""
+    """The layers of the hub in a model, and whether transformers replaces their forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = {path: m for path, m in model.named_modules() if hasattr(type(m), "kernel_layer_name")}
         self._models: list[Any] = [m for m in model.modules() if hasattr(type(m), "use_kernels")]
 
     def around(self, path: str) -> str:
-        """What has replaced the forward of a layer around a module, so that the module's may not be called; empty where nothing has."""
+        """The replaced forward of a layer around a module, which may not call the module's; empty where there is none."""
         for outer, layer in self._over(path):
             if outer != path and (found := replaced(layer)) is not None and not ops_of(layer):
                 return f"{outer} ({type(layer).__name__}), whose forward has been replaced by {whose(found)}"
         return ""
 
     def refuse(self, path: str) -> str:
-        """Why a forward that is put into a module isn't called, or won't be; empty where nothing is in the way."""
+        """The reason why a forward that is bound to a module isn't called, or won't be; empty where it is."""
         if around := self.around(path):
             return f"it is in {around}"
         if any(True for _ in self._over(path)) and any(model.use_kernels for model in self._models):
@@ -35,7 +35,7 @@ class Layers:
         return ""
 
     def guards(self, changed: Iterable[Any]) -> list[Change]:
-        """What has transformers refuse to replace the forwards of these modules, and of those that are bound already."""
+        """Changes that make transformers refuse to replace the forwards of these modules, and of bound ones."""
         ids = {id(module) for module in changed}
         if not any(id(m) in ids or ops_of(m) for layer in self._layers.values() for m in layer.modules()):
             return []
@@ -49,15 +49,15 @@ class Layers:
 
 
 def unkernelized(function: Any) -> Any:
-    """A function as it was written: ``kernels`` makes modules of those that kernels of the hub can take the place of."""
+    """A function as it was written: ``kernels`` makes a module of each function that it can replace by a kernel of the hub."""
     return partial(type(function).forward, function) if isinstance(function, nn.Module) else function
 
 
 def kernelize(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedFeatureError(
-        f"kernels of the hub in the same {type(self).__name__}: they would take the place of its own",
+        f"kernels of the hub in the same {type(self).__name__}: they would replace its own",
         "apply_ops",
-        "Undo its report, kernel_compat.ops.applied(model), first; or leave eager what the hub has kernels for.",
+        "Undo its report, kernel_compat.ops.applied(model), first; or leave the ops eager that the hub has kernels for.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Attributes of a module instance that take the place of its class's, and the way back.
+"""Attributes of a module instance that shadow its class's, and the way back.
 
 A method that is put into an instance is bound to it, so that `copy.deepcopy` binds the copy's to the copy, and pickling the
 module leaves it out: what is unpickled is the class's own again.
@@ -6,6 +6,7 @@ module leaves it out: what is unpickled is the class's own again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ class Change:
     Attributes:
         module: whose.
         name: of the attribute.
-        value: what is put there: a function is bound to the module.
+        value: the new value; a function is bound to the module.
     """
 
     module: Any
@@ -67,7 +68,7 @@ class Change:
 
     @property
     def in_force(self) -> bool:
-        """Whether the method that was put there is still called, be it by what wraps it; True for what is no method."""
+        """Whether our method is still called, directly or by a wrapper around it; True for other values."""
         if not isinstance(self.value, FunctionType):
             return True
         found = _own(self.module) if self.name == "forward" else vars(self.module).get(self.name)
@@ -75,6 +76,19 @@ class Change:
         while function is not None and function is not self.value:
             function = getattr(function, "__wrapped__", None)  # accelerate's, for mixed precision
         return function is not None
+
+
+def require_module(model: Any) -> None:
+    """Check that something is a module that kernels can be bound to.
+
+    Raises:
+        TypeError: not a module, or a compiled one.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if "_orig_mod" in model._modules:
+        raise TypeError("model is compiled already: apply the ops to the model itself, then compile it")
 
 
 def slot(module: Any) -> str:
@@ -92,7 +106,7 @@ def replaced(module: Any) -> Any:
 
 
 def ops_of(module: Any, method: str = "forward") -> Mapping[str, str]:
-    """The ops that this library has put into the place of a module's method, with the config's value."""
+    """The ops of the kernels that this library has bound to a module's method, with the config's values."""
     found = _own(module) if method == "forward" else vars(module).get(method)
     return getattr(getattr(found, "__func__", found), MARK, {})
 
@@ -130,6 +144,6 @@ def whose(method: Any) -> str:
 
 
 def ours(function: F, op: str, value: str) -> F:
-    """Mark a function as put there by this library, for `op` besides what it is marked for."""
+    """Mark a function, or another value, as this library's, for `op` besides the ops that it is marked for."""
     setattr(function, MARK, {**getattr(function, MARK, {}), op: value})
     return function

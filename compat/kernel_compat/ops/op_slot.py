@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
-from .config import EAGER, OpsConfig
-from .registry import OPS, registered_kernels
+from . import registry
+from .spec import EAGER, OPS
 
-__all__ = ["OpSlot"]
+__all__ = ["OpSlot", "active"]
+
+#: The `OpsConfig` of the `use` block that this thread is in.
+active: ContextVar[Any] = ContextVar("kernel_compat_ops", default=None)
 
 
 class OpSlot:
-    """A named place for a kernel, which is filled when a model is built or by `apply_ops`: no forward looks anything up.
+    """A named place for a kernel, filled when a model is built or by `apply_ops`; a forward looks nothing up.
 
     As an attribute of a module it belongs to that module: it is filled where the module is built under `use`, and by
-    `apply_ops` on a model with the module in it, which then leaves the module's forward alone. As a global of a
+    `apply_ops` on a model with the module in it, which then doesn't change the module's forward. As a global of a
     modeling file it belongs to the process, and `bind` fills it.
 
     ::
@@ -34,7 +38,7 @@ class OpSlot:
     Attributes:
         op: one of `OPS`.
         variant: the formula that the code around it computes.
-        value: the config's value that it is filled with; ``eager`` while it is empty.
+        value: the config's value of its kernel; ``eager`` while it is empty.
         use_non_eager_impl: whether it is filled.
 
     Raises:
@@ -50,28 +54,26 @@ class OpSlot:
         self.op = op
         self.variant = variant
         self.fill(EAGER, _empty)
-        from .apply import active
-
-        if (config := active()) is not None:
+        if (config := active.get()) is not None:
             self.bind(config)
 
-    def bind(self, choice: OpsConfig | str) -> None:
-        """Fill it with what a config, or a value of its field, chooses; ``eager`` empties it.
+    def bind(self, choice: Any) -> None:
+        """Fill it with the kernel that an `OpsConfig`, or a value of its field, chooses; ``eager`` empties it.
 
         Raises:
             ValueError: no kernel of that name is for its variant.
             KernelUnavailableError: it can't run here.
         """
-        if isinstance(choice, str):
-            choice = OpsConfig.from_dict({f"{self.op}_implementation": choice})
-        value = choice[self.op]
+        value = choice if isinstance(choice, str) else choice[self.op]
         if value == EAGER:
             self.fill(EAGER, _empty)
             return
-        found = [spec for spec in registered_kernels(self.op) if (spec.variant, spec.name) == (self.variant, value)]
-        if not found:
-            raise ValueError(f"{self.op} has no kernel {value!r} for the variant {self.variant!r}")
-        self.fill(value, found[0].load())
+        registry.require(self.op, value, registry.detect())
+        for spec in registry.registered_kernels(self.op):
+            if (spec.variant, spec.name) == (self.variant, value):
+                self.fill(value, spec.load())
+                return
+        raise ValueError(f"{self.op} has no kernel {value!r} for the variant {self.variant!r}")
 
     def fill(self, value: str, kernel: Callable[..., Any]) -> None:
         self.value = value
@@ -91,4 +93,4 @@ class OpSlot:
 
 
 def _empty(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("this OpSlot is empty: ask its use_non_eager_impl before it is called")
+    raise RuntimeError("this OpSlot is empty: check its use_non_eager_impl before calling it")

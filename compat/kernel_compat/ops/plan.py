@@ -1,10 +1,9 @@
-"""From a config to the changes of a model: which modules an op is about, what each computes, which kernel that allows."""
+"""From a config to the changes of a model: the modules of an op, the formula of each, and the kernel for it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -13,60 +12,99 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from . import hub, registry, rewriting
-from .apply import Binding
-from .config import EAGER
-from .instances import Change, ops_of, ours, replaced, require_unreplaced
+from .instances import Change, ops_of, ours, replaced, require_module, require_unreplaced
 from .losses import causal as losses
+from .losses.over_logits import LogitsLoss
 from .op_slot import OpSlot
-from .recognisers import balancing, experts, gated, mlps, norms, rotary
+from .recognisers import balancing, experts, gated, layer_norms, mlps, norms, rotary
 from .recognisers.probing import Unproven, kind
-from .registry import KernelSpec
+from .recognisers.recogniser import FunctionRecogniser, ModuleRecogniser
+from .spec import EAGER, Binding, KernelSpec
+
+__all__ = ["Plan", "refusal"]
+
+#: In the order in which a model is changed: a fused loss wraps the forward that a balancing loss is in.
+_RECOGNISERS: dict[str, ModuleRecogniser | FunctionRecogniser | None] = {
+    "moe": experts.RECOGNISER,
+    "rms_norm": norms.RECOGNISER,
+    "rms_norm_gated": gated.RECOGNISER,
+    "layer_norm": layer_norms.RECOGNISER,
+    "swiglu_mlp": mlps.RECOGNISER,
+    "rotary_pos_emb": rotary.RECOGNISER,
+    "load_balancing_loss": balancing.RECOGNISER,
+    "cross_entropy_loss": None,
+}
+
+
+def refusal(model: Any, op: str, value: str) -> str:
+    """The reason why a kernel would be refused for a model; empty where it wouldn't.
+
+    Raises:
+        TypeError: not a module, or a compiled one.
+    """
+    require_module(model)
+    try:
+        Plan(model, {f"{op}_implementation": value})
+    except (UnsupportedFeatureError, KernelUnavailableError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 class Plan:
-    """What a config changes in a model. Made whole, or refused, before anything is changed.
+    """The changes that a config makes to a model: complete, or refused, before anything is changed.
+
+    Args:
+        config: values by field, as of an `OpsConfig`.
+        dry: load no kernels and check no device, to see what would be bound; such a plan must not be made.
 
     Attributes:
         changes: in the order in which they are made.
-        notes: ops of the config that the model doesn't have.
+        notes: the ops that the model doesn't have, and the parts that stay eager.
+        shared: the ops that a part of the model has the same kernels for already.
+
+    Raises:
+        UnsupportedFeatureError, KernelUnavailableError, ValueError: as `apply_ops`.
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, str | None], dry: bool = False) -> None:
-        """
-        Args:
-            config: values by field, those of an `OpsConfig`.
-            dry: load no kernels and ask for no device, to see what would be bound: such a plan isn't to be made.
-        """
         self.model = model
-        self.config = config
         self.dry = dry
         self.changes: list[Change | _Attention | _Filling] = []
         self.bindings: list[Binding] = []
         self.notes: list[str] = []
+        self.shared: set[str] = set()
         self._kernels: dict[KernelSpec, Callable[..., Any]] = {}
-        self._functions: dict[Any, Any] = {}
-        self._found: dict[Any, dict[str, dict[str, Any]]] = {}
-        self._bound: set[str] = set()
         self._environment = registry.detect()
-        self._loss: losses.CausalLoss | None = None
+        self._loss: tuple[losses.CausalLoss, KernelSpec] | None = None
         self._hub = hub.Layers(model)
-        for op, find in _FINDERS.items():
-            value = config.get(f"{op}_implementation") or EAGER
-            if value != EAGER:
-                self._slots(op, value)
-                find(self, op, value)
-                there = any(binding.op == op for binding in self.bindings) or op in self._bound
-                if not there and not any(note.startswith(op) for note in self.notes):
-                    self.notes.append(f"{op}: this model has none")
+        for op in _RECOGNISERS:
+            self.add(op, config.get(f"{op}_implementation") or EAGER)
         name = config.get("attn_implementation")
         if name is not None and hasattr(model, "set_attn_implementation"):
             self.changes.append(_Attention(model, name))
             self.bindings.append(Binding("", "attn", "", name))
         elif name is not None:
             self.notes.append("attn: this is no model of transformers")
-        self.changes += self._hub.guards([change.module for change in self.changes])
+
+    def add(self, op: str, value: str) -> list[Binding]:
+        """Plan one op more, and return its bindings. After an error the plan is useless."""
+        if value == EAGER:
+            return []
+        first, notes = len(self.bindings), len(self.notes)
+        self._slots(op, value)
+        recogniser = _RECOGNISERS[op]
+        if isinstance(recogniser, ModuleRecogniser):
+            self._modules(op, value, recogniser)
+        elif isinstance(recogniser, FunctionRecogniser):
+            self._functions(op, value, recogniser)
+        else:
+            self._losses(op, value)
+        bindings = self.bindings[first:]
+        if not bindings and op not in self.shared and len(self.notes) == notes:
+            self.notes.append(f"{op}: this model has none")
+        return bindings
 
     def make(self) -> None:
         """Change the model.
@@ -74,43 +112,39 @@ class Plan:
         Raises:
             UnsupportedFeatureError: its loss is another with the kernel. As after every error, nothing is changed.
         """
+        self.changes += self._hub.guards([change.module for change in self.changes])
         done = []
         try:
-            eager = _probe(self._loss.model, bound=False) if self._loss else None
+            eager = _probe(*self._loss, bound=False) if self._loss else None
             for change in self.changes:
                 change.make()
                 done.append(change)
             if eager is not None and self._loss is not None:
-                self._compare(eager)
+                self._compare(*self._loss, eager)
         except BaseException:
             for change in reversed(done):
                 change.undo()
             raise
         if self._loss and eager is None:
             self.notes.append(
-                "cross_entropy_loss: it shows at the first forward with labels whether the model calls its loss"
+                "cross_entropy_loss: the first forward with labels shows whether the model calls its loss"
             )
 
-    def _compare(self, eager: float) -> None:
-        assert self._loss is not None
-        model = self._loss.model
-        half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    def _compare(self, loss: losses.CausalLoss, spec: KernelSpec, eager: float) -> None:
+        half = next(loss.model.parameters()).dtype in (torch.float16, torch.bfloat16)
         try:
-            found = _probe(model, bound=True)
+            found = _probe(loss, spec, bound=True)
         except UnsupportedFeatureError:
             raise
         except Exception as error:
-            raise self._unlike(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
+            why = f"its forward failed on a probe ({type(error).__name__}: {error})"
+            raise self._refused(spec.op, spec.name, "", loss.model, why) from error
         off = abs((float("nan") if found is None else found) - eager) / max(abs(eager), 1e-6)
         if not off < (2e-2 if half else 1e-4):
-            raise self._unlike(f"the loss of a probe is off by {off:.1e}")
+            why = f"the loss of a probe is off by {off:.1e}"
+            raise self._refused(spec.op, spec.name, "", loss.model, why)
 
-    def _unlike(self, why: str) -> UnsupportedFeatureError:
-        assert self._loss is not None
-        value = str(self.config["cross_entropy_loss_implementation"])
-        return self._refused("cross_entropy_loss", value, "", self._loss.model, why)
-
-    # What each op is about.
+    # The modules of each op.
 
     def _slots(self, op: str, value: str) -> None:
         for path, module in self.model.named_modules():
@@ -118,176 +152,94 @@ class Plan:
                 if not isinstance(slot, OpSlot) or slot.op != op:
                     continue
                 if slot.value == value:  # it was filled when the module was built
-                    self._bound.add(op)
+                    self.shared.add(op)
                     continue
                 spec = self._spec(op, value, slot.variant, path, module)
                 self.changes.append(_Filling(slot, value, self._kernel(spec)))
                 self.bindings.append(Binding(f"{path}.{name}".strip("."), op, slot.variant, value, "an OpSlot"))
 
-    def _norms(self, op: str, value: str) -> None:
-        proven: dict[Any, norms.RmsNorm | Unproven] = {}
-        weightless = set()
+    def _modules(self, op: str, value: str, recogniser: ModuleRecogniser) -> None:
+        proven: dict[Any, Any] = {}
+        noted: dict[str, set[str]] = {}
         for path, module in self.model.named_modules():
-            named = norms.calls_itself_one(module)
-            if self._has(module, op):
+            if self._has(module, op, value):
                 continue
-            if not norms.is_candidate(module):
-                if named and "parametrizations" in module._modules:
-                    raise self._refused(op, value, path, module, "its weight is parametrized")
-                if named and not any(p is not None for p in module._parameters.values()):
-                    weightless.add(type(module).__name__)
-                continue
-            key = kind(module)
-            if key not in proven:
-                proven[key] = _attempt(norms.prove, module)
-            found = proven[key]
-            if isinstance(found, Unproven):
-                if named:
-                    raise self._refused(op, value, path, module, str(found))
-                continue
-            spec = self._spec(op, value, found.variant, path, module)
-            require_unreplaced(module, path, op, value)
-            self._bind(
-                path,
-                module,
-                spec,
-                norms.forward_of(found, self._kernel(spec)),
-                f"eps {found.eps:g}, {found.casting} casting",
-            )
-        if weightless:
-            self.notes.append(f"{op}: {', '.join(sorted(weightless))} without a weight stays eager")
-
-    def _gated_norms(self, op: str, value: str) -> None:
-        proven: dict[Any, gated.GatedNorm | Unproven] = {}
-        theirs: set[str] = set()
-        for path, module in self.model.named_modules():
-            if type(module).__module__.startswith("fla."):  # transformers takes it by itself where it is installed
-                theirs.add(type(module).__name__)
-            if self._has(module, op) or not gated.is_candidate(module):
-                continue
-            key = kind(module)
-            if key not in proven:
-                proven[key] = _attempt(gated.prove, module)
-            found = proven[key]
-            if isinstance(found, Unproven):
-                raise self._refused(op, value, path, module, str(found))
-            spec = self._spec(op, value, "standard", path, module)
-            require_unreplaced(module, path, op, value)
-            self._bind(path, module, spec, gated.forward_of(found, self._kernel(spec)), f"eps {found.eps:g}")
-        if theirs:
-            self.notes.append(f"{op}: {', '.join(sorted(theirs))} is flash-linear-attention's already")
-
-    def _mlps(self, op: str, value: str) -> None:
-        proven: dict[Any, mlps.SwiGlu | Unproven] = {}
-        for path, module in self.model.named_modules():
-            if self._has(module, op) or not mlps.is_candidate(module):
-                continue
-            key = kind(module)
-            if key not in proven:
-                proven[key] = _attempt(mlps.prove, module)
-            found = proven[key]
-            if isinstance(found, Unproven):
-                if mlps.calls_itself_one(module):
-                    raise self._refused(op, value, path, module, str(found))
-                continue
-            spec = self._spec(op, value, "standard", path, module)
-            require_unreplaced(module, path, op, value)
-            self._bind(
-                path,
-                module,
-                spec,
-                mlps.forward_of(found, self._kernel(spec)),
-                f"{found.down}(silu({found.gate}) * {found.up})"
-                if found.up
-                else f"{found.down}(silu(one half of {found.gate}) * the other)",
-            )
-
-    def _experts(self, op: str, value: str) -> None:
-        proven: dict[Any, experts.Experts | Unproven] = {}
-        for path, module in self.model.named_modules():
-            named = experts.calls_itself_one(path, module)
-            if self._has(module, op):
-                continue
-            if not experts.is_candidate(module):
-                if named and (why := experts.unlike_because(module)):
+            if not recogniser.is_candidate(module):
+                if why := recogniser.unlike(path, module):
                     raise self._refused(op, value, path, module, why)
+                if note := recogniser.note(module):
+                    noted.setdefault(note, set()).add(type(module).__name__)
                 continue
             key = kind(module)
             if key not in proven:
-                proven[key] = _attempt(experts.prove, module)
+                proven[key] = _attempt(recogniser.prove, module)
             found = proven[key]
             if isinstance(found, Unproven):
-                if named:
+                if recogniser.is_required(path, module):
                     raise self._refused(op, value, path, module, str(found))
                 continue
             spec = self._spec(op, value, found.variant, path, module)
             require_unreplaced(module, path, op, value)
-            self._bind(path, module, spec, experts.forward_of(found, self._kernel(spec)), str(found))
+            self._bind(path, module, spec, recogniser.bind(found, self._kernel(spec)), str(found))
+        self.notes += [f"{op}: {', '.join(sorted(names))} {note}" for note, names in noted.items()]
 
-    def _rotary(self, op: str, value: str) -> None:
-        proven: dict[int, rotary.Rotary] = {}
+    def _functions(self, op: str, value: str, recogniser: FunctionRecogniser) -> None:
+        proven: dict[int, Any] = {}
+        callers: dict[type, dict[str, dict[str, Any]]] = {}
+        bound: dict[Any, Callable[..., Any]] = {}
         made: dict[Any, FunctionType] = {}
-        equal: Unproven | bool | None = None
+        model_proven: Any = None
         for path, module in self.model.named_modules():
-            for method, functions in self._callers(module, rotary.NAMES).items():
-                if self._has(module, op, method):
+            if type(module) not in callers:
+                callers[type(module)] = rewriting.callers(type(module), recogniser.names)
+            for method, functions in callers[type(module)].items():
+                if self._has(module, op, value, method):
                     continue
-                replacements = {}
-                variants = []
+                replacements, variants = {}, []
                 for name, function in functions.items():
                     if id(function) not in proven:
-                        try:
-                            proven[id(function)] = rotary.prove(hub.unkernelized(function))
-                        except Unproven as error:
-                            raise self._refused(op, value, path, module, f"{name}: {error}") from None
+                        proven[id(function)] = _attempt(recogniser.prove, hub.unkernelized(function))
                     found = proven[id(function)]
+                    if isinstance(found, Unproven):
+                        raise self._refused(op, value, path, module, f"{name}: {found}")
                     spec = self._spec(op, value, found.variant, path, module)
-                    if found.needs_equal_halves or "equal_halves" in spec.assumes:
-                        if equal is None:
-                            equal = _attempt(rotary.require_equal_halves, self.model) or True
-                        if isinstance(equal, Unproven):
-                            raise self._refused(op, value, path, module, str(equal))
-                    replacements[name] = self._rotary_function(found, spec)
+                    if spec.assumes or getattr(found, "needs_equal_halves", False):
+                        if model_proven is None:
+                            model_proven = _attempt(recogniser.require, self.model) or True
+                        if isinstance(model_proven, Unproven):
+                            raise self._refused(op, value, path, module, str(model_proven))
+                    if (found, spec) not in bound:
+                        bound[found, spec] = recogniser.bind(found, self._kernel(spec))
+                    replacements[name] = bound[found, spec]
                     variants.append(found.variant)
                 if method == "forward":
                     require_unreplaced(module, path, op, value)
                 self._rewrite(path, module, method, replacements, made, spec, "+".join(dict.fromkeys(variants)))
-
-    def _rotary_function(self, found: rotary.Rotary, spec: KernelSpec) -> Callable[..., Any]:
-        function: Callable[..., Any] | None = self._functions.get((found, spec))
-        if function is None:
-            function = self._functions[found, spec] = rotary.function_of(found, self._kernel(spec))
-        return function
-
-    def _balancing(self, op: str, value: str) -> None:
-        made: dict[Any, FunctionType] = {}
-        for path, module in self.model.named_modules():
-            for method, functions in self._callers(module, balancing.NAMES).items():
-                if self._has(module, op, method):
-                    continue
-                for function in functions.values():
-                    try:
-                        balancing.prove(function)
-                    except Unproven as error:
-                        raise self._refused(op, value, path, module, str(error)) from None
-                spec = self._spec(op, value, "standard", path, module)
-                function = self._functions.setdefault(spec, balancing.function_of(self._kernel(spec)))
-                replacements = dict.fromkeys(functions, function)
-                self._rewrite(path, module, method, replacements, made, spec, "standard")
 
     def _losses(self, op: str, value: str) -> None:
         found = losses.find(self.model)
         if found is None:
             return
         path, module = found
-        if self._has(module, op):
+        if self._has(module, op, value) or self._has(module, op, value, "_loss_function"):
             return
         try:
             loss = losses.prove(module)
         except Unproven as error:
             raise self._refused(op, value, path, module, str(error)) from None
-        spec = self._spec(op, value, "causal", path, module)
+        over_logits = any(spec.variant == "causal_logits" for spec in self._specs(op, value))
+        spec = self._spec(op, value, "causal_logits" if over_logits else "causal", path, module)
         kernel = self._kernel(spec)
+        if over_logits:
+            self.changes.append(Change(module, "_loss_function", ours(LogitsLoss(kernel), op, value)))
+            self.bindings.append(Binding(path, op, spec.variant, value, "causal cross-entropy"))
+        else:
+            self._fuse(path, module, loss, spec, kernel)
+        self._loss = loss, spec
+
+    def _fuse(
+        self, path: str, module: Any, loss: losses.CausalLoss, spec: KernelSpec, kernel: Callable[..., Any]
+    ) -> None:
         pending = self._pending(module, "forward")
         inner: Callable[..., Any] = type(module).forward
         if pending is not None:
@@ -297,24 +249,20 @@ class Plan:
             self.changes.append(Change(module, losses.INNER, (own,)))
             inner = _inner_of(inner)
         self.changes += [
-            Change(loss.head, "forward", ours(losses.head_forward(kernel), op, value)),
+            Change(loss.head, "forward", ours(losses.head_forward(kernel), spec.op, spec.name)),
             Change(loss.head, losses.FORWARD, None),
             Change(module, losses.HEAD, (loss.head,)),
             Change(module, "_loss_function", losses.Loss(module)),
         ]
-        self._bind(path, module, spec, losses.model_forward(loss, value, inner), "causal cross-entropy")
-        self._loss = loss
+        self._bind(path, module, spec, losses.model_forward(loss, spec.name, inner), "causal cross-entropy")
 
     # What they share.
 
-    def _callers(self, module: nn.Module, names: re.Pattern[str]) -> dict[str, dict[str, Any]]:
-        key = (type(module), names)
-        if key not in self._found:
-            self._found[key] = rewriting.callers(type(module), names)
-        return self._found[key]
+    def _specs(self, op: str, value: str) -> list[KernelSpec]:
+        return [spec for spec in registry.registered_kernels(op) if spec.name == value]
 
     def _spec(self, op: str, value: str, variant: str, path: str, module: nn.Module) -> KernelSpec:
-        specs = {spec.variant: spec for spec in registry.registered_kernels(op) if spec.name == value}
+        specs = {spec.variant: spec for spec in self._specs(op, value)}
         if variant not in specs:
             there = ", ".join(specs) or "none"
             raise self._refused(
@@ -333,22 +281,21 @@ class Plan:
             self._kernels[spec] = spec.load()
         return self._kernels[spec]
 
-    def _has(self, module: nn.Module, op: str, method: str = "forward") -> bool:
-        """Whether a part of the model was bound before it.
+    def _has(self, module: nn.Module, op: str, wanted: str, method: str = "forward") -> bool:
+        """Whether a module has the kernel already.
 
         Raises:
-            ValueError: to another kernel.
+            ValueError: it has another one for the op.
         """
         found = ops_of(module, method).get(op)
-        wanted = self.config[f"{op}_implementation"]
         if found is None:
             return any(isinstance(value, OpSlot) and value.op == op for value in vars(module).values())
         if found != wanted:
             raise ValueError(
-                f"a {type(module).__name__} has the kernel {found!r} for {op} already, by apply_ops on what it is a part of: "
-                f"undo that before applying {wanted!r}"
+                f"a {type(module).__name__} has the kernel {found!r} for {op} already, applied to it or to a model that it is "
+                f"a part of: undo that before applying {wanted!r}"
             )
-        self._bound.add(op)
+        self.shared.add(op)
         return True
 
     def _bind(self, path: str, module: nn.Module, spec: KernelSpec, forward: Callable[..., Any], proven: str) -> None:
@@ -371,7 +318,10 @@ class Plan:
         function = pending.value if pending is not None else inspect.getattr_static(type(module), method)
         key = (function, *sorted((name, id(value)) for name, value in replacements.items()))
         if key not in made:
-            made[key] = ours(rewriting.with_globals(function, replacements), spec.op, spec.name)
+            try:
+                made[key] = ours(rewriting.with_globals(function, replacements), spec.op, spec.name)
+            except KernelCompatError as error:
+                raise self._refused(spec.op, spec.name, path, module, str(error)) from error
         if pending is not None:
             self.changes.remove(pending)
         self.changes.append(Change(module, method, made[key]))
@@ -443,12 +393,12 @@ class _Filling:
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a plan that is made dry binds nothing")
+    raise AssertionError("a dry plan binds nothing")
 
 
-def _attempt(prove: Callable[[Any], Any], module: nn.Module) -> Any:
+def _attempt(prove: Callable[[Any], Any], subject: Any) -> Any:
     try:
-        return prove(module)
+        return prove(subject)
     except Unproven as error:
         return error
 
@@ -463,26 +413,29 @@ def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _probe(model: Any, bound: bool) -> float | None:
+def _probe(loss: losses.CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
     """The loss of a model on six tokens; None where it can't be run as it is, or needs more than tokens."""
+    model = loss.model
     parameters = list(model.parameters())
     plain = all(type(p) in (torch.Tensor, nn.Parameter) and not p.is_meta and not p.is_inference() for p in parameters)
     sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     if not parameters or not plain or sharded or getattr(model, "main_input_name", "") != "input_ids":
         return None
     device = model.get_input_embeddings().weight.device
+    if spec.hardware.device not in ("any", device.type) and not spec.hardware.interpreted:
+        return None
     tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
     labels = tokens.clone()
     labels[0, 2] = -100
     # Kernels compute the loss where gradients are on.
     with _evaluating(model), torch.inference_mode(False), torch.set_grad_enabled(bound):
         try:
-            loss = model(input_ids=tokens, labels=labels).loss
+            value = model(input_ids=tokens, labels=labels).loss
         except Exception:  # it needs images, or another kind of tokens
             if bound:
                 raise
             return None
-    return None if loss is None else float(loss.detach())
+    return None if value is None else float(value.detach())
 
 
 @contextmanager
@@ -495,14 +448,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-_FINDERS: dict[str, Callable[[Plan, str, str], None]] = {
-    "moe": Plan._experts,
-    "rms_norm": Plan._norms,
-    "rms_norm_gated": Plan._gated_norms,
-    "swiglu_mlp": Plan._mlps,
-    "rotary_pos_emb": Plan._rotary,
-    "load_balancing_loss": Plan._balancing,
-    "cross_entropy_loss": Plan._losses,
-}

@@ -1,4 +1,4 @@
-"""What there is to choose from here, and what it would do to a model: for the command line."""
+"""The values of each op and their effect on a model, for the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..environment import Environment
 from ..errors import KernelCompatError, UnsupportedFeatureError
 from . import registry
-from .config import EAGER, choices
+from .spec import EAGER, OPS
 
 __all__ = ["Choice", "Fit", "Table", "table"]
 
@@ -19,7 +19,7 @@ class Choice:
     """One value of a config's field.
 
     Attributes:
-        variants: what it is for.
+        variants: the variants that it has kernels for.
         reasons: why it isn't usable here; empty when it is.
         install: the command that would help.
     """
@@ -34,13 +34,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a value would do to a model, on a device that it runs on.
+    """The effect of a value on a model, on a device that it runs on.
 
     Attributes:
         modules: how many it would be bound to.
-        proven: what those were found to compute.
+        proven: the formulas that these were found to compute.
         refused: why it wouldn't be bound.
-        notes: what it would leave alone.
+        notes: the parts that it would leave eager.
     """
 
     op: str
@@ -54,10 +54,10 @@ class Fit:
 
 @dataclass(frozen=True)
 class Table:
-    """What there is.
+    """All values of all ops.
 
     Attributes:
-        model: the class of the model that was asked about.
+        model: the class of the model.
         broken: entry points that failed, with the error.
     """
 
@@ -75,7 +75,7 @@ def table(path: str | None = None) -> Table:
         ValueError: no model is in that folder, or none that can be built from its config.
     """
     environment = registry.detect()
-    found = [_choice(op, value, environment) for op in registry.OPS for value in choices(op)]
+    found = [_choice(op, value, environment) for op in OPS for value in registry.choices(op)]
     if path is None:
         return Table(environment, tuple(found), registry.broken())
     model = _build(path)

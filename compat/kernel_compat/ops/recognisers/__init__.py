@@ -1,1 +1,1 @@
-"""What a module computes, proven by calling it with a few inputs."""
+"""The formulas of modules, proven by calling them with a few inputs."""

@@ -5,16 +5,25 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .probing import SAME, Unproven, difference, quiet
+from .recogniser import FunctionRecogniser
 
 NAMES = re.compile(r"load_balancing_loss_func")
 
 PARAMETERS = ("gate_logits", "num_experts", "top_k", "attention_mask")
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """The formula of `reference`."""
+
+    variant: str = "standard"
 
 
 def reference(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, attention_mask: Tensor | None) -> Tensor:
@@ -29,8 +38,8 @@ def reference(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, att
     return num_experts * ((chosen * counts).sum(0) / total * ((probabilities * counts).sum(0) / total)).sum()
 
 
-def prove(function: Any) -> None:
-    """That a function is the one of `reference`.
+def prove(function: Any) -> Balancing:
+    """Check that a function computes `reference`.
 
     Raises:
         Unproven: it isn't.
@@ -54,10 +63,11 @@ def prove(function: Any) -> None:
             if worst >= SAME:
                 what = "with" if attention_mask is not None else "without"
                 raise Unproven(f"{what} a mask and top_k={top_k} it is off by {worst:.1e} (float32, relative)")
+    return Balancing()
 
 
-def function_of(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
-    """What takes the place of the function: with its parameters, calling a kernel."""
+def function_of(found: Balancing, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The replacement of the function: it has its parameters, and calls a kernel."""
 
     def load_balancing_loss_func(
         gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
@@ -69,4 +79,6 @@ def function_of(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     return load_balancing_loss_func
 
 
-__all__ = ["NAMES", "function_of", "prove", "reference"]
+RECOGNISER = FunctionRecogniser(NAMES, prove, function_of)
+
+__all__ = ["NAMES", "RECOGNISER", "Balancing", "function_of", "prove", "reference"]

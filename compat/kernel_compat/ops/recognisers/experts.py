@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
 from .probing import SAME, Unproven, difference, quiet, run
+from .recogniser import ModuleRecogniser
 
-#: The sizes that a probe is made with, in the place of the model's. The number of experts stays the model's.
+#: The sizes of a probe's parameters, instead of the model's. The number of experts stays the model's.
 HIDDEN, INTERMEDIATE = 6, 10
 
-#: How large the inputs of a probe are: what clamps, clamps somewhere.
+#: The scales of a probe's inputs: a clamp shows at one of them.
 SCALES = (1.0, 32.0, 1024.0)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Experts:
-    """What experts compute: ``down(act(gate) * up)``, or ``down(act(up))``, weighted and added up for each token.
+    """The formula of experts: ``down(act(gate) * up)``, or ``down(act(up))``, weighted and added up for each token.
 
     Attributes:
         up: the name of the parameter with the first projections: gate and up in one, or up alone.
@@ -69,7 +70,7 @@ class Experts:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a kernel for the variant is told by keyword, besides the biases."""
+        """The keyword arguments of a kernel for the variant, besides the biases."""
         if self.variant == "gpt_oss":
             return {"limit": self.limit, "alpha": self.alpha, "interleaved": self.interleaved}
         if self.variant == "swiglu_limited":
@@ -97,7 +98,7 @@ def reference(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """The formula, of parameters as (experts, out, in); what `top_k_index` has besides the experts counts nothing."""
+    """The formula, with parameters (experts, out, in); ids in `top_k_index` that are no expert's add nothing."""
     total = torch.zeros_like(hidden_states)
     for expert in top_k_index.unique().tolist():
         if not 0 <= expert < len(down):
@@ -127,15 +128,17 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def calls_itself_one(path: str, module: nn.Module) -> bool:
-    """Whether a module is, by its name, a mixture's experts: all of them, and not those that every token goes through."""
+    """Whether a module is, by its name, a mixture's experts: all of them, and not the shared ones."""
     if path.rpartition(".")[2] == "experts":
         return True
     name = type(module).__name__
     return name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
 
 
-def unlike_because(module: nn.Module) -> str:
-    """Why a module with experts isn't a candidate; empty where it is, or holds one."""
+def unlike_because(path: str, module: nn.Module) -> str:
+    """Why a mixture's experts at a path aren't a candidate; empty where they are, hold one, or the module is something else."""
+    if not calls_itself_one(path, module):
+        return ""
     if any(is_candidate(inner) for inner in module.modules()):
         return ""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -159,7 +162,7 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 
 def prove(module: nn.Module) -> Experts:
-    """What experts compute, whichever implementation transformers has chosen for them: the formula is its eager one's.
+    """The formula of experts, which is that of transformers' eager implementation, whichever one is chosen.
 
     Raises:
         Unproven: none of the formulas.
@@ -192,7 +195,7 @@ def prove(module: nn.Module) -> Experts:
 
 
 def _layouts(module: nn.Module) -> Iterator[Experts]:
-    """What the two parameters may be, by their shapes."""
+    """The formulas that the shapes of the two parameters allow."""
     first, second = _wide(module)
     names = _arguments(module)
     biases = {name for name, p in module._parameters.items() if p is not None and p.dim() != 3}
@@ -235,7 +238,7 @@ def _formulas(module: nn.Module, layout: Experts) -> Iterator[Experts]:
 
 
 def _settings(module: nn.Module, name: str) -> list[float]:
-    """The numbers among a module's attributes whose names say what they are."""
+    """The numbers among a module's attributes whose names contain `name`."""
     found = (
         v for k, v in vars(module).items() if name in k and isinstance(v, (int, float)) and not isinstance(v, bool)
     )
@@ -243,7 +246,7 @@ def _settings(module: nn.Module, name: str) -> list[float]:
 
 
 class _EagerConfig:
-    """A config for which transformers' wrapper around a forward calls what it wraps."""
+    """A config for which transformers' wrapper around a forward calls the wrapped forward."""
 
     _experts_implementation = "eager"
 
@@ -288,7 +291,7 @@ class _Probe:
         )
 
     def leave_out(self, found: Experts) -> None:
-        """Check that it leaves the id out that stands for another rank's experts, where it knows of such.
+        """Check that it skips the id that stands for another rank's experts, where it accepts that id.
 
         Raises:
             Unproven: it makes something of it.
@@ -308,7 +311,7 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
     The kernel is called with hidden states (tokens, hidden), the ids of each token's experts (tokens, k), their weights
     (tokens, k), and the parameters (experts, 2 * intermediate or intermediate, hidden) and (experts, hidden, intermediate):
     views, where they are held the other way. By keyword it gets the biases, where there are any, as ``up_bias`` and
-    ``down_bias``, and what else its variant needs: `Experts.options`. Ids that are those of no expert it leaves out. There is
+    ``down_bias``, and `Experts.options`. It skips ids that are no expert's. There is
     a token at least, and hidden states and parameters are of one dtype; the weights may be of another.
     """
     up, down, names, transposed, bias = experts.up, experts.down, experts.arguments, experts.transposed, experts.bias
@@ -344,4 +347,15 @@ def _as_linear_layers_do(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-__all__ = ["Experts", "calls_itself_one", "forward_of", "is_candidate", "prove", "reference", "unlike_because"]
+RECOGNISER = ModuleRecogniser(is_candidate, prove, forward_of, calls_itself_one, unlike_because)
+
+__all__ = [
+    "RECOGNISER",
+    "Experts",
+    "calls_itself_one",
+    "forward_of",
+    "is_candidate",
+    "prove",
+    "reference",
+    "unlike_because",
+]

@@ -13,20 +13,25 @@ from torch.nn.functional import silu
 
 from .norms import epsilons
 from .probing import SAME, Unproven, clone, difference, quiet, run
+from .recogniser import ModuleRecogniser
 
 
 @dataclass(frozen=True)
 class GatedNorm:
-    """What a gated RMSNorm computes.
+    """The formula of a gated RMSNorm.
 
     Attributes:
         parameter: the name of the weight.
-        names: of what its forward takes: the hidden states and the gate.
+        names: the names of its forward's parameters: the hidden states and the gate.
     """
 
     eps: float
     parameter: str
     names: tuple[str, str]
+    variant: str = "standard"
+
+    def __str__(self) -> str:
+        return f"eps {self.eps:g}"
 
 
 def reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,7 +55,7 @@ def _names(module: nn.Module) -> Any:
 
 
 def prove(module: nn.Module) -> GatedNorm:
-    """What a module computes.
+    """The formula of a module.
 
     Raises:
         Unproven: another formula.
@@ -89,4 +94,11 @@ def forward_of(norm: GatedNorm, kernel: Callable[..., Tensor]) -> Callable[..., 
     return forward
 
 
-__all__ = ["GatedNorm", "forward_of", "is_candidate", "prove", "reference"]
+def _note(module: nn.Module) -> str:
+    """transformers builds flash-linear-attention's own module where that is installed."""
+    return "is flash-linear-attention's already" if type(module).__module__.startswith("fla.") else ""
+
+
+RECOGNISER = ModuleRecogniser(is_candidate, prove, forward_of, note=_note)
+
+__all__ = ["RECOGNISER", "GatedNorm", "forward_of", "is_candidate", "prove", "reference"]

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from .probing import ALIKE, SAME, Unproven, clone, difference, quiet, run, takes_one
+from .recogniser import ModuleRecogniser
 
 Casting = Literal["llama", "gemma", "none"]
 
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """What an RMSNorm computes: ``weight * x / sqrt(mean(x^2) + eps)``, or with ``1 + weight``.
+    """The formula of an RMSNorm: ``weight * x / sqrt(mean(x^2) + eps)``, or with ``1 + weight``.
 
     Attributes:
         variant: ``standard`` or ``offset``.
-        eps_name: the attribute that has it; empty where none has.
-        casting: what is rounded in half precision. ``llama``: statistics in float32, the normalized value before it is
+        eps_name: the attribute that holds `eps`; empty where none does.
+        casting: the values that are rounded in half precision. ``llama``: statistics in float32, the normalized value before it is
             multiplied by the weight. ``gemma``: the product alone. ``none``: everything.
         parameter: the name of the weight.
     """
@@ -31,6 +32,9 @@ class RmsNorm:
     eps_name: str
     casting: Casting
     parameter: str
+
+    def __str__(self) -> str:
+        return f"eps {self.eps:g}, {self.casting} casting"
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: bool, casting: Casting) -> Tensor:
@@ -56,8 +60,21 @@ def calls_itself_one(module: nn.Module) -> bool:
     return "rmsnorm" in type(module).__name__.lower()
 
 
+def _is_required(path: str, module: nn.Module) -> bool:
+    return calls_itself_one(module)
+
+
+def _unlike(path: str, module: nn.Module) -> str:
+    return "its weight is parametrized" if calls_itself_one(module) and "parametrizations" in module._modules else ""
+
+
+def _note(module: nn.Module) -> str:
+    weightless = not any(p is not None for p in module._parameters.values())
+    return "without a weight stays eager" if calls_itself_one(module) and weightless else ""
+
+
 def prove(module: nn.Module) -> RmsNorm:
-    """What a module computes.
+    """The formula of a module.
 
     Raises:
         Unproven: none of the formulas.
@@ -76,7 +93,7 @@ def prove(module: nn.Module) -> RmsNorm:
             for training in (True, False)
         ]
         for name, eps in epsilons(module).items():
-            # Some rows so small that what is added under the root tells, some so large that a clamp does.
+            # Some rows so small that eps shows, some so large that a clamp does.
             x = rows * torch.tensor([1.0, 1e4, 1.0, eps**0.5, eps]).unsqueeze(-1)
             for variant in ("standard", "offset"):
                 expected = reference(x, values, eps, variant == "offset", "gemma")
@@ -137,4 +154,6 @@ def forward_of(norm: RmsNorm, kernel: Callable[..., Tensor]) -> Callable[..., An
     return forward
 
 
-__all__ = ["RmsNorm", "calls_itself_one", "epsilons", "forward_of", "is_candidate", "prove", "reference"]
+RECOGNISER = ModuleRecogniser(is_candidate, prove, forward_of, _is_required, _unlike, _note)
+
+__all__ = ["RECOGNISER", "RmsNorm", "calls_itself_one", "epsilons", "forward_of", "is_candidate", "prove", "reference"]

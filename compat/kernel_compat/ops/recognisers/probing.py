@@ -1,4 +1,4 @@
-"""What a module computes, found out by running it: a few random inputs, on the CPU, against the formulas."""
+"""Running a module on a few random inputs, on the CPU, to compare it with formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Up to this relative difference, float32 results are those of the same formula: what differs is the order of additions.
+#: Up to this relative difference, float32 results are those of the same formula, with another order of additions.
 SAME = 1e-5
 
 #: How many of the values in bfloat16 must come out to the bit as those of a formula with the same roundings. Wrong ones
@@ -19,12 +19,12 @@ ALIKE = 0.98
 
 
 class Unproven(Exception):
-    """A module isn't, or can't be shown to be, what a kernel computes. The message says what it is instead."""
+    """A module doesn't compute a kernel's formula, or can't be shown to. The message says how it differs."""
 
 
 @contextmanager
 def quiet() -> Iterator[torch.Generator]:
-    """No gradients, the CPU and float32 for what is made here, whatever is in force around; a generator of its own."""
+    """No gradients, and the CPU and float32 for new tensors, whatever is in force outside; yields a generator of its own."""
     generator = torch.Generator(device="cpu")
     generator.manual_seed(20261115)
     dtype = torch.get_default_dtype()
@@ -39,9 +39,9 @@ def quiet() -> Iterator[torch.Generator]:
 def clone(
     module: nn.Module, parameters: Mapping[str, Tensor | None], children: Mapping[str, nn.Module], training: bool = True
 ) -> nn.Module:
-    """A module like another, with other parameters and children; the other and what it holds stay as they are.
+    """A module like another, with other parameters and children; the other stays as it is, and so does everything in it.
 
-    In training mode, unless told otherwise, where dropout shows; its buffers, where they hold values, on the CPU.
+    In training mode by default, where dropout shows; buffers that hold values are on the CPU.
     """
     # Not by copy.copy: the class that FSDP2 gives a module makes one of the class it was of.
     other: nn.Module = object.__new__(type(module))
@@ -69,7 +69,7 @@ def takes_one(module: nn.Module) -> bool:
 
 
 def run(module: nn.Module, *inputs: Any) -> Any:
-    """What the class's forward gives, without the hooks and without what the instance has in its place.
+    """The result of the class's forward, without hooks and without a forward of the instance.
 
     Raises:
         Unproven: it failed.
@@ -90,14 +90,14 @@ def difference(found: Any, expected: Tensor) -> float:
     return float("inf") if value != value else value
 
 
-#: What every module has among its attributes.
+#: The attributes of every module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def kind(module: nn.Module) -> tuple[Any, ...]:
-    """Modules with the same are alike: same class, same shapes, same settings, and so their children.
+    """A key that is equal for modules of the same class, shapes and settings, whose children are alike too.
 
-    What is no plain value (a function, a tensor, an object) is the same only if it is the very same one.
+    A value that isn't plain (a function, a tensor, an object) equals itself alone.
     """
     shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
     simple = (bool, int, float, str, type(None))

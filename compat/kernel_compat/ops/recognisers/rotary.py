@@ -12,26 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedFeatureError
-from .. import rewriting
 from .probing import ALIKE, SAME, Unproven, clone, difference, quiet, run
+from .recogniser import FunctionRecogniser
 
 #: The global names under which attention layers call them.
 NAMES = re.compile(r"apply_(?!.*vision)\w*(rotary|rope)\w*")
 
-#: Layers of vision towers call these, which a config's field doesn't mean.
-VISION = re.compile(r"apply_\w*(rotary|rope)\w*vision\w*|apply_vision\w*(rotary|rope)\w*")
-
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a function computes: ``x * cos + rotate_half(x) * sin`` for query and key.
+    """The formula of a function: ``x * cos + rotate_half(x) * sin`` for query and key.
 
     Attributes:
-        variant: ``full``; ``partial``, where the channels behind those that cosines are given for stay; ``multimodal``, where
+        variant: ``full``; ``partial``, where channels without cosines pass unchanged; ``multimodal``, where
             sections of the channels have the positions of time, height and width.
         pairs: whether the channels come in pairs, which it takes apart first: all the even ones, then all the odd ones.
         needs_equal_halves: whether it reads one half of the cosines and sines, so that this holds where both are equal.
-        wide: whether it computes in float32 what comes in half precision.
+        wide: whether it computes in float32 for inputs in half precision.
         keeps_dtype: whether results have the dtype of query and key where cosines have a larger one.
         positional: its parameters behind cosines and sines.
     """
@@ -44,17 +41,12 @@ class Rotary:
     positional: tuple[str, ...]
 
 
-#: What may follow query, key, cosines and sines, in the order of the releases that have it.
+#: The parameters behind query, key, cosines and sines, in the order of the releases that have them, with the variants.
 _PARAMETERS = {
     ("unsqueeze_dim",): ("full", "partial"),
     ("position_ids", "unsqueeze_dim"): ("full", "partial"),
     ("mrope_section", "unsqueeze_dim"): ("multimodal",),
 }
-
-
-def callers(module: nn.Module) -> dict[str, dict[str, Callable[..., Any]]]:
-    """The methods of a module's class that call such functions: by method, the functions by their global names."""
-    return rewriting.callers(type(module), NAMES)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -86,7 +78,7 @@ def sectioned(cos: Tensor, sections: Iterable[int]) -> Tensor:
 
 
 def prove(function: Any) -> Rotary:
-    """What a function computes.
+    """The formula of a function.
 
     Raises:
         Unproven: none of the formulas.
@@ -98,7 +90,7 @@ def prove(function: Any) -> Rotary:
     positional = names[4:]
     if positional not in _PARAMETERS:
         raise Unproven(
-            f"it takes ({', '.join(names)}), and not query, key, cosines and sines as those that are known do"
+            f"it takes ({', '.join(names)}), and not query, key, cosines and sines as the known functions do"
         )
     variant: str
     more: tuple[Any, ...]
@@ -108,7 +100,7 @@ def prove(function: Any) -> Rotary:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        # Nothing that cosines and sines of an angle have in common, so that nothing hides behind it.
+        # No cosines and sines of an angle, whose relation could hide a difference.
         q, k, cos, sin = random(2, 4, 5, 12), random(2, 2, 5, 12), random(2, 5, 12), random(2, 5, 12)
         if positional[0] == "mrope_section":
             cos, sin = random(3, 2, 5, 12), random(3, 2, 5, 12)
@@ -186,8 +178,8 @@ def require_equal_halves(model: nn.Module) -> None:
         raise Unproven("nothing in the model that makes cosines and sines was found")
     for maker in makers:
         for cos, sin in _cosines(maker):
-            for what in (cos, sin):
-                one, other = what.chunk(2, dim=-1)
+            for table in (cos, sin):
+                one, other = table.chunk(2, dim=-1)
                 if difference(one, other) > 0:
                     raise Unproven(f"{type(maker).__name__} makes cosines whose halves differ")
 
@@ -224,7 +216,7 @@ def _cosines(maker: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What takes the place of the function: with its parameters, calling a kernel."""
+    """The replacement of the function: it has its parameters, and calls a kernel."""
     full, keeps_dtype = rotary.variant != "partial", rotary.keeps_dtype or rotary.wide
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *more: Any) -> tuple[Tensor, Tensor]:
@@ -275,4 +267,6 @@ def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) ->
     return apply_multimodal
 
 
-__all__ = ["Rotary", "callers", "function_of", "prove", "reference", "require_equal_halves", "sectioned"]
+RECOGNISER = FunctionRecogniser(NAMES, prove, function_of, require_equal_halves)
+
+__all__ = ["NAMES", "RECOGNISER", "Rotary", "function_of", "prove", "reference", "require_equal_halves", "sectioned"]

@@ -1,0 +1,120 @@
+"""The record of the kernels that are bound to a model, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from .config import OpsConfig
+from .spec import Binding
+
+__all__ = ["RECORD", "Report", "lock"]
+
+#: The attribute of a model that holds the report of `apply_ops`: in the model itself, so that a copy has its own.
+RECORD = "_kernel_compat_ops"
+
+#: Held while kernels are bound to a model or undone.
+lock = threading.RLock()
+
+
+@dataclass(eq=False)
+class Report:
+    """The kernels that `apply_ops` has bound to a model. The end of the outermost ``with`` block undoes them.
+
+    Attributes:
+        config: the config that was applied.
+        bindings: every kernel that was bound.
+        notes: the ops of the config that the model doesn't have, and other parts that stay eager.
+    """
+
+    config: OpsConfig
+    bindings: tuple[Binding, ...]
+    notes: tuple[str, ...] = ()
+    _model: Any = field(default=None, repr=False)
+    _changes: list[Any] = field(default_factory=list, repr=False)
+    _whole: Report | None = field(default=None, repr=False)
+    _blocks: int = field(default=0, repr=False)
+
+    @property
+    def active(self) -> bool:
+        """Whether this report has not been undone."""
+        return self._model is not None
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Attribute paths that other code has overwritten since `apply_ops`, as ``kernels.kernelize`` and liger-kernel do.
+
+        Empty where every kernel is in force, and where they have been undone.
+        """
+        if self._model is None:
+            return ()
+        from .hub import Layers
+
+        layers = Layers(self._model)
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        found = []
+        for change in self._changes:
+            path = paths.get(id(change.module), type(change.module).__name__)
+            if not change.in_force or layers.around(path):
+                found.append(f"{path}.{change.name}".strip("."))
+        return tuple(found)
+
+    def undo(self) -> None:
+        """Restore the attributes that were there before; a second call does nothing.
+
+        An attribute that other code has overwritten since stays as it is, with a warning that names it.
+        """
+        with lock:
+            model, self._model = self._model, None
+            if model is None and self._whole is not None and self._whole.active:
+                warnings.warn(
+                    "these kernels belong to the report of the whole model by now: undo that one", stacklevel=2
+                )
+            if model is None:
+                return
+            if vars(model).get(RECORD) is self:
+                del vars(model)[RECORD]
+            changes, self._changes = self._changes, []
+            left = [change for change in reversed(changes) if not change.undo()]
+        for change in left:
+            warnings.warn(
+                f"{change.name} of a {type(change.module).__name__} has been replaced since apply_ops: it is left as it is",
+                stacklevel=2,
+            )
+
+    def absorb(self, path: str, part: Report) -> None:
+        """Take over the report of a part of the model, which was applied before the model's own."""
+        self.bindings = (
+            *(Binding(f"{path}.{b.path}".rstrip("."), b.op, b.variant, b.kernel, b.proven) for b in part.bindings),
+            *self.bindings,
+        )
+        self._changes[:0] = part._changes
+        vars(part._model).pop(RECORD)
+        part._model, part._whole = None, self
+
+    def __enter__(self) -> Report:
+        with lock:
+            self._blocks += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self.undo()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Report:
+        other = Report(self.config, self.bindings, self.notes)
+        memo[id(self)] = other
+        other._model = copy.deepcopy(self._model, memo)
+        other._changes = copy.deepcopy(self._changes, memo)
+        return other
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()  # an unpickled model has its class's methods
