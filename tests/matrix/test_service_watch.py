@@ -17,7 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 from small import PYTHON, Small
 
-from compat_matrix.atlas import answer
+from compat_matrix.atlas import lookup
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.service import feed, tokens, watch
@@ -162,7 +162,7 @@ def watched(small: Small, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """With a shim of its own in place of ours, whose seams these releases don't have."""
     seam = Seam("transformers.loading:load", ("implementation",))
     shims = [Shim("loader", "transformers", ">=5", "for tests", (seam,), lambda originals: originals)]
-    for module in (answer, watch):
+    for module in (lookup, watch):
         monkeypatch.setattr(module, "discover", lambda: (shims, {}))
     for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
         monkeypatch.delenv(name)
