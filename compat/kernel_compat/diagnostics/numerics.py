@@ -193,17 +193,17 @@ def _status(name: str, kernel: Kernel, environment: Environment) -> NameStatus:
     return NameStatus(
         name,
         kernel.name,
-        _owner(name),
+        _owner(name, environment),
         tuple(provider.unavailable_because(environment)),
         provider.install_hint(environment),
     )
 
 
-def _owner(name: str) -> Owner:
+def _owner(name: str, environment: Environment) -> Owner:
     entry = registered_attention().get(name)
     if entry is not None:
         return "kernel-compat" if entry.builtin else "registered"
-    return "transformers" if upstream_owner(name) else "kernel-compat"
+    return "transformers" if upstream_owner(name, environment) else "kernel-compat"
 
 
 def require_known(name: str) -> None:
