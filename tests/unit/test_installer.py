@@ -766,8 +766,9 @@ def test_an_untested_transformers_warns(
         def publish(self, environment: Environment) -> None:
             self._active = True
 
-    detect = world.installation._detect
-    installation = Installation([Unpublished(AttentionRegistry())], lambda: ([], {}), detect)
+    installation = Installation(
+        [Unpublished(AttentionRegistry())], lambda: ([], {}), lambda _: Environment(packages=world.packages)
+    )
     world.monkeypatch.setattr(defaults, "installation", installation)
     world.packages["transformers"] = version
     kernel_compat.install()

@@ -344,6 +344,18 @@ def test_an_entry_that_somebody_has_replaced_is_left_and_named() -> None:
         functions().pop("x_flash", None)
 
 
+def test_an_entry_that_somebody_puts_back_after_uninstall_is_restored_by_the_next() -> None:
+    before = snapshot()
+    register_attention("x_flash", REFERENCE)
+    kernel_compat.install()
+    with pytest.MonkeyPatch.context() as theirs:
+        theirs.setitem(functions(), "x_flash", lambda: None)
+        assert kernel_compat.uninstall().left_alone == ("the attention function of 'x_flash'",)
+    assert "x_flash" in functions()
+    assert kernel_compat.uninstall().left_alone == ()
+    assert snapshot() == before
+
+
 @pytest.mark.parametrize("installed", [False, True], ids=["before install", "after install"])
 def test_unregister(installed: bool) -> None:
     if installed:

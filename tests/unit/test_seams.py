@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kernel_compat import Environment, KernelCompatError, Seam, SeamError, Shim
-from kernel_compat.patching.swap import swap
+from kernel_compat.patching.swap import ABSENT, Change, make, reclaim, swap, undo
 
 
 @pytest.fixture
@@ -290,3 +290,33 @@ def test_odd_things_in_sys_modules_are_passed_over(monkeypatch: pytest.MonkeyPat
     old = home.f
     swap([(home, "f", print)], [(old, print)])
     assert user.imported is print
+
+
+@pytest.mark.parametrize("before", [ABSENT, None, "theirs"])
+def test_an_entry_of_a_dict(before: Any) -> None:
+    table = {} if before is ABSENT else {"key": before}
+    original = dict(table)
+    change = Change(table, "key", "ours")
+    make([change])
+    assert table == {"key": "ours"}
+    assert undo([change]) == []
+    assert table == original
+
+
+def test_an_overwritten_value_stays_theirs_until_they_put_ours_back() -> None:
+    table = {"a": 1, "b": 2}
+    changes = [Change(table, "a", "ours a"), Change(table, "b", "ours b")]
+    make(changes)
+    table["a"] = "theirs"  # type: ignore[assignment]
+    left = undo(changes)
+    assert [change.name for change in left] == ["a"]
+    assert table == {"a": "theirs", "b": 2}
+    assert reclaim(left) == left
+    table["a"] = "ours a"  # type: ignore[assignment]
+    assert reclaim(left) == []
+    assert table == {"a": 1, "b": 2}
+    make(changes)
+    table["a"] = "theirs"  # type: ignore[assignment]
+    left = undo(changes)
+    table["a"] = 1  # restored without us
+    assert reclaim(left) == []

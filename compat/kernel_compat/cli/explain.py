@@ -124,6 +124,8 @@ def _show_name(console: Console, found: Explanation) -> None:
         print_text(console, f"{provider.distribution}")
         print_text(console, f"  has:   {', '.join(features.names())}")
         print_text(console, f"  lacks: {', '.join(missing) or 'nothing'}")
+        if features.forward_only:
+            print_text(console, f"  has no gradients of: {', '.join(features.forward_only)}")
         if provider.reasons:
             why = reasons_text(provider.reasons, provider.install if provider.version is None else "")
             print_text(console, f"  not usable: {why}", "yellow")
@@ -148,4 +150,6 @@ def _capability(features: Features) -> str:
 
 
 def _head_dim(features: Features) -> str:
-    return "any" if features.max_head_dim is None else f"up to {features.max_head_dim}"
+    if features.max_head_dim is None:
+        return "any"
+    return " or ".join([f"up to {features.max_head_dim}", *map(str, features.head_dims)])

@@ -10,7 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from ..environment import Environment
 from ..environment import torch_flash_backend as active_backend
 from ..errors import KernelUnavailableError, UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, known_kernels
+from ..kernels.catalog import TRANSFORMERS
 from .names import attention_names
 from .packages import import_frameworks, one_line
 
@@ -338,7 +339,7 @@ class _Sdpa:
 
     def __init__(self) -> None:
         self.name = "sdpa"
-        self.features = Features(dtypes=("float32",), devices=("cuda", "cpu"))
+        self.features = replace(TRANSFORMERS["sdpa"], dtypes=("float32",), devices=("cuda", "cpu"))
         functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
         self.forward = functions["sdpa"]
         self.own_forward = False
@@ -398,7 +399,8 @@ def _check_case(case: Case, subject: _Registered | _Sdpa, device: str, dtype: An
 
     if reason := subject.skip_because(case):
         return CaseResult(case.name, "skipped", reason=reason)
-    backward = subject.features.backward
+    features = subject.features
+    backward = features.backward and set(case.needs).isdisjoint(features.forward_only)
     try:
         # The caller's no_grad, inference mode and autocast must not change the result.
         with (

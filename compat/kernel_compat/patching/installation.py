@@ -46,18 +46,18 @@ class Installation:
     Args:
         participants: called by `install` and `uninstall`, in this order.
         discover: returns the shims, and the errors by name of the entry points that could not be loaded.
-        detect: returns the environment, given further distributions to look at.
+        detect: returns the environment, given further distributions to look at; None for `Environment.detect`.
     """
 
     def __init__(
         self,
         participants: Sequence[Participant] = (),
         discover: Callable[[], tuple[list[Shim], dict[str, str]]] = discover,
-        detect: Callable[[Iterable[str]], Environment] = Environment.detect,
+        detect: Callable[[Iterable[str]], Environment] | None = None,
     ) -> None:
         self._participants = participants
         self._discover = discover
-        self._detect = detect
+        self._detecting = detect
         self._lock = threading.RLock()
         #: Whether `install()` is in force.
         self.active = False
@@ -88,7 +88,7 @@ class Installation:
         if unknown:
             known = ", ".join(shim.name for shim in shims)
             raise ValueError(f"skip names unknown shims: {', '.join(unknown)}; there are: {known or 'none'}")
-        environment = self._detect([shim.distribution for shim in shims])
+        environment = self._detect(shims)
         for participant in self._participants:
             participant.prepare(environment)
         needed = [shim for shim in shims if shim.name not in skip and _unapplied(shim, environment).state == "pending"]
@@ -119,7 +119,7 @@ class Installation:
         A value that other code has overwritten stays theirs; the report's `left_alone` names it.
         """
         shims, broken = self._discover()
-        environment = self._detect([shim.distribution for shim in shims])
+        environment = self._detect(shims)
         with self._lock:
             self.active = False
             left = [name for participant in self._participants for name in participant.withdraw()]
@@ -133,7 +133,7 @@ class Installation:
     def status(self) -> Report:
         """The report of `install()` as of now; changes nothing and imports no other project."""
         shims, broken = self._discover()
-        environment = self._detect([shim.distribution for shim in shims])
+        environment = self._detect(shims)
         with self._lock:
             return self._report(environment, shims, broken)
 
@@ -157,6 +157,9 @@ class Installation:
                     self.uninstall()
                 elif outer is not None and outer != self._skip:
                     self.install(skip=outer)
+
+    def _detect(self, shims: list[Shim]) -> Environment:
+        return (self._detecting or Environment.detect)([shim.distribution for shim in shims])
 
     def _apply(self, shim: Shim, environment: Environment) -> None:
         """Apply a shim, or note why that failed."""
