@@ -131,8 +131,8 @@ def gathering_mask_function(group: ProcessGroup | None) -> Callable[..., Tensor 
 
 def _with_model_arguments(kwargs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
     """The keywords of a layer, with the lengths and positions that its model got and didn't pass on."""
-    known = {} if context.lengths is None else context.lengths._asdict()
-    known = {name: value for name, value in known.items() if value is not None}
+    lengths = () if context.lengths is None else zip(context.lengths._fields, context.lengths, strict=True)
+    known = {name: value for name, value in lengths if value is not None}
     if context.positions is not None:
         known["position_ids"] = context.positions
     return {**known, **{name: value for name, value in kwargs.items() if name not in known or value is not None}}
