@@ -140,7 +140,7 @@ class TestSdpaBackends:
         )
 
     def test_the_order_in_a_process_that_has_not_chosen_yet(self) -> None:
-        """torch sets its own order as it chooses for the first time: it must not be in the place of ours."""
+        """torch sets its own order as it chooses for the first time: it must not replace ours."""
         code = """
             import torch
             from kernel_compat.models import use_sdpa_backends

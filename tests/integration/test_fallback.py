@@ -1,4 +1,4 @@
-"""Falling back from names that a model, an installation or a device doesn't go with; what is no such error is raised."""
+"""Falling back from names that a model, an installation or a device does not support; all other errors are raised."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kernel_compat.choosing import loading
 from kernel_compat.choosing.support import needs
 from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
 
-#: sdpa drops softcap without a word before.
+#: Before, sdpa drops softcap silently.
 SDPA_REFUSES_SOFTCAP = Version("5.21") <= TRANSFORMERS
 
 
 class Loader:
-    """`from_pretrained` of one folder; remembers the names it was asked for."""
+    """`from_pretrained` of one folder; records the names it is called with."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.path, self.options = path, options
@@ -65,7 +65,7 @@ class TestSteps:
         ],
     )
     @pytest.mark.parametrize("in_force", [True, False])
-    def test_a_name_that_is_not_to_be_had(
+    def test_a_name_that_can_not_be_used(
         self, name: str, in_force: bool, models: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """With the library installed and without: whatever this release of transformers raises means the same."""
@@ -151,7 +151,7 @@ class TestSteps:
         assert asked == ["flash_nothing", "eager"]
 
     @pytest.mark.usefixtures("installed")
-    def test_what_can_be_had_is_taken(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_name_that_can_be_used(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:
         loader = Loader(saved(models, "gemma2_softcap"))
         with caplog.at_level(logging.WARNING, "kernel_compat"):
             assert load_with_fallback(loader, NAME).config._attn_implementation == NAME
@@ -171,7 +171,7 @@ def llava(text: str, **names: Any) -> Any:
 
 
 class TestCompositeModels:
-    """What counts is what each part runs."""
+    """Each part of the model counts, with the attention that it runs."""
 
     def test_softcap_in_a_part(self) -> None:
         asked = []
@@ -185,7 +185,7 @@ class TestCompositeModels:
         assert model.config.text_config._attn_implementation == "eager"
 
     def test_a_part_that_needs_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
-        """The text has softcap under eager; what is loaded with sdpa is the vision tower."""
+        """The text has softcap under eager; the vision tower is loaded with sdpa."""
         with caplog.at_level(logging.WARNING, "kernel_compat"):
             model = load_with_fallback(
                 lambda name: llava("gemma2_softcap", **{"text_config": "eager", "vision_config": name}), "sdpa"
@@ -205,7 +205,7 @@ class TestWhatIsReturned:
     def test_nothing_keeps_it_alive(self, models: Path) -> None:
         """Not even until the next collection of cycles: the memory of a model on a GPU is wanted at once."""
         loader = Loader(saved(models, "llama"))
-        load_with_fallback(loader, "nothing")  # what is loaded once is loaded
+        load_with_fallback(loader, "nothing")  # imports stay in memory
         gc.collect()
         gc.disable()
         try:
@@ -225,7 +225,7 @@ class TestWhatIsReturned:
         assert not info["missing_keys"]
 
     def test_a_name_that_transformers_has_no_function_for(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """As 5.4 returns it when a hub kernel that could not be loaded is asked for once more."""
+        """As 5.4 returns it when a hub kernel that could not be loaded is requested again."""
 
         def attempt(name: str) -> Any:
             model = load(saved(models, "llama"), "sdpa" if name == "org/flash" else name)
@@ -365,7 +365,7 @@ def test_packed_sequences_on_sdpa(name: str, training: bool, models: Path) -> No
     torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
-#: Decoders with layers that aren't full causal attention, by model type, and what is said of them.
+#: Decoders with layers that aren't full causal attention, by model type, and a pattern of the error.
 UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
     "bamba": ({"num_hidden_layers": 2, "attn_layer_indices": [1]}, "BambaMixer|linear_attention"),
     "falcon_h1": ({"num_hidden_layers": 2, "use_cache": None}, "FalconH1Mixer|hybrid"),
@@ -389,7 +389,7 @@ def empty(model_type: str, **values: Any) -> Any:
 
 
 class Mixer(torch.nn.Module):
-    """Mixes tokens in a way that nobody has seen yet."""
+    """Mixes tokens in a way that is unknown to the library."""
 
     def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         return hidden_states.cumsum(1), None

@@ -135,7 +135,7 @@ def plain_model(**flags: Any) -> Any:
 @pytest.mark.parametrize("flag", ["_supports_flash_attn", "_supports_flash_attn_2"])
 @pytest.mark.parametrize("sdpa", [True, False])
 def test_a_model_that_says_it_has_no_flash_attention_is_believed(sdpa: bool, flag: str) -> None:
-    """Whatever its attention goes through; and what it says of sdpa is what the error advises."""
+    """Even if its attention calls the interface; the error advises sdpa only if the model declares it."""
     says_no = plain_model(**{flag: False}, _supports_attention_backend=True, _supports_sdpa=sdpa)
     advice = "Use 'sdpa' or 'eager'," if sdpa else "Use 'eager',"
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match=f"Plain does not support.*{NAME}.*says. {advice}"):
@@ -201,7 +201,7 @@ def test_upstreams_sparse_models_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("tested", "word"), [(("99", "99.1"), "older"), (("1", "2"), "newer")])
-def test_an_untested_release_works_and_is_told(
+def test_an_untested_release_works_with_a_warning(
     models: Path, monkeypatch: pytest.MonkeyPatch, tested: tuple[str, str], word: str
 ) -> None:
     oldest, newest = (Version(version) for version in tested)

@@ -141,7 +141,7 @@ def test_a_kernel_whose_gradients_alone_are_wrong_is_wrong(broken: Any) -> None:
     assert found == {"plain": "equal", "gradients": "wrong"}
 
 
-def test_a_kernel_that_crashes_is_told_from_one_that_refuses(broken: Any) -> None:
+def test_crashes_differ_from_refusals(broken: Any) -> None:
     def crash(call: Any, kwargs: dict[str, Any]) -> Any:
         if "cu_seqlens_q" in kwargs:
             raise UnsupportedFeatureError("varlen", "broken", "Don't.")
@@ -259,7 +259,7 @@ def test_arguments_are_refused_before_the_work(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.5], ids=["in the middle of the fork", "later"])
-def test_ctrl_c_leaves_what_was_proven(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_proofs_so_far(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = proof.prove_type
 
     def prove(name: str, *args: Any, **options: Any) -> proof.Proof:

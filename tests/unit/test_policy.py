@@ -63,7 +63,7 @@ def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Attention:
-    """A kernel of somebody's own."""
+    """A user's kernel."""
 
     @staticmethod
     def flash_attn_varlen_func(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -187,7 +187,7 @@ class TestBestAvailable:
         assert lacks["flash_attention_2"] == "it has no attention sinks"
         assert lacks["flash_attention_4"] == "it has no dropout"
 
-    def test_what_transformers_itself_would_import(self) -> None:
+    def test_the_package_that_transformers_imports(self) -> None:
         """transformers' flash_attention_3 can't run on the forward alone; a name of ours with the same kernel can."""
         here = environment("fa3-fwd", devices=(H100,))
         (step, *_) = ladder("flash_attention_3", here)
@@ -371,7 +371,7 @@ class Layer:
 
 
 class Model:
-    """What the policy reads of a model; tests/integration has real ones."""
+    """The attributes of a model that the policy reads; tests/integration has real models."""
 
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -428,7 +428,7 @@ class TestVerifySdpa:
             with pytest.raises(UnsupportedFeatureError, match="Odd does not support sdpa"):
                 verify_sdpa_support(model, 2)
 
-    def test_what_is_no_model_of_transformers(self) -> None:
+    def test_an_object_that_is_no_model(self) -> None:
         with pytest.raises(UnsupportedFeatureError, match="Layer does not support sdpa"):
             verify_sdpa_support(Layer(), 2)
 
@@ -448,7 +448,7 @@ class TestVerifyFlash:
     @pytest.mark.parametrize("sdpa", [False, True])
     @pytest.mark.parametrize("instance", [False, True])
     def test_a_model_without(self, sdpa: bool, instance: bool) -> None:
-        """The message names what the model has."""
+        """The message names the attentions that the model has."""
 
         class Older(Old):
             _supports_sdpa = sdpa
@@ -538,7 +538,7 @@ class TestLoadWithFallback:
 
             with caplog.at_level(logging.WARNING, "kernel_compat"):
                 found = load_with_fallback(load, "flash_attention_4")
-            # What can't be used here isn't tried.
+            # Names that can't be used here are skipped.
             assert asked == ["flash_attention_4", found]
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == LADDER.index(found)
@@ -578,7 +578,7 @@ class TestLoadWithFallback:
         assert asked == ["sdpa"]
 
     @pytest.mark.parametrize("name", [3, {"": "sdpa"}])
-    def test_what_is_no_name(self, name: Any) -> None:
+    def test_objects_that_are_no_name(self, name: Any) -> None:
         for function in (lambda: load_with_fallback(print, name), lambda: ladder(name)):
             with pytest.raises(TypeError, match="an attention name must be a string"):
                 function()
@@ -588,7 +588,7 @@ class TestLoadWithFallback:
         load_with_fallback(asked.append, "sdpa", requires={"softcap"})
         assert asked == ["eager"]
 
-    def test_a_model_that_needs_what_sdpa_leaves_out(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_model_that_needs_softcap(self, caplog: pytest.LogCaptureFixture) -> None:
         def load(name: str) -> Model:
             return Model(name, Layer(attn_logit_softcapping=50.0))
 

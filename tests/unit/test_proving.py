@@ -203,7 +203,7 @@ def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err
 
 
-def test_the_table_keeps_what_is_not_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_keeps_the_cases_that_are_not_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "table.json"
     refuses = Proof("a", "5.0.1", PROOF.outcomes[2:])
     table.record([PROOF, refuses, Proof("b", "5.0.0", PROOF.outcomes[:1]), Proof("c", "5.0.0", no_recipe="none")], file)
