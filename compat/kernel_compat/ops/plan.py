@@ -471,11 +471,11 @@ def _probe(model: Any, bound: bool) -> float | None:
     if not parameters or not plain or sharded or getattr(model, "main_input_name", "") != "input_ids":
         return None
     device = model.get_input_embeddings().weight.device
-    tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
-    labels = tokens.clone()
-    labels[0, 2] = -100
     # Kernels compute the loss where gradients are on.
     with _evaluating(model), torch.inference_mode(False), torch.set_grad_enabled(bound):
+        tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
+        labels = tokens.clone()
+        labels[0, 2] = -100
         try:
             loss = model(input_ids=tokens, labels=labels).loss
         except Exception:  # it needs images, or another kind of tokens
