@@ -165,6 +165,20 @@ def test_what_goes_to_the_loss_reaches_it(inputs: dict[str, Any]) -> None:
         assert torch.equal(bound[1].compute(), eager[1])
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_with_gradients_off_logits_are_ordinary(context: Any) -> None:
+    model = build("gemma2")
+    eager = model(**BATCH)
+    with context():
+        ops.apply_ops(model, CHUNKED)  # whose probe has them on
+        bound = model(**BATCH)
+
+    assert type(bound.logits) is torch.Tensor
+    assert torch.equal(bound.logits, eager.logits)
+    torch.testing.assert_close(bound.loss, eager.loss.detach(), rtol=1e-6, atol=0)
+    assert isinstance(model(**BATCH).logits, LazyLogits)
+
+
 def test_labels_may_be_given_by_position() -> None:
     model = build("llama")
     arguments = (IDS, MASK, None, None, None, LABELS)
@@ -380,14 +394,18 @@ def test_what_somebody_put_over_it_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs",
-    [pytest.param({}, id="mean", marks=pytest.mark.slow), pytest.param({"num_items_in_batch": 40}, id="items")],
+    ("name", "inputs"),
+    [
+        pytest.param("llama", {}, id="mean", marks=pytest.mark.slow),
+        pytest.param("llama", {"num_items_in_batch": 40}, id="items", marks=pytest.mark.slow),
+        pytest.param("gemma2", {}, id="softcap"),
+    ],
 )
-def test_it_compiles_in_one_graph(inputs: dict[str, Any]) -> None:
-    model = build("llama")
-    model.config._attn_implementation = "sdpa"
+def test_it_compiles_in_one_graph(name: str, inputs: dict[str, Any]) -> None:
+    model = build(name)
+    model.config._attn_implementation = "sdpa" if name == "llama" else "eager"
     eager, expected = step(model, **inputs)
-    ops.apply_ops(model, config_for("llama"))
+    ops.apply_ops(model, config_for(name))
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     bound, found = step(compiled, **inputs)

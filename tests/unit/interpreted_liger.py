@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from kernel_compat import UnsupportedFeatureError
 from kernel_compat.ops.kernels import liger, liger_layers
 from kernel_compat.ops.recognisers import norms, rotary
 
@@ -136,6 +137,12 @@ def test_rotary(layout: str) -> None:
         return *turned, *torch.autograd.grad(loss, (query, key))
 
     require_close(results(liger.rotary()), results(rotary.reference))
+
+
+def test_rotary_refuses_gradients_of_cosines() -> None:
+    query, key, cos, sin = rotary_inputs()
+    with pytest.raises(UnsupportedFeatureError, match="gradients for cos and sin"):
+        liger.rotary()(query, key, cos.requires_grad_(), sin)
 
 
 def swiglu_inputs() -> tuple[Tensor, ...]:

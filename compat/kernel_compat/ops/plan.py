@@ -424,11 +424,11 @@ def _probe(loss: losses.CausalLoss, spec: KernelSpec, *, bound: bool) -> float |
     device = model.get_input_embeddings().weight.device
     if spec.hardware.device not in ("any", device.type) and not spec.hardware.interpreted:
         return None
-    tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
-    labels = tokens.clone()
-    labels[0, 2] = -100
     # Kernels compute the loss where gradients are on.
     with _evaluating(model), torch.inference_mode(False), torch.set_grad_enabled(bound):
+        tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
+        labels = tokens.clone()
+        labels[0, 2] = -100
         try:
             value = model(input_ids=tokens, labels=labels).loss
         except Exception:  # it needs images, or another kind of tokens

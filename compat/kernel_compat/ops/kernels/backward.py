@@ -1,4 +1,4 @@
-"""What every library's kernel gets: no tracing by torch.compile, and an error where it has no derivative."""
+"""Errors of kernels that have no second derivative, and kernels that torch.compile must not trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def refuse_second_derivative(out: Any, option: str) -> None:
-    """Make the backward of a kernel raise with ``create_graph=True``, for which it would return gradients without a graph.
+    """Make the backward of a kernel raise with ``create_graph=True``, where it would return gradients without a graph.
 
     Args:
         out: a tensor that the kernel's autograd function has returned; nothing is done for one without a graph.

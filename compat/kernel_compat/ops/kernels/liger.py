@@ -69,6 +69,9 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
     from liger_kernel.transformers.functional import liger_rope
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+            feature, option = "gradients for cos and sin", "rotary_pos_emb_implementation='liger_kernel'"
+            raise UnsupportedFeatureError(feature, option, "Detach them, or use eager.")
         query, key = liger_rope(_copied(query), _copied(key), cos, sin)
         refuse_second_derivative(query, "rotary_pos_emb_implementation='liger_kernel'")
         return _CopiedGradient.apply(query), _CopiedGradient.apply(key)

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from ...errors import UnsupportedFeatureError
 from . import routing
+from .backward import refuse_second_derivative
 
-#: quack's ``gemm``: with ``cu_seqlens_m`` the rows of the first matrix are in groups, each with a second of its own; with
-#: ``cu_seqlens_k`` what is added up over is, and each group gives a result of its own.
+#: quack's ``gemm``: with ``cu_seqlens_m`` the rows of the first matrix are in groups, each with its own second matrix; with
+#: ``cu_seqlens_k`` the inner dimension is in groups, each with its own result.
 Gemm = Callable[..., Tensor]
 
 
 def experts() -> Callable[..., Tensor]:
     from quack.gemm_interface import gemm
 
-    # Tuned, it would measure all its configurations again for every number of tokens.
+    # With tuning, it measures all its configurations again for every number of tokens.
     product = partial(gemm, tuned=False)
 
     def kernel(
@@ -30,6 +30,7 @@ def experts() -> Callable[..., Tensor]:
     ) -> Tensor:
         _require(hidden_states, down)
         result: Tensor = SwiGluExperts.apply(product, hidden_states, top_k_index, top_k_weights, gate_up, down)
+        refuse_second_derivative(result, "moe_implementation='fused_quack'")
         return result
 
     return kernel
@@ -44,7 +45,7 @@ def _require(hidden_states: Tensor, down: Tensor) -> None:
 
 
 class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
-    """``down(silu(gate) * up)``, weighted and added up for each token; keeps what `gate_up` gives for the backward."""
+    """``down(silu(gate) * up)``, weighted and summed for each token; saves the product with `gate_up` for the backward."""
 
     @staticmethod
     def forward(
@@ -59,7 +60,7 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
         token, row, starts = routing.sort(top_k_index, len(gate_up))
         wide = gemm(hidden_states[token], gate_up.mT, cu_seqlens_m=starts)
         gate, up = wide.chunk(2, dim=-1)
-        # The rows behind the last group are not written.
+        # Rows after the last group are not written.
         rows = hidden_states.new_zeros(len(token), hidden_states.shape[-1])
         gemm(silu(gate).mul_(up), down.mT, out=rows, cu_seqlens_m=starts)
         ctx.gemm = gemm
@@ -68,7 +69,6 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
         return rows[row].sum(dim=1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, top_k_weights, gate_up, down, wide, token, row, starts = ctx.saved_tensors
         gemm = ctx.gemm
@@ -83,7 +83,7 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
         d_narrow = gemm(d_rows, down, cu_seqlens_m=starts)
         del d_rows
         if for_weights:
-            # The product of the gradient with what an expert gives, without keeping that.
+            # The product of the gradient with an expert's result, without saving the result.
             each = (d_narrow.float() * (active * up)).sum(dim=-1)
             there = torch.arange(len(token), device=token.device) < starts[-1]
             d_weights = each.where(there, 0)[row].to(top_k_weights.dtype)

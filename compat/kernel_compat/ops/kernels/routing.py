@@ -1,4 +1,4 @@
-"""Which rows go to which expert, for kernels that take them sorted. Nothing is read back from the device."""
+"""The rows of each expert, for kernels that take rows sorted by expert. Nothing is read back from the device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """Every (token, expert) pair as a row, sorted by expert; what no expert of these gets comes last.
+    """Every (token, expert) pair as a row, sorted by expert; pairs whose id is out of range come last.
 
     Attributes:
         token: of each row, (tokens * k).
-        row: of each pair as they were, (tokens, k).
-        starts: the first row of each expert, and one more: the first that is no expert's. int32, (experts + 1).
+        row: of each pair in the original order, (tokens, k).
+        starts: the first row of each expert and the first after the last expert. int32, (experts + 1).
     """
 
     token: Tensor
@@ -23,12 +23,12 @@ class Routing(NamedTuple):
 
 
 def counted(top_k_index: Tensor, experts: int) -> Tensor:
-    """Which ids are those of experts; with experts on several ranks, the others stand for another rank's."""
+    """A mask of the ids in range; with experts on several ranks, other ids belong to other ranks."""
     return (top_k_index >= 0) & (top_k_index < experts)
 
 
 def sort(top_k_index: Tensor, experts: int) -> Routing:
-    """Sort the pairs, those of one expert in the order of their tokens."""
+    """Sort the pairs by expert, and by token within one."""
     ids = top_k_index.where(counted(top_k_index, experts), experts).flatten()
     found, order = ids.sort(stable=True)
     bounds = torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)

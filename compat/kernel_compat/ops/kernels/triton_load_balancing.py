@@ -1,8 +1,8 @@
 """The load-balancing loss of mixture-of-experts models in Triton: transformers' `load_balancing_loss_func`.
 
-What upstream computes is the same from 4.54 to 5.23; what it rounds is not. The softmax is rounded to the logits' dtype
-(under autocast it is float32), and experts are chosen among the rounded probabilities: so it is here. Which one of
-equal ones torch.topk takes is not defined; here it is the first. The sums over tokens are float32, unrounded, as
+transformers 4.54 to 5.23 compute the same formula and round in different places. The softmax is rounded to the logits' dtype
+(under autocast it is float32), and experts are chosen by the rounded probabilities, here as well. Among equal
+probabilities torch.topk takes any; this kernel takes the first. The sums over tokens are float32, unrounded, as
 upstream's since 5.16; before, it rounds each expert's mean probability to the logits' dtype. The gradient is computed
 in float32 and rounded once, where upstream rounds it before the softmax's backward as well.
 
@@ -18,16 +18,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...errors import UnsupportedFeatureError
+from .backward import refuse_second_derivative
 
 __all__ = ["load_balancing_loss"]
 
 _NAME = "load_balancing_loss_implementation='triton'"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-#: How many logits a program holds at a time, and how many programs at most share a layer's tokens.
+#: The number of logits that a program holds at a time, and the most programs that share a layer's tokens.
 _TILE, _PROGRAMS = 2048, 256
 
 
@@ -78,7 +78,9 @@ def load_balancing_loss(
     if torch.compiler.is_compiling() or logits[0].is_meta:
         loss, _ = _forward_op(logits, attention_mask, top_k, rounded)
         return loss
-    return _Loss.apply(attention_mask, top_k, rounded, *logits)
+    balancing: Tensor = _Loss.apply(attention_mask, top_k, rounded, *logits)
+    refuse_second_derivative(balancing, "load_balancing_loss_implementation='triton'")
+    return balancing
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,7 +93,7 @@ def _probabilities(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The softmax of some rows in float32: 0 behind the last expert, something finite in rows that are not there."""
+    """The softmax of some rows in float32: 0 after the last expert, a finite value in rows after the last."""
     expert = tl.arange(0, BLOCK)[None, :]
     there = (row < rows)[:, None] & (expert < EXPERTS)
     logit = tl.load(logits + row[:, None] * row_stride + expert * column_stride, mask=there, other=0.0).to(tl.float32)
@@ -116,7 +118,7 @@ def _sums_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """For a share of a layer's tokens, how many go to each expert and the sum of each expert's probability."""
+    """For a share of a layer's tokens, the number routed to each expert and the sum of each expert's probability."""
     program = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], dtype=tl.float32)
@@ -174,7 +176,7 @@ def _blocks(experts: int) -> dict[str, Any]:
     return {"EXPERTS": experts, "BLOCK": block, "ROWS": max(_TILE // block, 1), "enable_fp_fusion": False}
 
 
-# torch.compile gets a custom operator, what is not compiled an autograd.Function: see triton_rms_norm.py.
+# torch.compile calls a custom operator, eager code an autograd.Function: see triton_rms_norm.py.
 
 
 def _forward(logits: list[Tensor], mask: Tensor | None, top_k: int, rounded: bool) -> tuple[Tensor, Tensor]:
@@ -271,7 +273,6 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         return output[0]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, slope, *logits = ctx.saved_tensors
         return None, None, None, *_backward(grad, logits, mask, slope)

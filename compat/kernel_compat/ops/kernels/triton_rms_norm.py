@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...errors import UnsupportedFeatureError
+from .backward import refuse_second_derivative
 
 __all__ = ["MAX_HIDDEN", "rms_norm"]
 
@@ -64,12 +64,14 @@ def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, offset: bool,
     if torch.compiler.is_compiling() or hidden_states.is_meta:
         out, _ = _forward_op(hidden_states, weight, eps, offset, casting == "gemma")
         return out
-    return _RmsNorm.apply(hidden_states, weight, eps, offset, casting == "gemma")
+    normed: Tensor = _RmsNorm.apply(hidden_states, weight, eps, offset, casting == "gemma")
+    refuse_second_derivative(normed, _NAME)
+    return normed
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scale(weight: tl.tensor, OFFSET: tl.constexpr, GEMMA: tl.constexpr) -> tl.tensor:
-    """What the normalized value is multiplied by, in float32."""
+    """The factor of the normalized value, in float32."""
     scale = weight.to(tl.float32)
     if OFFSET:
         scale = scale + 1.0
@@ -104,7 +106,7 @@ def _forward_kernel(
     tl.store(rstd + row, factor)
 
 
-# The number of rows must not change what is compiled: see the top of this module.
+# The number of rows must not reach the compiler: see the top of this module.
 @triton.jit(do_not_specialize=["rows", "share"])  # type: ignore[untyped-decorator]
 def _backward_kernel(
     grad: tl.tensor,
@@ -155,16 +157,15 @@ def _constants(hidden: int, offset: bool, gemma: bool) -> dict[str, Any]:
         "OFFSET": offset,
         "GEMMA": gemma,
         "num_warps": min(max(block // 512, 1), 32),
-        # Eager's operations are kernels of their own, whose products and sums don't fuse.
+        # As in eager, where each operation is a kernel and rounds its result.
         "enable_fp_fusion": False,
     }
 
 
-# torch.compile gets an opaque custom operator. `torch.library.triton_op` would do as well, but `wrap_triton` refuses
-# what TRITON_INTERPRET=1 makes of a kernel, and inductor fuses nothing with a Triton kernel of somebody else's. What is
-# not compiled goes through an autograd.Function: to dispatch a custom operator with a gradient takes longer than to run
-# a small kernel. Dynamo doesn't get to see that function: it mixes up its arguments, or refuses a tensor that is given
-# twice. On the meta device the operator answers with shapes.
+# torch.compile calls an opaque custom operator. `torch.library.triton_op` would work as well, but its `wrap_triton` refuses
+# interpreted kernels, and inductor fuses nothing with a Triton kernel that is not its own. Eager code calls an
+# autograd.Function: dispatching a custom operator with a gradient takes longer than a small kernel. Dynamo never traces
+# that function: it mixes up its arguments, or refuses the same tensor twice. The operator also runs on the meta device.
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, offset: bool, gemma: bool) -> tuple[Tensor, Tensor]:
@@ -253,7 +254,6 @@ class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
         return output[0]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         return (*_backward(grad, x, weight, rstd, ctx.offset, ctx.gemma), None, None, None)

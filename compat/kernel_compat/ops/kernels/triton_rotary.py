@@ -20,7 +20,7 @@ __all__ = ["rotary_pos_emb"]
 _NAME = "rotary_pos_emb_implementation='triton'"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-#: How many channels of a half a program rotates at a time, those of several heads together.
+#: The number of channels of one half, over several heads, that a program rotates at a time.
 _TILE = 2048
 
 
@@ -118,7 +118,7 @@ def _rotate_kernel(
         tl.store(out + rest * out_channel, tl.load(x + rest * x_channel, mask=there, other=0.0).to(dtype), mask=there)
 
 
-# torch.compile gets a custom operator, what is not compiled an autograd.Function: see triton_rms_norm.py.
+# torch.compile calls a custom operator, eager code an autograd.Function: see triton_rms_norm.py.
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:

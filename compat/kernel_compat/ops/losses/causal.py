@@ -25,7 +25,7 @@ FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", 
 
 @dataclass(frozen=True)
 class CausalLoss:
-    """A model that computes the causal cross-entropy of what its head gives.
+    """A model that computes the causal cross-entropy of its head's logits.
 
     Attributes:
         model: the module whose forward takes labels.
@@ -53,7 +53,14 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The formula, and the parameters, of transformers' ``ForCausalLMLoss``: see `targets` and `divided`."""
+    """The causal cross-entropy, as transformers' ``ForCausalLMLoss``.
+
+    Args:
+        logits: (batch, length, vocabulary); the loss is computed in float32 or wider.
+        labels: (batch, length), shifted here by one; unused where `shift_labels` is passed.
+        num_items_in_batch: the divisor of the sum over tokens; without it, the loss is their mean.
+        shift_labels: labels shifted already.
+    """
     flat = targets(labels, shift_labels, ignore_index, logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -64,7 +71,7 @@ def causal_loss(
 
 
 def targets(labels: Any, shift_labels: Any, ignore_index: int, device: Any) -> Tensor:
-    """The next token of each, flat: `shift_labels` as they are, or `labels` (batch, length) one place to the left."""
+    """The label of each token, flat: `shift_labels`, or `labels` (batch, length) shifted by one."""
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     flat: Tensor = shift_labels.reshape(-1).to(device)
@@ -72,29 +79,29 @@ def targets(labels: Any, shift_labels: Any, ignore_index: int, device: Any) -> T
 
 
 def divided(loss: Tensor, items: Any) -> Tensor:
-    """A sum of losses, divided by the number of tokens that count in all of the batch, where it is given."""
+    """A sum of losses, divided by the number of tokens in the whole batch, where it is passed."""
     if items is None:
         return loss
     return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
 
 
 def find(model: nn.Module) -> tuple[str, Any] | None:
-    """The outermost part of a model that takes labels, with its path; None where there is none."""
+    """The path and module of the outermost part of a model that takes labels; None where there is none."""
     return next(((path, module) for path, module in model.named_modules() if takes_labels(module)), None)
 
 
 def prove(module: Any) -> CausalLoss:
-    """That a module's loss is the causal cross-entropy, over a plain linear head.
+    """Prove that a module's loss is the causal cross-entropy of a plain linear head's logits.
 
     Raises:
-        Unproven: it isn't.
+        Unproven: the head is no linear layer, or the loss differs.
     """
     head = module.get_output_embeddings()
     if head is None:
         raise Unproven(f"it has no language modelling head: its loss is of the kind {module.loss_type or 'unknown'!r}")
     if not _is_linear(head):
-        what = f"{type(head).__module__}.{type(head).__qualname__}"
-        raise Unproven(f"its head is a {what}, and not a linear layer of torch's")
+        path = f"{type(head).__module__}.{type(head).__qualname__}"
+        raise Unproven(f"its head is a {path}, and not a linear layer of torch's")
     if replaced(head) is not None:
         raise Unproven("the forward of its head has been replaced")
     with quiet() as generator:
@@ -218,7 +225,7 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
                 _current.reset(token)
         if not current.taken:
             raise _replaced(self, head, name) or _refused(
-                f"the forward of {type(self).__name__}, which computes its loss from the logits, or a hook that returns others"
+                f"the forward of {type(self).__name__}, which computes its loss from the logits itself or from a hook's"
             )
         current.done = True
         return outputs if torch.compiler.is_compiling() else _computed_in_backward(outputs)
