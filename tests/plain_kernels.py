@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.nn.functional import silu
+from torch.nn.functional import layer_norm, silu
 
 from kernel_compat import ops
 from kernel_compat.ops.recognisers import balancing, gated, norms, rotary
@@ -49,3 +49,8 @@ def _rms_norm_gated() -> Any:
 @ops.register_kernel("load_balancing_loss", "standard", PLAIN)
 def _load_balancing() -> Any:
     return balancing.reference
+
+
+@ops.register_kernel("layer_norm", "standard", PLAIN)
+def _layer_norm() -> Any:
+    return lambda x, weight, bias, eps: layer_norm(x, weight.shape, weight, bias, eps)

@@ -15,6 +15,7 @@ import transformers
 from tiny import CAUSAL_LMS, VOCAB, distance, randomize
 from torch import Tensor
 
+from kernel_compat import ops
 from kernel_compat.models import use_liger_kernel
 
 pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
@@ -119,3 +120,19 @@ def test_a_model_that_is_patched_before_it_is_moved() -> None:
     with use_liger_kernel(model):
         found = run(model.cuda())
     assert distance(found.gradient, expected.gradient) < 1e-4
+
+
+def test_layer_norm() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(96, 1e-3), torch.nn.Linear(96, 96)).cuda()
+    x = torch.randn(3, 7, 96, device="cuda", requires_grad=True)
+
+    def results() -> list[Tensor]:
+        out = model(x)
+        return [out, *torch.autograd.grad(out.sin().sum(), [x, *model.parameters()])]
+
+    expected = results()
+    with ops.apply_ops(model, ops.OpsConfig(layer_norm_implementation="liger_kernel")):
+        found = results()
+    for one, other in zip(found, expected, strict=True):
+        assert distance(one, other) < 1e-5

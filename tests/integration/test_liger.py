@@ -217,6 +217,7 @@ def test_a_model_type_that_liger_does_not_have() -> None:
     found = liger_support(model)
     assert not found
     assert found.reasons == (str(caught.value),)
+    assert found.options is None
 
 
 @real
@@ -237,8 +238,11 @@ def test_support_is_answered_without_raising() -> None:
         "fused_linear_cross_entropy=False.",
         "swiglu=False.",
     ]
-    assert liger_support(other, swiglu=False, fused_linear_cross_entropy=False)
-    use_liger_kernel(other, swiglu=False, fused_linear_cross_entropy=False).undo()
+    assert found.options == {"swiglu": False, "fused_linear_cross_entropy": False}
+    again = liger_support(other, rms_norm=False, **found.options)
+    assert again
+    assert again.options == {"rms_norm": False, **found.options}
+    use_liger_kernel(other, **again.options).undo()
     with use_liger_kernel(model):
         assert liger_support(model)
         assert "is patched already" in liger_support(model, rope=False).reasons[0]
@@ -650,7 +654,9 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelUnavailableError, match="needs a CUDA device, and none is visible"):
         use_liger_kernel(model)
     assert scene.changes() == []
-    assert not liger_support(model)
+    found_here = liger_support(model)
+    assert not found_here
+    assert found_here.options is None
 
 
 @real

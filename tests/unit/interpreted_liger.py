@@ -264,3 +264,18 @@ def test_cross_entropy_of_logits(reduction: Literal["mean", "sum"]) -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("size", [16, 8], ids=["all channels", "a half of them"])
+def test_partial_rotary(size: int) -> None:
+    torch.manual_seed(0)
+    query, key = (torch.randn(2, heads, 5, 16, requires_grad=True) for heads in (4, 2))
+    angles = torch.randn(2, 5, size // 2).repeat(1, 1, 2)
+    before = query.detach().clone()
+
+    def results(kernel: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        turned = kernel(query * 1, key * 1, angles.cos(), angles.sin())
+        return *turned, *torch.autograd.grad(turned[0].sin().sum() + turned[1].cos().sum(), (query, key))
+
+    require_close(results(liger_layers.partial_rotary()), results(rotary.reference))
+    assert torch.equal(query, before)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from plain_kernels import PLAIN
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import gelu, silu
 
 from kernel_compat import UnsupportedFeatureError, ops
@@ -26,6 +27,7 @@ EVERYTHING = ops.OpsConfig(
     swiglu_mlp_implementation=PLAIN,
     rotary_pos_emb_implementation=PLAIN,
     load_balancing_loss_implementation=PLAIN,
+    layer_norm_implementation=PLAIN,
 )
 HIDDEN = 16
 
@@ -101,6 +103,46 @@ NORMS = {
     ),
     "of another name": norm("T5LayerNorm", lambda self, x: self.weight * rms(self, x.float()).to(x.dtype)),
     "a layer scale": norm("LayerScale", lambda self, x: self.weight * x),
+}
+
+
+class LayerNorm(nn.LayerNorm):
+    """As torch's: `compute` is what differs."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
+        nn.init.normal_(self.weight)
+        nn.init.normal_(self.bias)
+
+
+def layer_norm(compute: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return compute(self, x)
+
+    return type("LayerNorm", (LayerNorm,), {"forward": forward})
+
+
+def _normal(self: Any, x: Tensor) -> Tensor:
+    return functional.layer_norm(x, (HIDDEN,), self.weight, self.bias, self.eps)
+
+
+LAYER_NORMS = {
+    "as torch's": LayerNorm,
+    "in float32": layer_norm(
+        lambda self, x: functional.layer_norm(
+            x.float(), (HIDDEN,), self.weight.float(), self.bias.float(), self.eps
+        ).to(x.dtype)
+    ),
+    "of another name": type("Norm", (LayerNorm,), {}),
+    "the mean left": layer_norm(
+        lambda self, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+    ),
+    "1 + weight": layer_norm(lambda self, x: functional.layer_norm(x, (HIDDEN,), self.weight + 1, self.bias, self.eps)),
+    "another eps than it says": layer_norm(
+        lambda self, x: functional.layer_norm(x, (HIDDEN,), self.weight, self.bias, 1e-3)
+    ),
+    "clamped": layer_norm(lambda self, x: _normal(self, x.clamp(-100, 100))),
+    "another in evaluation": layer_norm(lambda self, x: _normal(self, x if self.training else x.abs())),
 }
 
 
@@ -279,6 +321,7 @@ def _mixture(function: Callable[..., Any]) -> nn.Module:
 #: What each is called, whether it must be bound, and how it is made.
 SUBJECTS: list[tuple[str, bool | None, Callable[[], nn.Module], str]] = [
     *((f"norm: {name}", name in ("as Llama", "offset", "float32 weight product", "of another name", "all in half precision", "offset in half precision"), make, "rms_norm") for name, make in NORMS.items()),
+    *((f"layer norm: {name}", name in ("as torch's", "in float32", "of another name"), make, "layer_norm") for name, make in LAYER_NORMS.items()),
     *((f"mlp: {name}", name in ("as Llama", "gate and up swapped", "one projection", "one projection, swapped"), make, "swiglu_mlp") for name, make in MLPS.items()),
     *(
         (f"rotary: {name}", name in ("as Llama", "in float32", "partial", "taken apart", "the first half of the cosines"), lambda f=function, n=name: Rotating(f, 8 if "partial" in n else HIDDEN), "rotary_pos_emb")  # type: ignore[misc]

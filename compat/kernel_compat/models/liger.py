@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +48,13 @@ class LigerSupport:
 
     Attributes:
         reasons: one sentence for each obstacle; empty where there is none.
+        options: the options with which it would: those of the call, and the refused ones turned off. None where no options
+            would do.
     """
 
     supported: bool
     reasons: tuple[str, ...] = ()
+    options: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
         return self.supported
@@ -117,15 +120,18 @@ def liger_support(model: Any, **options: Any) -> LigerSupport:
     except (KernelCompatError, TypeError, ValueError) as error:
         return LigerSupport(False, (str(error),))
     if (patch := _find(model)) is not None:
-        reasons = [] if patch.options == chosen else [_other_options(model, patch, chosen)]
-        return LigerSupport(not reasons, tuple(reasons))
-    reasons = []
-    for option in (name for name, value in chosen.items() if value):
+        if patch.options == chosen:
+            return LigerSupport(True, (), options)
+        return LigerSupport(False, (_other_options(model, patch, chosen),))
+    on = [name for name, value in chosen.items() if value]
+    refused: dict[str, str] = {}
+    for option in on:
         try:
             _plan(model, {option: True}, options)
         except (KernelCompatError, ValueError) as error:
-            reasons.append(str(error))
-    return LigerSupport(not reasons, tuple(dict.fromkeys(reasons)))
+            refused[option] = str(error)
+    usable = None if on and len(refused) == len(on) else {**options, **dict.fromkeys(refused, False)}
+    return LigerSupport(not refused, tuple(dict.fromkeys(refused.values())), usable)
 
 
 # Liger's options for a model.

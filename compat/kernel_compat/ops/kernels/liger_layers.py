@@ -1,4 +1,4 @@
-"""liger-kernel's GEGLU, LayerNorm and cross-entropy of logits, which write into no tensor that others can see.
+"""liger-kernel's GEGLU, LayerNorm, partial rotation and cross-entropy of logits, which write into no tensor that others can see.
 
 Written for liger-kernel 0.6.5 to 0.8.5 (https://github.com/linkedin/Liger-Kernel).
 """
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["geglu", "layer_norm", "logits_cross_entropy"]
+from . import liger
+
+__all__ = ["geglu", "layer_norm", "logits_cross_entropy", "partial_rotary"]
 
 
 def geglu() -> Callable[..., Tensor]:
@@ -61,6 +63,21 @@ def layer_norm() -> Callable[..., Tensor]:
         dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
         normed: Tensor = LayerNorm.apply(hidden_states.to(dtype), weight.to(dtype), bias.to(dtype), eps)
         return normed
+
+    return kernel
+
+
+def partial_rotary() -> Callable[..., tuple[Tensor, Tensor]]:
+    """A rotation of as many channels as there are cosines for; the others pass."""
+    full = liger.rotary()
+
+    def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        size = cos.shape[-1]
+        if size == query.shape[-1]:
+            return full(query, key, cos, sin)
+        turned = full(query[..., :size], key[..., :size], cos, sin)
+        one, other = (torch.cat((new, x[..., size:]), dim=-1) for new, x in zip(turned, (query, key), strict=True))
+        return one, other
 
     return kernel
 
