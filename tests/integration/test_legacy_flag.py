@@ -46,7 +46,7 @@ class TestRemoteCode:
 
     @pytest.mark.usefixtures("installed")
     def test_upstream_finds_no_fault_with_the_model(self, legacy_model: Path) -> None:
-        """Only the package is missing here; tests/gpu loads it."""
+        """What is left is the package, which isn't here; tests/gpu loads it where it is."""
         with pytest.raises(ImportError, match="flash_attn|FlashAttention2 has been toggled on"):
             load(legacy_model, "flash_attention_2", trust_remote_code=True)
 
@@ -84,7 +84,7 @@ def plain(name: str, **flags: Any) -> type:
 
 
 def family(case: str) -> type:
-    """A model class; the name of the case has the flags that it and its bases set."""
+    """A model class; what its bases and itself set is in the name of the case."""
     P = PreTrainedModel
     old, old_not = plain("Old", **legacy(True)), plain("OldNot", **legacy(False))
     newer, newer_not = plain("Newer", **new(True)), plain("NewerNot", **new(False))
@@ -195,7 +195,7 @@ class TestRule:
             assert model._supports_flash_attn is True
 
     def test_property(self) -> None:
-        """A property is read on the instance; on the class, where the property object is truthy, it counts as False."""
+        """A property is asked on the instance; on the class, where it would be true as an object, it says nothing."""
 
         def says(self: Any) -> bool:
             return self.answer
@@ -208,7 +208,7 @@ class TestRule:
             assert made._supports_flash_attn is False
 
     def test_a_property_that_asks_a_part_which_is_not_built_yet(self) -> None:
-        """transformers reads the flag before the parts are there, under every attention name."""
+        """transformers reads the flag before the parts are there, whatever attention was asked for."""
         with kernel_compat.installed():
 
             class Composite(PreTrainedModel):
@@ -228,7 +228,7 @@ class TestRule:
                 assert model.config._attn_implementation == name
             assert model._supports_flash_attn is True
 
-    def test_a_flag_set_for_all_models(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_somebodys_word_for_all_models(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(PreTrainedModel, "_supports_flash_attn", True)
         assert declared_flash_support(family("nothing")) is True
         assert declared_flash_support(family("legacy False")) is False
@@ -262,7 +262,7 @@ class TestRule:
             native = transformers.AutoModelForCausalLM.from_config(CAUSAL_LMS["llama"]())
             assert pickle.loads(pickle.dumps(native))._supports_flash_attn is True
 
-    def test_a_default_set_for_all_models(self) -> None:
+    def test_somebodys_default_for_all_models(self) -> None:
         """As a framework keeps it that has a bridge of its own: upstream's False, in every idiom but identity."""
         with kernel_compat.installed():
             default = vars(PreTrainedModel)["_supports_flash_attn"]
@@ -306,7 +306,7 @@ class TestRule:
                 assert not model._supports_flash_attn
                 assert declared_flash_support(type(model), model) is False
 
-    def test_a_flag_that_other_code_sets_on_the_base_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_somebody_elses_flag_on_the_base_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = vars(PreTrainedModel)["_supports_flash_attn"]
         with kernel_compat.installed():
             ours = vars(PreTrainedModel)["_supports_flash_attn"]
@@ -320,7 +320,7 @@ class TestRule:
 
 
 def rule(made: type) -> bool:
-    """The rule in another form: sort the classes' flags by distance and take the first."""
+    """The rule, said otherwise: sort what classes say by their distance and take the first."""
     base = made.__mro__.index(PreTrainedModel)
     said = []
     for distance, ancestor in enumerate(made.__mro__):
