@@ -463,6 +463,7 @@ def test_ops_says_what_would_be_bound_to_a_saved_model(tmp_path: Path) -> None:
             {
                 "model_type": "gemma2",
                 "architectures": ["Gemma2ForCausalLM"],
+                "hidden_activation": "gelu",
                 "hidden_size": 16,
                 "intermediate_size": 24,
                 "num_hidden_layers": 2,
