@@ -518,6 +518,7 @@ def test_ops_says_what_would_be_bound_to_a_saved_model(run: Cli, tmp_path: Path)
             {
                 "model_type": "gemma2",
                 "architectures": ["Gemma2ForCausalLM"],
+                "hidden_activation": "gelu",
                 "hidden_size": 16,
                 "intermediate_size": 24,
                 "num_hidden_layers": 2,
