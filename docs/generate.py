@@ -1,4 +1,4 @@
-"""Write the parts of README.md and docs/ that the code decides: the supported releases and the table of shims.
+"""Write the parts of README.md and docs/ that the code decides: the supported releases, the shims and the modules.
 
 Usage: python docs/generate.py [--check]
 
@@ -7,6 +7,7 @@ With --check it writes nothing and exits with 1 if a file is out of date.
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -20,11 +21,21 @@ from kernel_compat.releases import TORCH, TRANSFORMERS, minors
 
 ROOT = Path(__file__).parent.parent
 
+#: The rooms of the library from the top, as the first import contract orders them.
+ROOMS = re.findall(
+    r"\w+", re.findall(r"^layers = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)[0]
+)
+
 
 def documents() -> Iterator[tuple[Path, str]]:
     """The files with generated parts, and the text that each should have."""
-    parts = {"releases": _range(TRANSFORMERS), "torch": _range(TORCH), "shims": f"\n{_table()}\n"}
-    for path in (ROOT / "README.md", ROOT / "docs" / "shims.md"):
+    parts = {
+        "releases": _range(TRANSFORMERS),
+        "torch": _range(TORCH),
+        "shims": f"\n{_table()}\n",
+        "modules": f"\n{_modules()}\n",
+    }
+    for path in (ROOT / "README.md", ROOT / "docs" / "shims.md", ROOT / "docs" / "architecture.md"):
         text = path.read_text(encoding="utf-8")
         for name, part in parts.items():
             text = re.sub(rf"(<!-- {name} -->).*?(<!-- / -->)", rf"\g<1>{part}\g<2>", text, flags=re.DOTALL)
@@ -50,6 +61,20 @@ def _table() -> str:
         upstream = re.sub(r"([\w-]+)/([\w-]+)#(\d+)", link, shim.upstream)
         fields = (f"`{shim.name}`", f"{shim.distribution} `{shim.versions}`", shim.reason, upstream, shim.delete_when)
         lines.append(f"| {' | '.join(fields)} |")
+    return "\n".join(lines)
+
+
+def _modules() -> str:
+    """Every module of the library with the first line of its docstring, room by room from the top."""
+    library = ROOT / "compat" / "kernel_compat"
+    lines = ["| module | contents |", "|---|---|"]
+    for room in ROOMS:
+        found = sorted((library / room).rglob("*.py")) if (library / room).is_dir() else [library / f"{room}.py"]
+        for path in sorted(found, key=lambda path: (path.parent, path.stem != "__init__", path.stem)):
+            name = ".".join(path.relative_to(library).with_suffix("").parts)
+            first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+            package = name.removesuffix(".__init__")
+            lines.append(f"| **`{package}`** | **{first}** |" if package != name else f"| `{name}` | {first} |")
     return "\n".join(lines)
 
 

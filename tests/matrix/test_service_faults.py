@@ -20,6 +20,9 @@ from sqlalchemy import create_engine, select, text
 from compat_matrix.store import database
 from compat_matrix.store.models import LEASE
 
+#: They kill processes and fill disks; the queue and the workers have tests of their own without faults.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def empty(postgres_server: Postgres) -> Postgres:
@@ -54,14 +57,12 @@ def test_services_and_workers_are_killed_at_random(small: Small) -> None:
     assert found.leases["counted"] == 6
 
 
-@pytest.mark.slow
 def test_the_database_too(small: Small, empty: Postgres) -> None:
     found = killed(small, 5, 8, empty)
     assert (found.results, found.verdicts, found.left) == ({1: 5}, {"passed": 5}, {})
     assert found.leases["counted"] == 5
 
 
-@pytest.mark.slow
 def test_no_worker_loses_its_cell_by_a_database_that_is_away_for_longer_than_a_lease(
     small: Small, empty: Postgres
 ) -> None:

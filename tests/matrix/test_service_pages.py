@@ -164,6 +164,7 @@ def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) 
     assert len([address for address in seen if address.endswith("attempt=1")]) > 5
 
 
+@pytest.mark.slow
 def test_the_pages_of_both_databases_are_the_same(url: str, tmp_path: Path) -> None:
     with Store.open(url) as store:
         made = service_demo.fill(store, tmp_path)
@@ -406,6 +407,7 @@ def test_ages() -> None:
 # The picture in memory.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_picture_is_what_the_store_says(url: str, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
