@@ -197,7 +197,7 @@ def test_a_mask_no_flash_kernel_has_is_refused(models: Path) -> None:
     visible = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     visible[..., :4, :4] = True
     ids = torch.randint(3, VOCAB, (1, 8))
-    mask = torch.zeros(visible.shape).mrequested_fill(~visible, torch.finfo(torch.float32).min)
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     load(saved(models, "llama"), "eager")(input_ids=ids, attention_mask=mask)
     with pytest.raises(ValueError, match="4D attention mask.*sdpa"):
         load(saved(models, "llama"), NAME)(input_ids=ids, attention_mask=mask)
@@ -207,7 +207,7 @@ def test_a_4d_mask_of_padding_and_causality_is_honoured(models: Path) -> None:
     visible = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
     visible[0, :, :, :3] = False
     ids = torch.randint(3, VOCAB, (2, 8))
-    mask = torch.zeros(visible.shape).mrequested_fill(~visible, torch.finfo(torch.float32).min)
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     real = torch.ones(2, 8, dtype=torch.bool)
     real[0, :3] = False
     expected, found = (
@@ -248,13 +248,13 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 3), reason="ModernBERT has attention functions of its own")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_encoder_with_windows_to_both_sides(models: Path, side: str) -> None:
-    path = save(models, "modernbert", transformers.AutoModelForMrequestedLM, modernbert())
+    path = save(models, "modernbert", transformers.AutoModelForMaskedLM, modernbert())
     ids = torch.randint(3, VOCAB, (2, 12))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     mask = mask if side == "left" else mask.flip(1)
     expected, found = (
-        load(path, name, transformers.AutoModelForMrequestedLM)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        load(path, name, transformers.AutoModelForMaskedLM)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
         for name in ("eager", NAME)
     )
     assert distance(found, expected) < TOLERANCE

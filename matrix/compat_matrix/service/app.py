@@ -7,7 +7,7 @@ import logging
 import platform
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
@@ -60,6 +60,8 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
         yield
         warming.cancel()
         over.set()
+        with suppress(asyncio.CancelledError):
+            await warming  # a thread of it may still read the store, which is closed next
         await run_in_threadpool(keeper.join)
 
     # FastAPI's own documentation pages load scripts from another host.
