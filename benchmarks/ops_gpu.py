@@ -67,7 +67,8 @@ TARGETS = (
     ("loss", f"liger-kernel, directly{AGAIN}", "liger-kernel, directly", "speed", None),
     ("loss", "liger_kernel", EAGER, MEMORY, 5.0),
     ("loss", "chunk_loss", EAGER, MEMORY, 5.0),
-    ("step", "liger_kernel", "liger-kernel's own patching", "speed", 1.0),
+    ("step", "liger_kernel", "liger-kernel's own patching", "speed", 0.99),
+    ("step", "OpsConfig.auto", "liger-kernel's own patching", "speed", 1.0),
     ("step", f"liger-kernel's own patching{AGAIN}", "liger-kernel's own patching", "speed", None),
     ("step", "liger_kernel", "liger-kernel's own patching", MEMORY, 1 / 1.02),
 )
@@ -415,10 +416,19 @@ def models(whole: bool, tiny: bool) -> dict[str, Callable[[], tuple[Any, Callabl
             "rotary_pos_emb_implementation": "triton",
         },
     }
+
+    def auto() -> tuple[Any, Callable[[], Any]]:
+        model = llama(**sizes, **layers)
+        chosen = ops.OpsConfig.auto(model=model).values()
+        del chosen["attn_implementation"]  # the same attention for all candidates
+        ops.apply_ops(model, ops.OpsConfig(**chosen))
+        return model, nullcontext
+
     return {
         EAGER: partial(of, {}),
         "liger-kernel's own patching": liger,
         f"liger-kernel's own patching{AGAIN}": liger,
+        "OpsConfig.auto": auto,
         **{name: partial(of, values) for name, values in ours.items()},
     }
 
