@@ -72,9 +72,12 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
         if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
             feature, option = "gradients for cos and sin", "rotary_pos_emb_implementation='liger_kernel'"
             raise UnsupportedFeatureError(feature, option, "Detach them, or use eager.")
+        if torch.compiler.is_compiling():  # a graph has no writes in place; it removes copies that make no difference
+            query, key = liger_rope(query, key, cos, sin)
+            return _CopiedGradient.apply(query, torch.clone), _CopiedGradient.apply(key, torch.clone)
         query, key = liger_rope(_copied(query), _copied(key), cos, sin)
         refuse_second_derivative(query, "rotary_pos_emb_implementation='liger_kernel'")
-        return _CopiedGradient.apply(query), _CopiedGradient.apply(key)
+        return _CopiedGradient.apply(query, _copied), _CopiedGradient.apply(key, _copied)
 
     return kernel
 
@@ -89,12 +92,13 @@ class _CopiedGradient(Function):  # type: ignore[misc]
     """The identity, with a copy of the gradient for the rotation's backward, which works in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.copy = copy
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _copied(gradient)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.copy(gradient), None
 
 
 def cross_entropy() -> Callable[..., Tensor]:
