@@ -74,10 +74,10 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
             raise UnsupportedFeatureError(feature, option, "Detach them, or use eager.")
         if torch.compiler.is_compiling():  # a graph has no writes in place; it removes copies that make no difference
             query, key = liger_rope(query, key, cos, sin)
-            return _CopiedGradient.apply(query, torch.clone), _CopiedGradient.apply(key, torch.clone)
+            return _ClonedGradient.apply(query), _ClonedGradient.apply(key)
         query, key = liger_rope(_copied(query), _copied(key), cos, sin)
         refuse_second_derivative(query, "rotary_pos_emb_implementation='liger_kernel'")
-        return _CopiedGradient.apply(query, _copied), _CopiedGradient.apply(key, _copied)
+        return _CopiedGradient.apply(query), _CopiedGradient.apply(key)
 
     return kernel
 
@@ -92,13 +92,20 @@ class _CopiedGradient(Function):  # type: ignore[misc]
     """The identity, with a copy of the gradient for the rotation's backward, which works in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.copy = copy
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.copy(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _copied(gradient)
+
+
+class _ClonedGradient(_CopiedGradient):
+    """The same in a graph, where the layout of the gradient is not known."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
 
 
 def cross_entropy() -> Callable[..., Tensor]:
