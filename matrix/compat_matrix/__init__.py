@@ -1,3 +1,3 @@
 """The test matrix of kernel-compat: runs a project's tests on combinations of releases, and stores and serves the results."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
