@@ -87,9 +87,8 @@ class BasePython:
         )
 
     def check(self, cells: Iterable[Cell]) -> None:
-        """
-        Raises:
-            MatrixError: a cell has a different Python or torch.
+        """Raises:
+        MatrixError: a cell has a different Python or torch.
         """
         others = [cell for cell in cells if not self._fits(cell)]
         if others:

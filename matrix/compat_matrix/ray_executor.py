@@ -161,9 +161,8 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
 
 
 def _reachable(address: str) -> None:
-    """
-    Raises:
-        MatrixError: nothing listens at ``HOST:PORT``: Ray itself would wait, and then end this process.
+    """Raises:
+    MatrixError: nothing listens at ``HOST:PORT``: Ray itself would wait, and then end this process.
     """
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdecimal():

@@ -124,9 +124,8 @@ def _axes(options: argparse.Namespace) -> Axes | None:
 
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """
-    Raises:
-        MatrixError: the address can't be listened on.
+    """Raises:
+    MatrixError: the address can't be listened on.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -25,9 +25,8 @@ class Error(BaseModel):
 
 
 class Page(BaseModel):
-    """
-    Attributes:
-        next: the `cursor` of the next page; null on the last page.
+    """Attributes:
+    next: the `cursor` of the next page; null on the last page.
     """
 
     next: str | None
@@ -51,9 +50,8 @@ class Run(BaseModel):
 
 
 class WholeRun(Run):
-    """
-    Attributes:
-        cells: the number of its cells in each state.
+    """Attributes:
+    cells: the number of its cells in each state.
     """
 
     cells: dict[State, int]
@@ -190,11 +188,10 @@ class CellChange(BaseModel):
 
 
 class Changes(BaseModel):
-    """
-    Attributes:
-        broke, mended, changed, gone, appeared: cells that failed after passing, passed after failing, failed in a different
-            way, and ended only in the old or only in the new run.
-        tests_broke, tests_mended: by cell, for the cells that failed both times.
+    """Attributes:
+    broke, mended, changed, gone, appeared: cells that failed after passing, passed after failing, failed in a different
+        way, and ended only in the old or only in the new run.
+    tests_broke, tests_mended: by cell, for the cells that failed both times.
     """
 
     old: Run

@@ -43,10 +43,9 @@ class Refused(MatrixError):
 
 
 class Service(Protocol):
-    """
-    Raises:
-        Unreachable: by each method: the call may be repeated.
-        MatrixError: by each method: repeating the call won't help.
+    """Raises:
+    Unreachable: by each method: the call may be repeated.
+    MatrixError: by each method: repeating the call won't help.
     """
 
     def lease(self, wanted: Wanted) -> Leased | None: ...

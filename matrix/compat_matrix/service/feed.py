@@ -22,10 +22,9 @@ _NO_XML = re.compile("[\ufffe\uffff]")
 
 
 class Entry(NamedTuple):
-    """
-    Attributes:
-        key: a stable identifier of the entry.
-        link: the path of its page.
+    """Attributes:
+    key: a stable identifier of the entry.
+    link: the path of its page.
     """
 
     key: str

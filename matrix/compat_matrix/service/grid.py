@@ -73,9 +73,8 @@ class Wanted:
 
     @classmethod
     def of(cls, given: Iterable[tuple[str, str]]) -> Wanted:
-        """
-        Raises:
-            MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
+        """Raises:
+        MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
         """
         names = [field.name for field in fields(cls)]
         found: dict[str, str] = {}
@@ -157,10 +156,9 @@ class Grid(NamedTuple):
 
 
 def entry(past: Past | None, activity: str = "", excluded: str | None = None) -> Entry:
-    """
-    Args:
-        activity: ``running`` or ``waiting``, or empty.
-        excluded: the reason for which the axes exclude it; None if they don't.
+    """Args:
+    activity: ``running`` or ``waiting``, or empty.
+    excluded: the reason for which the axes exclude it; None if they don't.
     """
     if past is None:
         if excluded is not None:
@@ -195,11 +193,10 @@ def of_all(
     activity: Mapping[Cell, str],
     served: Mapping[Cell, str],
 ) -> dict[Cell, Entry]:
-    """
-    Args:
-        cells: the cells with their newest results.
-        activity: ``running`` or ``waiting``, by cell.
-        served: every combination of the axes, with the reason if it is excluded.
+    """Args:
+    cells: the cells with their newest results.
+    activity: ``running`` or ``waiting``, by cell.
+    served: every combination of the axes, with the reason if it is excluded.
     """
     found = {cell: entry(past, activity.get(cell, "")) for cell, past in cells.items()}
     for cell, excluded in served.items():
@@ -209,9 +206,8 @@ def of_all(
 
 
 def grid(wanted: Wanted, entries: Mapping[Cell, Entry], now: datetime) -> Grid:
-    """
-    Raises:
-        MatrixError: there is no such FlashAttention, device or Python.
+    """Raises:
+    MatrixError: there is no such FlashAttention, device or Python.
     """
     active = any(one.activity for one in entries.values())
     if wanted.only:

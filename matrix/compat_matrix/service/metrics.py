@@ -23,9 +23,8 @@ _ALIVE = timedelta(minutes=5)
 
 
 def exposition(cells: Mapping[Cell, Past], runs: list[Run], queue: Queue) -> bytes:
-    """
-    Args:
-        cells: every cell with its newest result.
+    """Args:
+    cells: every cell with its newest result.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Found(cells, runs, queue))

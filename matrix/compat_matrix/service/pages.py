@@ -352,9 +352,8 @@ def _totals(site: Site, runs: list[Run]) -> dict[str, Counter[State]]:
 
 
 def _run(site: Site, name: str) -> Run:
-    """
-    Raises:
-        Refusal: there is none.
+    """Raises:
+    Refusal: there is none.
     """
     with site.store.reading() as connection:
         row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one_or_none()

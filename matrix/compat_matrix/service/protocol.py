@@ -225,9 +225,8 @@ class Result(_Message):
         return result
 
     def result(self, cell: Cell, attempt: int, ahead: float, log: str = "") -> CellResult:
-        """
-        Args:
-            ahead: the number of seconds by which the worker's clock is ahead of the service's.
+        """Args:
+        ahead: the number of seconds by which the worker's clock is ahead of the service's.
         """
         started = datetime.fromtimestamp(self.started, timezone.utc) - timedelta(seconds=ahead)
         return CellResult(
@@ -247,9 +246,8 @@ class Result(_Message):
 
 
 class Report(_Message):
-    """
-    Attributes:
-        now: the worker's clock at the time of sending.
+    """Attributes:
+    now: the worker's clock at the time of sending.
     """
 
     result: Result

@@ -75,9 +75,8 @@ def every(store: Store) -> list[Token]:
 
 
 def revoke(store: Store, name: str) -> None:
-    """
-    Raises:
-        MatrixError: there is no token of that name.
+    """Raises:
+    MatrixError: there is no token of that name.
     """
     with store.writing() as connection:
         known = connection.scalar(select(TOKEN.c.id).where(TOKEN.c.name == name))

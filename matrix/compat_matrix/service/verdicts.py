@@ -134,15 +134,14 @@ class Refusal(BaseModel):
 
 
 class Answer(BaseModel):
-    """
-    Attributes:
-        asked: the requested combination by axis; null for every value.
-        match: ``exact``: the combination was tested, or is refused; ``nearest``: similar ones were tested; ``none``: none was.
-        verdict: on exactly this combination, the worst of several cells. ``unknown`` unless `match` is ``exact``.
-        reason: the reason for the verdict.
-        counts: the number of matching combinations with each verdict; empty unless `match` is ``exact``.
-        tested: the evidence, deciding entries first; or the nearest combinations, nearest first.
-        refusals: the excluded ones among the requested combinations.
+    """Attributes:
+    asked: the requested combination by axis; null for every value.
+    match: ``exact``: the combination was tested, or is refused; ``nearest``: similar ones were tested; ``none``: none was.
+    verdict: on exactly this combination, the worst of several cells. ``unknown`` unless `match` is ``exact``.
+    reason: the reason for the verdict.
+    counts: the number of matching combinations with each verdict; empty unless `match` is ``exact``.
+    tested: the evidence, deciding entries first; or the nearest combinations, nearest first.
+    refusals: the excluded ones among the requested combinations.
     """
 
     asked: dict[str, str | None]

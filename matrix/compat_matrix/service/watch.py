@@ -195,7 +195,8 @@ def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]
 
 def read_atlas(store: Store, index: Index, new: New, cache: Path | None) -> tuple[list[Disagreement], str | None]:
     """Scan the new releases and those that shims claim, and store the atlas; returns where the new ones disagree with the shims,
-    or why there is no atlas."""
+    or why there is no atlas.
+    """
     claimed: dict[str, list[str]] = {}
     for shim in discover()[0]:
         claimed.setdefault(shim.distribution, []).append(shim.versions)
@@ -331,9 +332,8 @@ def publish(store: Store, report: Report) -> None:
 
 
 def checked_url(url: str, what: str) -> str:
-    """
-    Raises:
-        MatrixError: it isn't a URL.
+    """Raises:
+    MatrixError: it isn't a URL.
     """
     try:
         parts = urlsplit(url)

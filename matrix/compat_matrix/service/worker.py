@@ -45,16 +45,15 @@ class Pause:
 
 
 class Worker:
-    """
-    Args:
-        service: the connection to the service.
-        machine: the description of this machine; its fingerprint is the value of `fingerprint()`.
-        executor: runs the cells.
-        job: turns a lease into a job.
-        uploads: holds results until the service has them.
-        only: an expression; only cells that match it are leased.
-        fingerprint: returns the project's current fingerprint. When it changes, the worker ends.
-        note: prints a line about the worker's progress.
+    """Args:
+    service: the connection to the service.
+    machine: the description of this machine; its fingerprint is the value of `fingerprint()`.
+    executor: runs the cells.
+    job: turns a lease into a job.
+    uploads: holds results until the service has them.
+    only: an expression; only cells that match it are leased.
+    fingerprint: returns the project's current fingerprint. When it changes, the worker ends.
+    note: prints a line about the worker's progress.
     """
 
     def __init__(

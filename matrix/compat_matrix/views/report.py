@@ -163,7 +163,6 @@ def _reasons(summary: Mapping[Cell, Summary], state: str) -> list[tuple[str, str
 
 def _last_two(store: Store, runs: Sequence[Run]) -> tuple[Run | None, Run | None]:
     """The newest run, and the newest before it that shares cells with it."""
-
     new, cells = None, set[Cell]()
     for one in runs:
         ran = {cell for cell, summary in store.summary(one.id).items() if summary.verdict}

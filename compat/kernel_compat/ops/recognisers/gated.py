@@ -95,7 +95,7 @@ def forward_of(norm: GatedNorm, kernel: Callable[..., Tensor]) -> Callable[..., 
 
 
 def _note(module: nn.Module) -> str:
-    """transformers builds flash-linear-attention's own module where that is installed."""
+    """Transformers builds flash-linear-attention's own module where that is installed."""
     return "is flash-linear-attention's already" if type(module).__module__.startswith("fla.") else ""
 
 
