@@ -35,6 +35,7 @@ class FlashFlag(int):
     home: type
 
     def __new__(cls, default: bool, home: type) -> FlashFlag:
+        """A False or True that knows its class."""
         flag = super().__new__(cls, default)
         flag.home = home
         return flag

@@ -91,6 +91,7 @@ class WarnOnce:
         self._given: set[str] = set()
 
     def __call__(self, lacking: str, consequence: str) -> None:
+        """Log the warning, unless it was logged before."""
         import torch
 
         if torch.compiler.is_compiling() or lacking in self._given:

@@ -225,7 +225,7 @@ class _Patch:
 
 def _find(model: Any) -> _Patch | None:
     patch = vars(model).get(RECORD)
-    return patch if patch is not None and patch.report._model is model else None  # else a shallow copy's
+    return patch if patch is not None and patch.report.model is model else None  # else a shallow copy's
 
 
 def _release(reference: weakref.ref[_Patch]) -> None:
@@ -238,7 +238,7 @@ def _release(reference: weakref.ref[_Patch]) -> None:
             return
         patch.holders -= 1
         if not patch.holders:
-            vars(patch.report._model).pop(RECORD, None)
+            vars(patch.report.model).pop(RECORD, None)
             patch.report.undo()
 
 

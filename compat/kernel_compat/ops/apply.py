@@ -68,7 +68,7 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
 def applied(model: Any) -> Report | None:
     """The report of the kernels that are bound to a model; None where `apply_ops` has bound none."""
     found = vars(model).get(RECORD)
-    return found if isinstance(found, Report) and found._model is model else None
+    return found if isinstance(found, Report) and found.model is model else None
 
 
 def refusal(model: Any, op: str, value: str) -> str:

@@ -54,6 +54,7 @@ def unkernelized(function: Any) -> Any:
 
 
 def kernelize(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse `kernelize`, which would replace the kernels of this library."""
     raise UnsupportedFeatureError(
         f"kernels of the hub in the same {type(self).__name__}: they would replace its own",
         "apply_ops",
@@ -62,6 +63,7 @@ def kernelize(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def set_use_kernels(self: Any, use_kernels: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse `set_use_kernels(True)`, as `kernelize`; False is passed on."""
     if use_kernels:
         kernelize(self)
     return type(self).set_use_kernels(self, use_kernels, *args, **kwargs)

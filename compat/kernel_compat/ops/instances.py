@@ -42,6 +42,7 @@ class Change:
     _after: Any = None
 
     def make(self) -> None:
+        """Set the attribute."""
         attributes = vars(self.module)
         self._slot = slot(self.module) if self.name == "forward" else self.name
         self._after = MethodType(self.value, self.module) if isinstance(self.value, FunctionType) else self.value

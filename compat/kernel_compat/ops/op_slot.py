@@ -76,9 +76,10 @@ class OpSlot:
         raise ValueError(f"{self.op} has no kernel {value!r} for the variant {self.variant!r}")
 
     def fill(self, value: str, kernel: Callable[..., Any]) -> None:
+        """Set the value and the kernel that it stands for."""
         self.value = value
         self.use_non_eager_impl = value != EAGER
-        self._kernel = kernel
+        self.kernel = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel.
@@ -86,7 +87,7 @@ class OpSlot:
         Raises:
             RuntimeError: it is empty.
         """
-        return self._kernel(*args, **kwargs)
+        return self.kernel(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"OpSlot({self.op!r}, {self.variant!r}): {self.value}"

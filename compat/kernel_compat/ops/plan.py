@@ -376,14 +376,14 @@ class _Filling:
         self.module = slot
         self.name = slot.op
         self._after = (value, kernel)
-        self._before = (slot.value, slot._kernel)
+        self._before = (slot.value, slot.kernel)
 
     def make(self) -> None:
         self.module.fill(*self._after)
 
     @property
     def in_force(self) -> bool:
-        return (self.module.value, self.module._kernel) == self._after
+        return (self.module.value, self.module.kernel) == self._after
 
     def undo(self) -> bool:
         if not self.in_force:

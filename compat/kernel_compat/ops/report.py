@@ -34,7 +34,7 @@ class Report:
     config: OpsConfig
     bindings: tuple[Binding, ...]
     notes: tuple[str, ...] = ()
-    _model: Any = field(default=None, repr=False)
+    model: Any = field(default=None, repr=False)
     _changes: list[Any] = field(default_factory=list, repr=False)
     _whole: Report | None = field(default=None, repr=False)
     _blocks: int = field(default=0, repr=False)
@@ -42,7 +42,7 @@ class Report:
     @property
     def active(self) -> bool:
         """Whether this report has not been undone."""
-        return self._model is not None
+        return self.model is not None
 
     @property
     def replaced(self) -> tuple[str, ...]:
@@ -50,12 +50,12 @@ class Report:
 
         Empty where every kernel is in force, and where they have been undone.
         """
-        if self._model is None:
+        if self.model is None:
             return ()
         from .hub import Layers
 
-        layers = Layers(self._model)
-        paths = {id(module): path for path, module in self._model.named_modules()}
+        layers = Layers(self.model)
+        paths = {id(module): path for path, module in self.model.named_modules()}
         found = []
         for change in self._changes:
             path = paths.get(id(change.module), type(change.module).__name__)
@@ -69,7 +69,7 @@ class Report:
         An attribute that other code has overwritten since stays as it is, with a warning that names it.
         """
         with lock:
-            model, self._model = self._model, None
+            model, self.model = self.model, None
             if model is None and self._whole is not None and self._whole.active:
                 warnings.warn(
                     "these kernels belong to the report of the whole model by now: undo that one", stacklevel=2
@@ -93,8 +93,8 @@ class Report:
             *self.bindings,
         )
         self._changes[:0] = part._changes
-        vars(part._model).pop(RECORD)
-        part._model, part._whole = None, self
+        vars(part.model).pop(RECORD)
+        part.model, part._whole = None, self
 
     def __enter__(self) -> Report:
         with lock:
@@ -112,7 +112,7 @@ class Report:
     def __deepcopy__(self, memo: dict[int, Any]) -> Report:
         other = Report(self.config, self.bindings, self.notes)
         memo[id(self)] = other
-        other._model = copy.deepcopy(self._model, memo)
+        other.model = copy.deepcopy(self.model, memo)
         other._changes = copy.deepcopy(self._changes, memo)
         return other
 

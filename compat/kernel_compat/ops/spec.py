@@ -131,6 +131,7 @@ class KernelSpec:
         return self.absent_because(environment) + self.hardware.unavailable_because(environment)
 
     def absent_because(self, environment: Environment) -> list[str]:
+        """Why the required distributions are not there; empty if they are."""
         reasons = []
         for requirement in map(Requirement, self.requires):
             name = canonicalize_name(requirement.name)

@@ -36,10 +36,12 @@ class Seam:
 
     @property
     def module(self) -> str:
+        """The module that has the attribute."""
         return self.target.partition(":")[0]
 
     @property
     def attribute(self) -> str:
+        """The attribute, with its class if it has one."""
         return self.target.partition(":")[2]
 
     @property
@@ -48,6 +50,7 @@ class Seam:
         return self.attribute.rpartition(".")[2]
 
     def applies_to(self, version: str) -> bool:
+        """Whether a release of the shim's distribution has this seam."""
         return not self.versions or SpecifierSet(self.versions).contains(version, prereleases=True)
 
     def locate(self, version: str) -> Located:

@@ -55,6 +55,7 @@ class Shim:
         object.__setattr__(self, "distribution", canonicalize_name(self.distribution))
 
     def seams_for(self, version: str) -> tuple[Seam, ...]:
+        """The seams that a release of the distribution has."""
         return tuple(seam for seam in self.seams if seam.applies_to(version))
 
     def not_needed(self, environment: Environment) -> str | None:

@@ -45,6 +45,7 @@ class Change:
 
     @property
     def current(self) -> Any:
+        """The value that is there now; `ABSENT` if there is none."""
         return _read(self.owner, self.name)
 
     @property

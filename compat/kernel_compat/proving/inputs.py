@@ -176,9 +176,11 @@ class Maker:
         self.generator = torch.Generator().manual_seed(3)
 
     def randn(self, *shape: int) -> Tensor:
+        """Normal random numbers of the inputs' own generator."""
         return torch.randn(shape, generator=self.generator)
 
     def options(self, name: str, chosen: dict[str, Any]) -> list[Any]:
+        """The values to try for a parameter, given those chosen before; empty for an unknown parameter."""
         make = getattr(self, f"_{name}", None)
         return list(make(chosen)) if make is not None else []
 

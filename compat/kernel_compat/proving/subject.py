@@ -113,14 +113,14 @@ class Subject:
         except Exception as error:
             raise RefusedToLoadError(error) from error
         self.inputs, self.attention_share = self._working(counted)
-        self._known: dict[Any, Tensor] = {}
+        self.known: dict[Any, Tensor] = {}
 
     def against(self, attn_implementation: str) -> Subject:
         """The same subject with another attention instead of eager."""
         other = copy.copy(self)
         other.eager = build(self.model_class, self.config, attn_implementation)
         other.eager.load_state_dict(self.named.state_dict())
-        other._known = {}
+        other.known = {}
         return other
 
     def once(self, key: Any, run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
@@ -129,9 +129,9 @@ class Subject:
         def known(model: Any) -> Tensor:
             if model is not self.eager:
                 return run(model)
-            if key not in self._known:
-                self._known[key] = run(model)
-            return self._known[key]
+            if key not in self.known:
+                self.known[key] = run(model)
+            return self.known[key]
 
         return known
 
@@ -226,10 +226,12 @@ class Subject:
 
     @cached_property
     def has_tokens(self) -> bool:
+        """Whether the model takes token ids."""
         return "input_ids" in self.inputs
 
     @cached_property
     def is_encoder_decoder(self) -> bool:
+        """Whether the model takes token ids for a decoder of its own."""
         return "decoder_input_ids" in self.inputs
 
     @cached_property

@@ -12,6 +12,7 @@ from .backward import refuse_second_derivative, untraced
 
 
 def rms_norm_gated() -> Callable[..., Tensor]:
+    """The kernel of ``rms_norm_gated``."""
     from fla.modules import FusedRMSNormGated
 
     # The function in the class's module, which differs between releases.

@@ -19,6 +19,7 @@ from .backward import refuse_second_derivative, untraced
 
 
 def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
+    """The kernel of ``rms_norm``; the weight is multiplied as ``offset + weight``."""
     from liger_kernel.transformers.functional import liger_rms_norm
 
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
@@ -35,10 +36,12 @@ def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
 
 
 def rms_norm_offset() -> Callable[..., Tensor]:
+    """The kernel of ``rms_norm`` for weights that are stored minus one."""
     return rms_norm(1.0)
 
 
 def swiglu() -> Callable[..., Tensor]:
+    """The kernel of ``swiglu_mlp``: ``silu(gate) * up``."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     from .triton_swiglu import swiglu_backward
@@ -66,6 +69,7 @@ def swiglu() -> Callable[..., Tensor]:
 
 
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The kernel of ``rotary_pos_emb``."""
     from liger_kernel.transformers.functional import liger_rope
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,6 +113,7 @@ class _ClonedGradient(_CopiedGradient):
 
 
 def cross_entropy() -> Callable[..., Tensor]:
+    """The kernel of ``cross_entropy_loss``, from hidden states."""
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
     def kernel(

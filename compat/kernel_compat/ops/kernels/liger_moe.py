@@ -13,6 +13,7 @@ from .routing import counted
 
 
 def experts() -> Callable[..., Tensor]:
+    """The kernel of ``moe``."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     def kernel(

@@ -19,6 +19,7 @@ from .routing import counted
 
 
 def rms_norm(offset: bool) -> Callable[..., Tensor]:
+    """The kernel of ``rms_norm``, by ``npu_rms_norm``."""
     import torch_npu
 
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
@@ -31,6 +32,7 @@ def rms_norm(offset: bool) -> Callable[..., Tensor]:
 
 
 def rotary_pos_emb() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The kernel of ``rotary_pos_emb``, by ``npu_rotary_mul``."""
     import torch_npu
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,6 +44,7 @@ def rotary_pos_emb() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def cross_entropy() -> Callable[..., Tensor]:
+    """The kernel of ``cross_entropy_loss``: `chunk_loss`, which runs on any device."""
     import torch_npu  # noqa: F401 - registers the device with torch
 
     from .chunk_loss import chunk_loss
@@ -50,6 +53,7 @@ def cross_entropy() -> Callable[..., Tensor]:
 
 
 def experts() -> Callable[..., Tensor]:
+    """The kernel of ``moe``, by ``npu_grouped_matmul``."""
     import torch_npu
 
     def kernel(

@@ -20,6 +20,7 @@ Gemm = Callable[..., Tensor]
 
 
 def experts() -> Callable[..., Tensor]:
+    """The kernel of ``moe``."""
     from quack.gemm_interface import gemm
 
     # With tuning, it measures all its configurations again for every number of tokens.
@@ -57,6 +58,7 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
         gate_up: Tensor,
         down: Tensor,
     ) -> Tensor:
+        """Each row times the matrix of its expert."""
         token, row, starts = routing.sort(top_k_index, len(gate_up))
         wide = gemm(hidden_states[token], gate_up.mT, cu_seqlens_m=starts)
         gate, up = wide.chunk(2, dim=-1)
@@ -70,6 +72,7 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of rows and matrices."""
         hidden_states, top_k_weights, gate_up, down, wide, token, row, starts = ctx.saved_tensors
         gemm = ctx.gemm
         _, for_hidden, _, for_weights, for_gate_up, for_down = ctx.needs_input_grad

@@ -166,6 +166,7 @@ class Loss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        """The loss, with the parameters of transformers' ``ForCausalLMLoss``."""
         if not isinstance(logits, LazyLogits):
             return causal_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         if vocab_size != logits.weight.shape[0]:

@@ -20,6 +20,7 @@ class Pointwise(NamedTuple):
     value: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Apply the step to a tensor."""
         if self.kind == "times":
             return x * self.value
         if self.kind == "over":
@@ -121,38 +122,45 @@ class LazyLogits:
 
     @property
     def shape(self) -> torch.Size:
+        """(batch, length, vocabulary)."""
         self._require_forward("shape", AttributeError)
         return torch.Size((*self.hidden_states.shape[:-1], self.weight.shape[0]))
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype that the logits would have."""
         self._require_forward("dtype", AttributeError)
         first = self._autocast or self.hidden_states.dtype
         return next((step.value for step in reversed(self.pointwise) if step.kind == "to"), first)
 
     @property
     def device(self) -> torch.device:
+        """The device of the hidden states."""
         self._require_forward("device", AttributeError)
         return self.hidden_states.device
 
     def float(self) -> LazyLogits:
+        """The logits in float32."""
         return self._then("float", Pointwise("to", torch.float32))
 
     def tanh(self) -> LazyLogits:
+        """The hyperbolic tangent of the logits."""
         return self._then("tanh", Pointwise("tanh"))
 
     def contiguous(self) -> LazyLogits:
+        """The logits themselves."""
         self._require_forward("contiguous", AttributeError)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
+        """The logits in another dtype; a device must be their own."""
         given = (*args, *(value for name, value in kwargs.items() if name != "non_blocking"))
         if len(given) == 1 and kwargs.keys() <= {"dtype", "device", "non_blocking"}:
             if isinstance(given[0], torch.dtype):
                 return self._then("to", Pointwise("to", given[0]))
             if isinstance(given[0], str | int | torch.device) and torch.device(given[0]) == self.device:
                 return self
-        self._refuse("to")
+        self.refuse("to")
 
     def __mul__(self, other: Any) -> LazyLogits:
         return self._then("*", Pointwise("times", other), _is_number(other))
@@ -167,12 +175,12 @@ class LazyLogits:
         if function is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
         found = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, LazyLogits)]
-        found[0]._refuse(getattr(function, "__name__", str(function)))
+        found[0].refuse(getattr(function, "__name__", str(function)))
 
     def _then(self, use: str, step: Pointwise, supported: bool = True) -> LazyLogits:
         self._require_forward(use)
         if not supported:
-            self._refuse(use)
+            self.refuse(use)
         other = LazyLogits(self.hidden_states, self.weight, self.bias, self.forward, (*self.pointwise, step))
         other._autocast, other._versions = self._autocast, self._versions
         return other
@@ -181,9 +189,10 @@ class LazyLogits:
 
     def _require_forward(self, use: str, error: type[Exception] = TypeError) -> None:
         if self.forward.done:
-            self._refuse(use, error)
+            self.refuse(use, error)
 
-    def _refuse(self, use: str, error: type[Exception] = TypeError) -> NoReturn:
+    def refuse(self, use: str, error: type[Exception] = TypeError) -> NoReturn:
+        """Raise for a use that needs the logits as a tensor."""
         if self.forward.done:
             raise error(f"{use!r} needs a tensor, and these logits are not computed: use logits.compute()")
         raise UnsupportedFeatureError(
@@ -195,7 +204,7 @@ class LazyLogits:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse(name, AttributeError)
+        self.refuse(name, AttributeError)
 
     def __repr__(self) -> str:
         return "LazyLogits: not computed, since the loss is computed from the hidden states. compute() returns them"
@@ -203,7 +212,7 @@ class LazyLogits:
 
 def _refused(name: str) -> Callable[..., NoReturn]:
     def method(self: LazyLogits, *args: Any) -> NoReturn:
-        self._refuse(name)
+        self.refuse(name)
 
     return method
 

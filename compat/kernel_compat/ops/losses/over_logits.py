@@ -34,6 +34,7 @@ class LogitsLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """The loss, with the parameters of transformers' ``ForCausalLMLoss``."""
         flat = targets(labels, shift_labels, ignore_index, logits.device)
         wide = torch.promote_types(logits.dtype, torch.float32)
         own = logits.clone() if logits.dtype == wide else logits.to(wide)

@@ -58,6 +58,7 @@ class Experts:
 
     @property
     def variant(self) -> str:
+        """The variant of the kernel that computes these experts."""
         if not self.gated:
             return "up"
         if self.alpha is not None:

@@ -35,6 +35,7 @@ class GatedNorm:
 
 
 def reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The formula, in plain torch."""
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)) * silu(gate)
 
 

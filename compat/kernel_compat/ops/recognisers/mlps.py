@@ -165,6 +165,7 @@ def _small(like: Any, layout: GatedMlp, name: str, generator: torch.Generator) -
 
 
 def reference(children: dict[str, _Linear], layout: GatedMlp, x: Tensor) -> Tensor:
+    """The formula, in plain torch."""
     if layout.up:
         gate, up = children[layout.gate](x), children[layout.up](x)
     else:

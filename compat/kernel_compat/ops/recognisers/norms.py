@@ -38,6 +38,7 @@ class RmsNorm:
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: bool, casting: Casting) -> Tensor:
+    """The formula, in plain torch."""
     dtype = x.dtype
     scale = (1.0 + weight.to(torch.float32 if casting == "gemma" else weight.dtype)) if offset else weight
     if casting != "none":
@@ -57,6 +58,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def calls_itself_one(module: nn.Module) -> bool:
+    """Whether a module's class is named an RMSNorm."""
     return "rmsnorm" in type(module).__name__.lower()
 
 
