@@ -70,6 +70,12 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
     a seam missing or changed is reported as failed, and the others still apply. Calling it again is cheap and
     applies the shims that have become applicable since; shims that are in place stay as they are.
 
+    Example:
+        >>> import kernel_compat
+        >>> report = kernel_compat.install()
+        >>> report.installed, kernel_compat.uninstall().installed
+        (True, False)
+
     Args:
         skip: names of shims to leave out, as `status()` lists them. One that an earlier call applied is undone.
         unproven: the reaction to a model that is loaded under a registered name and whose type can't be proven to compute
@@ -142,6 +148,12 @@ def register_attention(
 
     The kernel need not be usable here: a model with the name fails when it is loaded, with a
     `KernelUnavailableError`.
+
+    Example:
+        >>> register_attention("my_flash_attention", kernel="flash_attention_2")
+        >>> list(registered_attention())
+        ['my_flash_attention']
+        >>> unregister_attention("my_flash_attention")
 
     Args:
         name: any string but a hub kernel's (``org/repo``). One that has no ``flash`` in it warns, because from

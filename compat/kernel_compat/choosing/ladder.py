@@ -53,6 +53,10 @@ def next_fallback(name: str) -> str | None:
     A registered name falls back as its kernel does: to ``sdpa`` when the kernel is not on the `LADDER`. An unknown name
     falls back to ``eager``. ``paged|NAME`` stays paged.
 
+    Example:
+        >>> next_fallback("flash_attention_torch"), next_fallback("sdpa"), next_fallback("eager")
+        ('sdpa', 'eager', None)
+
     Raises:
         TypeError: `name` is not a string.
     """
@@ -77,6 +81,12 @@ def ladder(
     model_type: str | None = None,
 ) -> tuple[Step, ...]:
     """All steps from `name` down, each with the reason why it can or can't be used in `environment`.
+
+    Example:
+        >>> from kernel_compat import Environment
+        >>> here = Environment(packages={"torch": "2.11.0"}, imports={"torch": ("torch",)})
+        >>> [(step.name, step.usable) for step in ladder("flash_attention_2", here)]
+        [('flash_attention_2', False), ('flash_attention_torch', False), ('sdpa', True), ('eager', True)]
 
     Args:
         name: the first step.

@@ -43,6 +43,14 @@ def use_sdpa_backends(
     that calls SDPA itself (give `checkpoint` a `context_fn`) and of modules added later; what a forward calls that was
     compiled on its own before, as the rest of a forward is after a graph break.
 
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2)
+        >>> with use_sdpa_backends(layer, ["math"]) as handle:
+        ...     output = layer(torch.ones(1, 3, 8))
+        >>> handle.active
+        False
+
     Args:
         module: its `forward`, and those of the modules in it, become attributes of the instances, with the same
             signatures.

@@ -29,6 +29,13 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
     Called again with an equal config it returns the report of the first call. A `copy.deepcopy` has the kernels too, and a
     report of its own: `applied`.
 
+    Example:
+        >>> import torch
+        >>> from kernel_compat.ops import OpsConfig
+        >>> report = apply_ops(torch.nn.Linear(2, 2), OpsConfig(cross_entropy_loss_implementation="chunk_loss"))
+        >>> report.notes
+        ('cross_entropy_loss: this model has none',)
+
     Args:
         model: a `torch.nn.Module`, before or after it is wrapped by FSDP2, PEFT or activation checkpointing; before it is compiled.
 
