@@ -398,7 +398,7 @@ def test_what_somebody_put_over_it_stays() -> None:
     [
         pytest.param("llama", {}, id="mean", marks=pytest.mark.slow),
         pytest.param("llama", {"num_items_in_batch": 40}, id="items", marks=pytest.mark.slow),
-        pytest.param("gemma2", {}, id="softcap"),
+        pytest.param("gemma2", {}, id="softcap", marks=pytest.mark.slow),
     ],
 )
 def test_it_compiles_in_one_graph(name: str, inputs: dict[str, Any]) -> None:

@@ -272,6 +272,7 @@ def test_sequence_parallel_is_refused() -> None:
         kernel_compat.unregister_attention("spread_flash")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled(dtype: torch.dtype) -> None:
     """In one graph in bfloat16; in float32 upstream's attention warns, which breaks it."""

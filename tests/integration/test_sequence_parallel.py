@@ -29,26 +29,31 @@ def found(folder: Path) -> dict[int, dict[str, Any]]:
     return start(folder, "gloo", *RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in RANKS for name in cases(ranks)])
 def test_same_numbers_as_one_process(found: Any, folder: Path, ranks: int, name: str) -> None:
     assert_same_as_one_process(found[ranks], folder, name, NAME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_functions(found: Any, ranks: int) -> None:
     assert_same_as_alone(found[ranks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_skipped(found: Any, ranks: int) -> None:
     assert found[ranks]["skipped"] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_mesh(found: Any, folder: Path) -> None:
     logits, _ = expected(folder, "fewer key heads", NAME)
     torch.testing.assert_close(found[4]["mesh"], logits, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_refused_on_every_rank(found: Any, ranks: int) -> None:
     """None waits for another that has raised."""

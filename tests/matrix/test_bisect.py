@@ -113,6 +113,7 @@ def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
     assert "3 cells were run, 3 were known" in again.stdout
 
 
+@pytest.mark.slow
 def test_what_runs_had_of_a_test_is_not_run_again(project: Small) -> None:
     project.run("run", "--only", "transformers in (5.0, 5.10)")
     done = project.run("bisect", "--test", "test_it.py::test_it[2]")
@@ -129,6 +130,7 @@ def test_what_runs_had_of_a_test_is_not_run_again(project: Small) -> None:
     assert ran(project) == ["5.3"]
 
 
+@pytest.mark.slow
 def test_a_skipped_and_a_missing_test_are_walked_around(project: Small) -> None:
     done = project.run("bisect", "--test", "test_it.py::test_it", "--good", "5.3", "--bad", "5.9")
     assert done.returncode == 0, done
@@ -166,6 +168,7 @@ def test_a_module_that_skips_itself_tells_nothing(project: Small, nodeid: str) -
     assert "5.8 should be good, and can't be told: " in done.stderr
 
 
+@pytest.mark.slow
 def test_what_a_bisection_ran_says_nothing_of_the_cell(project: Small) -> None:
     """It runs one test, and the cell has others."""
     project.run("run", "--only", "transformers in (5.0, 5.10)")

@@ -157,6 +157,7 @@ def test_a_cell_that_hangs_is_ended_with_its_log_kept(small: Small, how: tuple[s
     assert small.processes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "all_of_it"), [((), False), (("--no-fork",), True)], ids=["forked", "afresh, as a terminal does it"]
 )
@@ -251,6 +252,7 @@ def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small)
     ],
     ids=["a command", "pytest before it is configured", "a fork before it is configured", "what a test started"],
 )
+@pytest.mark.slow
 def test_a_runner_that_is_killed_leaves_no_process(
     small: Small, command: tuple[str, ...], files: dict[str, str], how: tuple[str, ...]
 ) -> None:
