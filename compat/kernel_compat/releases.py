@@ -40,7 +40,7 @@ TRANSFORMERS = {
 #: The same of torch, from the first release with variable-length attention; "ci" or "torches" (`nox -s torches` alone).
 TORCH = {
     "2.10.0": "ci",
-    "2.11.0": "ci",
+    "2.11.0": "torches",
     "2.12.1": "torches",
     "2.13.0": "torches",
     "2.14.1": "torches",
