@@ -79,6 +79,7 @@ def _modules() -> str:
 
 
 def main() -> int:
+    """Write the files that are out of date, or with --check list them; returns the exit code."""
     stale = [(path, text) for path, text in documents() if path.read_text(encoding="utf-8") != text]
     for path, text in stale:
         if "--check" in sys.argv:

@@ -1,3 +1,5 @@
+"""``python -m compat_matrix``: the command ``kernel-compat-matrix``."""
+
 import sys
 
 from .cli import main

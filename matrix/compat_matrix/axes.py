@@ -214,6 +214,7 @@ class Axes(_Table):
 
     @property
     def cells(self) -> list[Cell]:
+        """The combinations that aren't excluded."""
         return [cell for cell, because in self.all_cells.items() if not because]
 
     def select(self, only: str | None = None, names: Sequence[str] = (), pairwise: bool = False) -> list[Cell]:

@@ -77,6 +77,7 @@ class BasePython:
 
     @property
     def torch(self) -> Version:
+        """The version of its torch."""
         return self.there["torch"]
 
     @property
@@ -87,8 +88,10 @@ class BasePython:
         )
 
     def check(self, cells: Iterable[Cell]) -> None:
-        """Raises:
-        MatrixError: a cell has a different Python or torch.
+        """Check that cells can run on this Python and torch.
+
+        Raises:
+            MatrixError: a cell has a different Python or torch.
         """
         others = [cell for cell in cells if not self._fits(cell)]
         if others:

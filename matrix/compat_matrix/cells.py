@@ -87,6 +87,7 @@ def parse(name: str) -> Cell:
 
 
 def one_and_more(names: Sequence[str]) -> str:
+    """The first name, with the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 

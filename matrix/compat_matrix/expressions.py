@@ -68,6 +68,7 @@ class Expression:
             raise error.orig_exc from None
 
     def __call__(self, cell: Cell) -> bool:
+        """Whether a cell meets the condition."""
         return _Evaluation(cell).visit(self._tree) is True
 
 

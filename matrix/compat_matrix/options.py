@@ -21,6 +21,7 @@ _TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that select cells."""
     parser.add_argument("cells", nargs="*", metavar="CELL", help="names of cells (default: all cells)")
     parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file ({AXES})")
     parser.add_argument(
@@ -31,6 +32,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def add_working(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that run cells on this machine."""
     parser.add_argument("--suite", default="default", help="the suite to run (default: default)")
     parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
     add_environments(parser)
@@ -38,6 +40,7 @@ def add_working(parser: argparse.ArgumentParser) -> None:
 
 
 def add_environments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the environments of cells."""
     parser.add_argument(
         "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
     )
@@ -49,6 +52,7 @@ def add_environments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the store."""
     parser.add_argument(
         "--store",
         default=os.environ.get("KERNEL_COMPAT_MATRIX_STORE") or "matrix.sqlite",
@@ -58,6 +62,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the token of a service."""
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${_TOKEN})")
 
 
@@ -79,18 +84,25 @@ def token_of(options: argparse.Namespace, scope: str) -> str:
 
 
 def positive(text: str) -> int:
+    """An integer from 1 on; anything else is an error of the arguments."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a number from 1 on, not {text!r}")
     return int(text)
 
 
 def axes_of(options: argparse.Namespace) -> Axes:
+    """The axes in ``--axes``, or in the first default file that exists."""
     if options.axes is not None:
         return load(options.axes)
     return load(next((path for path in (AXES, Path("axes.toml"), OWN) if path.exists()), AXES))
 
 
 def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:
+    """The selected cells.
+
+    Raises:
+        MatrixError: no cell is in the part that ``--shard`` selects.
+    """
     cells = axes.select(options.only, options.cells, options.pairwise)
     if options.shard is not None:
         cells = shard(cells, options.shard)
@@ -100,6 +112,7 @@ def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:
 
 
 def pin_folder(options: argparse.Namespace, axes: Axes) -> Path:
+    """The folder in ``--pins``, or ``pins`` beside the axes file."""
     return options.pins or axes.path.parent / "pins"
 
 

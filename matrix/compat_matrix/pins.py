@@ -63,6 +63,7 @@ class Part:
 
     @property
     def versions(self) -> dict[str, str]:
+        """The versions of its packages, by name."""
         return {pin.name: pin.version for pin in self.pins}
 
 

@@ -22,6 +22,8 @@ INSIDE = Path(__file__).parent / "cell"
 
 
 class Process(Protocol):
+    """A started process."""
+
     pid: int
 
     def wait(self, timeout: float) -> int:
@@ -72,6 +74,7 @@ class Fresh:
         self.pid = self._process.pid
 
     def wait(self, timeout: float) -> int:
+        """The return code, negative for a signal; raises TimeoutError if it is still running."""
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -170,12 +173,14 @@ class Hosts:
         self._hosts: dict[Path, Host] = {}
 
     def __call__(self, python: Path) -> Host:
+        """The host of a Python."""
         with self._lock:
             if python not in self._hosts:
                 self._hosts[python] = Host(python)
             return self._hosts[python]
 
     def close(self) -> None:
+        """End all hosts."""
         with self._lock:
             for host in self._hosts.values():
                 host.close()

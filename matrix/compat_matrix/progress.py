@@ -41,10 +41,12 @@ class Progress:
             self._live.stop()
 
     def started(self, cell: Cell) -> None:
+        """Record the start of a cell; without effect if the cell has ended already."""
         if cell not in self._ended:  # another machine's message may arrive late
             self.running[cell] = time.monotonic()
 
     def ended(self, result: CellResult) -> None:
+        """Record the result of a cell and print a line for it."""
         self._ended.add(result.cell)
         self.running.pop(result.cell, None)
         self.counts[result.verdict] += 1

@@ -74,6 +74,7 @@ class RayExecutor:
         self._thread.start()
 
     def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
+        """Submit a job as a task. If no node can ever run it, its result is ``not run`` at once."""
         self._started = started
         needs = {"CPU": 1.0, "memory": job.tests.memory * 2**30}
         if job.cell.device == "cuda" and job.tests.gpus:
@@ -100,6 +101,7 @@ class RayExecutor:
         return future
 
     def cancel(self) -> None:
+        """Cancel running tasks, by force those that don't end in time, and leave the cluster."""
         refs = list(self._refs.values())
         for force in (False, True):
             left = ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
@@ -110,6 +112,7 @@ class RayExecutor:
         self.close()
 
     def close(self) -> None:
+        """Leave the cluster, after all jobs have ended."""
         self._closing.set()
         self._thread.join()
         ray.shutdown()
@@ -161,8 +164,10 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
 
 
 def _reachable(address: str) -> None:
-    """Raises:
-    MatrixError: nothing listens at ``HOST:PORT``: Ray itself would wait, and then end this process.
+    """Check that the cluster can be connected to.
+
+    Raises:
+        MatrixError: nothing listens at ``HOST:PORT``: Ray itself would wait, and then end this process.
     """
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdecimal():

@@ -33,7 +33,9 @@ class Executor(Protocol):
 
     jobs: int
 
-    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]: ...
+    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
+        """Run a job; `started` is called when its cell starts."""
+        ...
 
     def cancel(self) -> None:
         """End running jobs; their futures raise `work.Cancelled`."""
@@ -64,13 +66,16 @@ class Local:
         self._hosts = Hosts() if self.fork else None
 
     def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
+        """Run a job; `started` is called when its cell starts."""
         return self._pool.submit(self._run, job, started)
 
     def cancel(self) -> None:
+        """End running jobs; their futures raise `work.Cancelled`."""
         self.cancelled.set()
         self.close()
 
     def close(self) -> None:
+        """Free resources, after all jobs have ended."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._hosts is not None:
             self._hosts.close()

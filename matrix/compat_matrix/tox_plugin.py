@@ -38,18 +38,22 @@ class CellEnv(RunToxEnv):
 
     @staticmethod
     def id() -> str:
+        """The name of this kind of environment."""
         return _RUNNER
 
     @property
     def executor(self) -> LocalSubProcessExecutor:
+        """Runs commands as processes of this machine."""
         return LocalSubProcessExecutor(self.options.is_colored)
 
     @property
     def installer(self) -> Installer[ToxEnv]:
+        """Installs nothing."""
         return _Nothing(self)
 
     @property
     def runs_on_platform(self) -> str:
+        """This platform."""
         return sys.platform
 
     def _register_package_conf(self) -> bool:
@@ -80,6 +84,7 @@ class _Nothing(Installer[ToxEnv]):
 
 @impl
 def tox_register_tox_env(register: ToxEnvRegister) -> None:
+    """Register the environments of cells; the default of other environments stays."""
     default = register.default_env_runner
     register.add_run_env(CellEnv)
     if default:
@@ -88,12 +93,14 @@ def tox_register_tox_env(register: ToxEnvRegister) -> None:
 
 @impl
 def tox_extend_envs() -> Iterable[str]:
+    """The names of the cells."""
     axes = axes_of()
     return [cell.name for cell in axes.cells] if axes else []
 
 
 @impl
 def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
+    """Configure an environment for each cell."""
     axes = axes_of()
     if axes is None:
         return

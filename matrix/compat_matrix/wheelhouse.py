@@ -81,8 +81,10 @@ class Wheelhouse:
 
     @classmethod
     def open(cls, folder: Path) -> Wheelhouse:
-        """Raises:
-        MatrixError: the folder doesn't exist, or `fetch` hasn't written it.
+        """Open a folder.
+
+        Raises:
+            MatrixError: the folder doesn't exist, or `fetch` hasn't written it.
         """
         folder = folder.absolute()
         if not folder.is_dir():
@@ -96,6 +98,7 @@ class Wheelhouse:
 
     @property
     def pins(self) -> Path:
+        """The folder of the pins."""
         return self.folder / "pins"
 
     @property
@@ -109,8 +112,10 @@ class Wheelhouse:
         return {name: frozenset(part.torch_alone) for name, part in self.manifest.parts.items()}
 
     def check(self, cells: Sequence[Cell], project: Path) -> None:
-        """Raises:
-        MatrixError: it was fetched for other cells, or for a different state of the tested project.
+        """Check that the folder serves these cells and this project.
+
+        Raises:
+            MatrixError: it was fetched for other cells, or for a different state of the tested project.
         """
         others = [cell.name for cell in cells if not {cell.base, cell.layer} <= self.manifest.parts.keys()]
         if others:
@@ -341,8 +346,10 @@ def _located(axes: Axes, python: str, pins: Iterable[Pin]) -> dict[str, str]:
 
 
 def _download(index: Index, file: File, target: Path) -> None:
-    """Raises:
-    MatrixError: it can't be fetched, or its hash differs from the pin; no part of it stays.
+    """Fetch a file and compare its hash with the pin.
+
+    Raises:
+        MatrixError: it can't be fetched, or its hash differs from the pin; no part of it stays.
     """
     digest = hashlib.sha256()
     scratch = target.with_name(f"{target.name}.part")

@@ -54,6 +54,7 @@ class Job:
 
     @property
     def command(self) -> tuple[str, ...]:
+        """The command, with the further arguments if it is pytest."""
         return (*self.tests.command, *(self.arguments if self.tests.command[0] == "pytest" else ()))
 
 

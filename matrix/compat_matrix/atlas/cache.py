@@ -16,6 +16,7 @@ _T = TypeVar("_T")
 
 
 def default_folder() -> Path:
+    """The folder of the cache in the user's cache folder."""
     return user_cache_path("kernel-compat-matrix", appauthor=False) / "atlas"
 
 
@@ -35,12 +36,14 @@ class Cache:
         self._unwritable = False
 
     def load(self, path: str, of: TypeAdapter[_T]) -> _T | None:
+        """A stored value; None if there is none or it can't be read as this type."""
         try:
             return of.validate_json((self._folder / path).read_bytes())
         except (OSError, ValidationError):
             return None
 
     def store(self, path: str, of: TypeAdapter[_T], value: _T) -> None:
+        """Store a value as JSON. A folder that can't be written is noted once, and nothing is stored."""
         self._write(path, of.dump_json(value))
 
     def load_source(self, path: str, crc: int) -> bytes | None:
@@ -52,6 +55,7 @@ class Cache:
         return content if zlib.crc32(content) == crc else None
 
     def store_source(self, path: str, content: bytes) -> None:
+        """Store bytes, compressed."""
         self._write(path, zlib.compress(content))
 
     def _write(self, path: str, content: bytes) -> None:

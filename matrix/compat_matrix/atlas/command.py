@@ -9,6 +9,7 @@ from .seam_list import SEAMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.description = (
         "When each seam appeared, changed its parameters and vanished, read from the published wheels. RELEASES, with commas "
         "between several: 5.3.0; 5.3, its newest patch; 4.48-5.23, the newest patch of every minor; 5.9.0-5.10.2, "

@@ -55,6 +55,7 @@ class File:
 
     @property
     def is_wheel(self) -> bool:
+        """Whether it is a wheel rather than an sdist."""
         return self.filename.endswith(".whl")
 
     @property
@@ -69,6 +70,7 @@ class File:
 
     @property
     def local_path(self) -> Path | None:
+        """Its path, if its URL is that of a local file; else None."""
         parts = urlsplit(self.url)
         return Path(url2pathname(parts.path)) if parts.scheme == "file" else None
 

@@ -34,6 +34,7 @@ _Histories = Mapping[str, Mapping[str, Sequence[Event]]]
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Read the releases and print the seams; with ``--check``, also compare them with the shims. Returns the exit code."""
     errors = Console(stderr=True, highlight=False)
     notes: list[str] = []
 

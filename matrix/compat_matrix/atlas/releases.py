@@ -55,6 +55,7 @@ def covered(distribution: str, specifiers: Iterable[str], available: Mapping[Ver
 
 
 def release(distribution: str, version: Version, available: Mapping[Version, Sequence[File]]) -> Release:
+    """A release with the file of it to read."""
     return Release(distribution, version, max(available[version], key=_preference))
 
 

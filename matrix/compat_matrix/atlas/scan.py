@@ -168,6 +168,7 @@ def unclaimed(shims: Iterable[Shim], findings: Findings) -> Iterator[str]:
 
 
 def claims(shim: Shim, release: Release) -> bool:
+    """Whether a shim is for this release."""
     claimed = SpecifierSet(shim.versions).contains(release.version, prereleases=True)
     return release.distribution == shim.distribution and claimed
 

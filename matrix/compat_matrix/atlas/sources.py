@@ -46,11 +46,14 @@ class _Source(str):
 
 @dataclass(frozen=True)
 class Parameter:
+    """A parameter of a function, with the source of its default value."""
+
     name: str
     kind: Literal["positional_only", "positional_or_keyword", "var_positional", "keyword_only", "var_keyword"]
     default: str | None = None
 
     def as_inspect(self) -> inspect.Parameter:
+        """The parameter as an `inspect.Parameter`."""
         default = inspect.Parameter.empty if self.default is None else _Source(self.default)
         return inspect.Parameter(self.name, getattr(inspect.Parameter, self.kind.upper()), default=default)
 
@@ -79,6 +82,7 @@ class Found:
 
     @property
     def signature(self) -> inspect.Signature | None:
+        """The signature; None if its parameters aren't known."""
         return None if self.parameters is None else inspect.Signature([item.as_inspect() for item in self.parameters])
 
     def __str__(self) -> str:

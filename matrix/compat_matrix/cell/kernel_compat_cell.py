@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 
 
 def pytest_configure() -> None:
+    """End with the process that started the cell, and give this pytest worker one of the leased GPUs."""
     lifeline = os.environ.get("COMPAT_MATRIX_LIFELINE")
     if lifeline and not os.environ.get("PYTEST_XDIST_WORKER"):
         threading.Thread(target=_follow, args=(int(lifeline),), daemon=True).start()
@@ -37,6 +38,7 @@ def _follow(descriptor: int) -> None:
 
 
 def pytest_sessionfinish() -> None:
+    """Write the packages and shims to the file in ``COMPAT_MATRIX_ENVIRONMENT``; pytest workers don't."""
     target = os.environ.get("COMPAT_MATRIX_ENVIRONMENT")
     if target and not os.environ.get("PYTEST_XDIST_WORKER"):
         write(Path(target))
@@ -84,6 +86,7 @@ def conflicts(there: dict[str, Distribution]) -> list[str]:
 
 
 def device() -> dict[str, str]:
+    """The name, compute capability and driver of the GPU, or the name of the CPU; doesn't import torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {"device": platform.processor() or "cpu"}

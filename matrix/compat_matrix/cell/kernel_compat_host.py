@@ -33,6 +33,7 @@ PRELOADED = (
 
 
 def main() -> None:
+    """Import torch, fork the requested cells and report their ends; kills the remaining ones when the socket is closed."""
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         with suppress(ImportError):  # the cell reports it, with details
@@ -68,6 +69,7 @@ def main() -> None:
 
 
 def tell(control: socket.socket, **message: object) -> None:
+    """Send a message as a line of JSON."""
     control.sendall(json.dumps(message).encode() + b"\n")
 
 

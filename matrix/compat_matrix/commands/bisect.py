@@ -58,6 +58,7 @@ class Found:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.description = (
         "Looks for the first release on an axis that broke a test or a shim. The selection leaves one value on every other "
         "axis. Results that the store has for the same pins and the same commit are reused."
@@ -80,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Search, and print the first bad release and the last good one; returns the exit code."""
     axes = axes_of(arguments)
     cells = line(cells_of(arguments, axes), arguments.axis, arguments.good, arguments.bad)
     with Store.open(arguments.store) as store:

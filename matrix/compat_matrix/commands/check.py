@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.epilog = "Exit codes: 0 nothing is known to be bad; 1 this environment is known to be bad; 2 no answer, or bad arguments."
     parser.add_argument("service", metavar="URL", help="the address of the service")
     parser.add_argument(

@@ -14,6 +14,7 @@ LIMIT = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.description = (
         "Prints JSON: for each device a matrix for `strategy: matrix: ${{ fromJSON(...) }}`. A job is a cell or, where those "
         f"are more than the {LIMIT} jobs of a matrix, the cells that share an environment; its `arguments` are those of "
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the matrices as JSON; returns the exit code."""
     cells = cells_of(arguments, axes_of(arguments))
     matrices = {
         device: {"include": jobs([cell for cell in cells if cell.device == device], arguments.shards)}

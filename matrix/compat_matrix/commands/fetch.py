@@ -11,6 +11,7 @@ from ..wheelhouse import fetch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     add_selection(parser)
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder; files that it has already are not fetched again"
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Fill the folder and print its size; returns the exit code."""
     axes = axes_of(options)
     cells = cells_of(options, axes)
     wheelhouse = fetch(

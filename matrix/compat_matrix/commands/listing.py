@@ -11,12 +11,14 @@ from ..options import add_selection, axes_of, cells_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     add_selection(parser)
     parser.add_argument("--excluded", action="store_true", help="list the excluded cells, with the reasons")
     parser.add_argument("--json", action="store_true")
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the cells, or the reasons for the excluded ones; returns the exit code."""
     axes = axes_of(options)
     if options.excluded:
         refused = {cell.name: because for cell, because in axes.all_cells.items() if because}

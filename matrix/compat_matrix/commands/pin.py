@@ -12,6 +12,7 @@ from ..options import add_selection, axes_of, cells_of, pin_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     add_selection(parser)
     parser.add_argument(
         "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Write the pins; returns 1 if a part couldn't be resolved."""
     axes = axes_of(options)
     cells = cells_of(options, axes)
     folder = pin_folder(options, axes)

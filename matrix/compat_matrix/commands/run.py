@@ -19,6 +19,7 @@ from ..store import Store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     add_selection(parser)
     add_store(parser)
     add_working(parser)
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the cells of a new run, or the remaining ones of an earlier run; returns the exit code."""
     axes = axes_of(options)
     if options.failed and options.resume is None:
         raise MatrixError("--failed goes with --resume: a new run runs all its cells")

@@ -31,6 +31,7 @@ _SWITCH = 0.0005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     add_store(parser)
     parser.add_argument(
         "--axes", type=Path, metavar="FILE", help="the axes file whose cells can be run (default: matrix/axes.toml)"
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Serve until a signal ends it; returns the exit code."""
     try:
         import uvicorn
 
@@ -124,8 +126,10 @@ def _axes(options: argparse.Namespace) -> Axes | None:
 
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Raises:
-    MatrixError: the address can't be listened on.
+    """A socket that listens at this address.
+
+    Raises:
+        MatrixError: the address can't be listened on.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -15,6 +15,7 @@ from ..store import Store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     add = verbs.add_parser("add", help="create a token and print it; it can't be shown again")
     add.add_argument("name", metavar="NAME", help="the name by which it is listed and revoked")
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Add, list or revoke tokens; returns the exit code."""
     with Store.open(options.store, create=options.verb == "add") as store:
         if options.verb == "add":
             print(tokens.add(store, options.name, options.scope, options.days), flush=True)

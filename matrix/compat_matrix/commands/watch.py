@@ -26,6 +26,7 @@ from ..store import Store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.description = (
         f"Asks the package index for releases of {', '.join(watch.DISTRIBUTIONS)} that came out since the last time. Exit codes: "
         "0, nothing is new or all is well; 1, something broke; 2, bad input, or the index can't be asked."
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Look for new releases once, or at an interval for ever; returns the exit code."""
     if options.index is not None:
         os.environ["UV_DEFAULT_INDEX"] = options.index  # also for installers
     if options.webhook is not None:

@@ -15,6 +15,7 @@ from ..options import add_environments, add_token, axes_of, positive, token_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.description = "Ctrl-C and SIGTERM end it and return its leases. Exit code 1: a cell that it ran didn't pass."
     parser.add_argument("url", metavar="URL", help="the address of the service")
     add_token(parser)
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Work until a signal or, with ``--until-empty``, an empty queue; returns the exit code."""
     from ..service.client import Remote
     from ..service.local_worker import worker
 

@@ -25,14 +25,18 @@ class Error(BaseModel):
 
 
 class Page(BaseModel):
-    """Attributes:
-    next: the `cursor` of the next page; null on the last page.
+    """A page of a list.
+
+    Attributes:
+        next: the `cursor` of the next page; null on the last page.
     """
 
     next: str | None
 
 
 class Run(BaseModel):
+    """A run."""
+
     id: str
     started: datetime
     finished: datetime | None
@@ -45,19 +49,24 @@ class Run(BaseModel):
 
     @classmethod
     def of(cls, run: StoredRun) -> Run:
+        """The model of a stored run."""
         texts = {name: clean(getattr(run, name)) for name in ("state", "label", "command", "host", "revision")}
         return cls(id=run.id, started=run.started, finished=run.finished, partial=run.partial, **texts)
 
 
 class WholeRun(Run):
-    """Attributes:
-    cells: the number of its cells in each state.
+    """A run with its cells.
+
+    Attributes:
+        cells: the number of its cells in each state.
     """
 
     cells: dict[State, int]
 
 
 class Runs(Page):
+    """A page of runs."""
+
     runs: list[Run]
 
 
@@ -85,6 +94,7 @@ class CellState(BaseModel):
 
     @classmethod
     def of(cls, cell: Cell, run: str, summary: Summary) -> CellState:
+        """The model of a cell in a run."""
         there = summary.verdict is not None
         return cls(
             cell=cell.name,
@@ -101,6 +111,8 @@ class CellState(BaseModel):
 
 
 class Cells(Page):
+    """A page of cells."""
+
     cells: list[CellState]
 
 
@@ -116,15 +128,20 @@ class LateResult(BaseModel):
 
     @classmethod
     def of(cls, run: str, worker: str, received: datetime, found: CellResult) -> LateResult:
+        """The model of a late result."""
         kind, reason = found.kind, clean(found.reason)
         return cls(run=run, worker=clean(worker), received=received, verdict=found.verdict, kind=kind, reason=reason)
 
 
 class History(Cells):
+    """A page of a cell's results, with its late results."""
+
     late: list[LateResult]
 
 
 class TestOutcome(BaseModel):
+    """The outcome of a test."""
+
     name: str
     outcome: Outcome
     seconds: float | None
@@ -149,6 +166,7 @@ class Result(BaseModel):
 
     @classmethod
     def of(cls, run: str, found: CellResult) -> Result:
+        """The model of a result."""
         return cls(
             cell=found.cell.name,
             run=run,
@@ -174,6 +192,8 @@ class Result(BaseModel):
 
 
 class ChangedState(BaseModel):
+    """The state of a cell in one of two runs."""
+
     state: State
     kind: Kind | None
     reason: str
@@ -188,10 +208,12 @@ class CellChange(BaseModel):
 
 
 class Changes(BaseModel):
-    """Attributes:
-    broke, mended, changed, gone, appeared: cells that failed after passing, passed after failing, failed in a different
-        way, and ended only in the old or only in the new run.
-    tests_broke, tests_mended: by cell, for the cells that failed both times.
+    """The changes from one run to another.
+
+    Attributes:
+        broke, mended, changed, gone, appeared: cells that failed after passing, passed after failing, failed in a different
+            way, and ended only in the old or only in the new run.
+        tests_broke, tests_mended: by cell, for the cells that failed both times.
     """
 
     old: Run
@@ -206,6 +228,7 @@ class Changes(BaseModel):
 
     @classmethod
     def of(cls, old: StoredRun, new: StoredRun, found: Diff) -> Changes:
+        """The model of a comparison of two runs."""
         return cls(
             old=Run.of(old),
             new=Run.of(new),
@@ -254,4 +277,5 @@ def plain(value: Any, depth: int = 20) -> JsonValue:
 
 
 def finite(value: float) -> float | None:
+    """The number; None if JSON can't represent it."""
     return value if math.isfinite(value) else None

@@ -1,5 +1,6 @@
-"""The reading API: which releases work, and the evidence. Every response except the metrics has an ETag, which is computed
-without computing the response.
+"""The reading API: which releases work, and the evidence.
+
+Every response except the metrics has an ETag, which is computed without computing the response.
 """
 
 from __future__ import annotations

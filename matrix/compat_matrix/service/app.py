@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 
 
 def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
-    """Args:
-    axes: the axes whose cells can be run; None if no run can be submitted.
+    """The application over a store.
+
+    Args:
+        axes: the axes whose cells can be run; None if no run can be submitted.
     """
     queue = Queue(
         store,

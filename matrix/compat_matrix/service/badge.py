@@ -13,6 +13,7 @@ _CHARACTER, _MARGIN = 6.6, 6.0
 
 
 def svg(label: str, text: str, mood: Mood) -> str:
+    """The badge as SVG; `mood` sets its colour."""
     left, right = (len(part) * _CHARACTER + 2 * _MARGIN for part in (label, text))
     said = quoteattr(f"{label}: {text}")
 

@@ -43,18 +43,28 @@ class Refused(MatrixError):
 
 
 class Service(Protocol):
-    """Raises:
-    Unreachable: by each method: the call may be repeated.
-    MatrixError: by each method: repeating the call won't help.
+    """A connection to the service.
+
+    Raises:
+        Unreachable: by each method: the call may be repeated.
+        MatrixError: by each method: repeating the call won't help.
     """
 
-    def lease(self, wanted: Wanted) -> Leased | None: ...
+    def lease(self, wanted: Wanted) -> Leased | None:
+        """Lease the next cell that the machine can run; None if there is none now."""
+        ...
 
-    def renew(self, lease: str) -> float: ...
+    def renew(self, lease: str) -> float:
+        """Renew a lease; returns its new duration in seconds."""
+        ...
 
-    def give_back(self, lease: str) -> None: ...
+    def give_back(self, lease: str) -> None:
+        """Return a lease without a result."""
+        ...
 
-    def report(self, lease: str, result: Result, log: Path, now: float) -> bool: ...
+    def report(self, lease: str, result: Result, log: Path, now: float) -> bool:
+        """Send a result and its log; returns whether it counts. `now` is the time by this machine's clock."""
+        ...
 
 
 class Remote:
@@ -73,16 +83,20 @@ class Remote:
         self._local = threading.local()
 
     def lease(self, wanted: Wanted) -> Leased | None:
+        """Lease the next cell that the machine can run; None if there is none now."""
         found = self._ask("POST", "leases", wanted.model_dump_json().encode())
         return None if found.status_code == 204 else _read(Leased, found)
 
     def renew(self, lease: str) -> float:
+        """Renew a lease; returns its new duration in seconds."""
         return _read(Renewed, self._ask("POST", f"leases/{lease}/renewal")).seconds
 
     def give_back(self, lease: str) -> None:
+        """Return a lease without a result."""
         self._ask("DELETE", f"leases/{lease}")
 
     def report(self, lease: str, result: Result, log: Path, now: float) -> bool:
+        """Send a result, after its log; returns whether it counts."""
         if log.stat().st_size:
             try:
                 with log.open("rb") as file:
@@ -128,15 +142,20 @@ class Direct:
         self._queue, self._name = queue, name
 
     def lease(self, wanted: Wanted) -> Leased | None:
+        """Lease the next cell that the machine can run; None if there is none now."""
         return _tried(lambda: self._queue.lease(wanted, self._name))
 
     def renew(self, lease: str) -> float:
+        """Renew a lease; returns its new duration in seconds."""
         return _tried(lambda: self._queue.renew(lease))
 
     def give_back(self, lease: str) -> None:
+        """Return a lease without a result."""
         _tried(lambda: self._queue.give_back(lease))
 
     def report(self, lease: str, result: Result, log: Path, now: float) -> bool:
+        """Store a result and its log; returns whether it counts."""
+
         def report() -> bool:
             if log.stat().st_size and self._queue.ended(lease) not in ("counted", "late"):
                 ends = Ends(self._queue.settings.log_bytes)

@@ -22,9 +22,11 @@ _NO_XML = re.compile("[\ufffe\uffff]")
 
 
 class Entry(NamedTuple):
-    """Attributes:
-    key: a stable identifier of the entry.
-    link: the path of its page.
+    """An entry of the feed.
+
+    Attributes:
+        key: a stable identifier of the entry.
+        link: the path of its page.
     """
 
     key: str

@@ -73,8 +73,10 @@ class Wanted:
 
     @classmethod
     def of(cls, given: Iterable[tuple[str, str]]) -> Wanted:
-        """Raises:
-        MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
+        """The filters in the parameters of an address.
+
+        Raises:
+            MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
         """
         names = [field.name for field in fields(cls)]
         found: dict[str, str] = {}
@@ -156,9 +158,11 @@ class Grid(NamedTuple):
 
 
 def entry(past: Past | None, activity: str = "", excluded: str | None = None) -> Entry:
-    """Args:
-    activity: ``running`` or ``waiting``, or empty.
-    excluded: the reason for which the axes exclude it; None if they don't.
+    """The entry of a cell in the grid.
+
+    Args:
+        activity: ``running`` or ``waiting``, or empty.
+        excluded: the reason for which the axes exclude it; None if they don't.
     """
     if past is None:
         if excluded is not None:
@@ -185,6 +189,7 @@ def _word(summary: Summary) -> str:
 
 
 def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell]) -> dict[Cell, Entry]:
+    """The entries of a run's cells."""
     return {cell: entry(Past(run, one), "running" if cell in running else "") for cell, one in summary.items()}
 
 
@@ -193,10 +198,12 @@ def of_all(
     activity: Mapping[Cell, str],
     served: Mapping[Cell, str],
 ) -> dict[Cell, Entry]:
-    """Args:
-    cells: the cells with their newest results.
-    activity: ``running`` or ``waiting``, by cell.
-    served: every combination of the axes, with the reason if it is excluded.
+    """The entries of all cells, with those of the axes that have no result.
+
+    Args:
+        cells: the cells with their newest results.
+        activity: ``running`` or ``waiting``, by cell.
+        served: every combination of the axes, with the reason if it is excluded.
     """
     found = {cell: entry(past, activity.get(cell, "")) for cell, past in cells.items()}
     for cell, excluded in served.items():
@@ -206,8 +213,10 @@ def of_all(
 
 
 def grid(wanted: Wanted, entries: Mapping[Cell, Entry], now: datetime) -> Grid:
-    """Raises:
-    MatrixError: there is no such FlashAttention, device or Python.
+    """The grid of the entries that pass the filters.
+
+    Raises:
+        MatrixError: there is no such FlashAttention, device or Python.
     """
     active = any(one.activity for one in entries.values())
     if wanted.only:

@@ -77,6 +77,7 @@ class Guard:
         self._failures = Limiter(settings.failures_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request; anything but HTTP passes unchecked."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -155,6 +156,7 @@ def _readable(scope: Scope, refused: JSONResponse) -> Response:
 
 
 def refusal(status: int, detail: object, headers: dict[str, str] | None = None) -> JSONResponse:
+    """A response with an error, in the API's format."""
     return JSONResponse({"detail": detail}, status, headers)
 
 

@@ -12,17 +12,22 @@ HEAD = 20.0
 
 
 class HeadTimeout(H11Protocol):
+    """Closes a connection that doesn't send the whole head of a request in time."""
+
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time limit for the head of the first request."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        """Stop the time limit if the head is complete, else start it unless it runs."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the time limit."""
         super().connection_lost(exc)
         self._forget()
 

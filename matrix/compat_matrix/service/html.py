@@ -66,6 +66,7 @@ class Page(APIRoute):
     """A route whose errors are rendered as pages."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route's handler, with its errors turned into pages."""
         handler = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
@@ -103,6 +104,7 @@ def _path(scope: Scope) -> str:
 
 
 def error_page(request: Request, error: Exception) -> Response:
+    """The page for an error; status 400 unless the error has one, and 503 if the database doesn't answer."""
     status, text, allowed = 400, str(error), ""
     if isinstance(error, Refusal):
         status, text, allowed = error.status, error.text, error.allowed
@@ -123,10 +125,12 @@ def error_page(request: Request, error: Exception) -> Response:
 
 
 def page(request: Request, template: str, **values: Any) -> Response:
+    """A response with a rendered template."""
     return Response(render(request, template, **values), media_type="text/html", headers=HEADERS)
 
 
 def render(request: Request, template: str, **values: Any) -> bytes:
+    """A template rendered as UTF-8, with the root path of the service."""
     root = request.scope.get("root_path", "").rstrip("/")
     text = environment().get_template(template).render(root=root, path=_path(request.scope), **values)
     return text.encode("utf-8", "replace")
@@ -134,6 +138,7 @@ def render(request: Request, template: str, **values: Any) -> bytes:
 
 @cache
 def environment() -> Environment:
+    """The templates, with their filters and global names."""
     made = Environment(
         # Templates that the static report has too are the report's, within this base template.
         loader=ChoiceLoader([PackageLoader("compat_matrix", f"{place}/templates") for place in ("service", "views")]),
@@ -212,8 +217,9 @@ Make = Callable[[Made | None], tuple[str, bytes | None]]
 
 
 class Pages:
-    """A cache of rendered pages, so that many viewers of a page share one rendering. For use in the thread of one event
-    loop; pages are rendered in other threads, each page once at a time.
+    """A cache of rendered pages, so that many viewers of a page share one rendering.
+
+    For use in the thread of one event loop; pages are rendered in other threads, each page once at a time.
     """
 
     def __init__(self, most: int = 100, makers: int = 2) -> None:
@@ -228,8 +234,10 @@ class Pages:
         return key in self._made
 
     async def get(self, key: tuple[str, ...], make: Make) -> Made:
-        """A page that is at most some seconds old. If rendering takes long, or the page is requested continuously, the previous
-        rendering is sent, and the next request gets the new one.
+        """A page that is at most some seconds old.
+
+        If rendering takes long, or the page is requested continuously, the previous rendering is sent, and the next request gets
+        the new one.
         """
         now = time.monotonic()
         last, before = self._made.get(key), self._asked.get(key, 0.0)

@@ -39,11 +39,13 @@ def worker(
     only: str | None = None,
     spool: Path | None = None,
 ) -> Worker:
-    """Args:
-    options: the parsed options of `options.add_environments`.
-    at: the service's name; each service has its own upload queue.
-    jobs: the number of cells at a time; the number of cores by default.
-    executor: runs the cells; this machine by default.
+    """A worker for this machine.
+
+    Args:
+        options: the parsed options of `options.add_environments`.
+        at: the service's name; each service has its own upload queue.
+        jobs: the number of cells at a time; the number of cores by default.
+        executor: runs the cells; this machine by default.
     """
     project = _Project(axes)
     jobs = executor.jobs if executor is not None else jobs or os.cpu_count() or 1

@@ -16,6 +16,7 @@ class Ends:
         self._gone = 0
 
     def add(self, chunk: bytes) -> None:
+        """Append to the log."""
         room = self._half - len(self._head)
         self._head += chunk[:room]
         if rest := chunk[room:]:
@@ -27,6 +28,7 @@ class Ends:
             self._gone += len(gone)
 
     def text(self) -> str:
+        """The log, with a note in place of bytes that weren't kept."""
         tail = b"".join(self._tail)
         gone = self._gone + max(len(tail) - self._half, 0)
         if not gone:

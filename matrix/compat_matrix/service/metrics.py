@@ -23,8 +23,10 @@ _ALIVE = timedelta(minutes=5)
 
 
 def exposition(cells: Mapping[Cell, Past], runs: list[Run], queue: Queue) -> bytes:
-    """Args:
-    cells: every cell with its newest result.
+    """The metrics in Prometheus' text format.
+
+    Args:
+        cells: every cell with its newest result.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Found(cells, runs, queue))

@@ -142,6 +142,7 @@ def _changed(wanted: Wanted, **changes: str) -> str:
 
 @router.get("/cells/{name:path}/log")
 def the_log(request: Request, name: str) -> Response:
+    """The log of a result, as plain text."""
     site = _site(request)
     cell, run, attempt, _ = _chosen(request, site, name)
     packed = details.packed_log(site.store, run, cell, attempt) if run else None
@@ -157,6 +158,7 @@ def the_log(request: Request, name: str) -> Response:
 
 @router.get("/cells/{name:path}")
 def the_cell(request: Request, name: str) -> Response:
+    """The page of a cell; with `live`, only the part that changes while it runs."""
     site = _site(request)
     cell, run, attempt, history = _chosen(request, site, name)
     count = _attempts(site, cell) if len(history) == _HISTORY else len(history)
@@ -234,8 +236,9 @@ def _shims(found: Any) -> dict[str, Any]:
 
 
 def _chosen(request: Request, site: Site, name: str) -> tuple[Cell, str, int | None, list[Past]]:
-    """The cell, run and attempt in a page's address, and the newest entries of the cell's history; the run is empty if the
-    cell has no result.
+    """The cell, run and attempt in a page's address, and the newest entries of the cell's history.
+
+    The run is empty if the cell has no result.
 
     Raises:
         Refusal: there is none.
@@ -286,6 +289,7 @@ def _planned(site: Site, name: str) -> Cell | None:
 
 @router.get("/runs")
 async def the_runs(request: Request) -> Response:
+    """The list of runs, newest first."""
     site = _site(request)
     before = request.query_params.get("before") or ""
 
@@ -310,6 +314,7 @@ async def the_runs(request: Request) -> Response:
 
 @router.get("/runs/{name:path}")
 def the_run(request: Request, name: str) -> Response:
+    """The page of a run, or the comparison of two at ``OLD...NEW``."""
     site = _site(request)
     old, dots, new = name.partition("...")
     if dots:
@@ -352,8 +357,10 @@ def _totals(site: Site, runs: list[Run]) -> dict[str, Counter[State]]:
 
 
 def _run(site: Site, name: str) -> Run:
-    """Raises:
-    Refusal: there is none.
+    """The run with this id or label.
+
+    Raises:
+        Refusal: there is none.
     """
     with site.store.reading() as connection:
         row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one_or_none()
@@ -376,6 +383,7 @@ def _run(site: Site, name: str) -> Run:
 
 @router.get("/diff")
 def the_diff(request: Request) -> Response:
+    """The comparison of two runs; of the last two by default."""
     site = _site(request)
     old, new = (request.query_params.get(name) or "" for name in ("old", "new"))
     if not old and not new:
@@ -422,6 +430,7 @@ def _last_two(site: Site) -> tuple[str, str] | None:
 
 @router.get("/seams")
 def the_seams(request: Request) -> Response:
+    """The stored atlas, one distribution at a time."""
     site = _site(request)
     try:
         stored = atlas_view.stored(site.store)
@@ -440,11 +449,13 @@ def the_seams(request: Request) -> Response:
 
 @router.get("/types")
 def the_types(request: Request) -> Response:
+    """The proofs of every model type."""
     return page(request, "types.html", **architectures.values())
 
 
 @router.get("/status")
 async def the_status(request: Request) -> Response:
+    """The queue and its workers; with `live`, only the part that changes."""
     site = _site(request)
     template = "status.html" if request.query_params.get("live") is None else "status_live.html"
 
@@ -469,11 +480,13 @@ async def the_status(request: Request) -> Response:
 
 @router.get("/favicon.ico")
 def the_icon(request: Request) -> Response:
+    """The icon of the site."""
     return a_file(request, "icon.svg")
 
 
 @router.get("/static/{name}")
 def a_file(request: Request, name: str) -> Response:
+    """A static file; cached for a year if the address has its current version."""
     found = html.static_files().get(name)
     if found is None:
         raise Refusal(404, "There is no such file.")

@@ -76,6 +76,7 @@ class Gpu(_Message):
 
     @property
     def sm(self) -> int:
+        """The compute capability as an integer, such as 90."""
         return int(self.capability.replace(".", ""))
 
 
@@ -225,8 +226,10 @@ class Result(_Message):
         return result
 
     def result(self, cell: Cell, attempt: int, ahead: float, log: str = "") -> CellResult:
-        """Args:
-        ahead: the number of seconds by which the worker's clock is ahead of the service's.
+        """The result as it is stored.
+
+        Args:
+            ahead: the number of seconds by which the worker's clock is ahead of the service's.
         """
         started = datetime.fromtimestamp(self.started, timezone.utc) - timedelta(seconds=ahead)
         return CellResult(
@@ -246,8 +249,10 @@ class Result(_Message):
 
 
 class Report(_Message):
-    """Attributes:
-    now: the worker's clock at the time of sending.
+    """A worker's report of a result.
+
+    Attributes:
+        now: the worker's clock at the time of sending.
     """
 
     result: Result

@@ -26,6 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Token(NamedTuple):
+    """A token, without its text."""
+
     name: str
     scopes: frozenset[str]
     created: datetime
@@ -34,6 +36,7 @@ class Token(NamedTuple):
     used: datetime | None
 
     def valid(self, now: datetime) -> bool:
+        """Whether it is neither revoked nor expired at this time."""
         return self.revoked is None and (self.expires is None or now < self.expires)
 
 
@@ -75,8 +78,10 @@ def every(store: Store) -> list[Token]:
 
 
 def revoke(store: Store, name: str) -> None:
-    """Raises:
-    MatrixError: there is no token of that name.
+    """Make a token invalid.
+
+    Raises:
+        MatrixError: there is no token of that name.
     """
     with store.writing() as connection:
         known = connection.scalar(select(TOKEN.c.id).where(TOKEN.c.name == name))

@@ -18,8 +18,9 @@ _LEASE = re.compile(r"[A-Za-z0-9_-]{20,64}")
 
 
 class UploadQueue:
-    """Two files for each result, the log and then the result, named by the lease. Several workers may share a folder: a report
-    that is sent twice counts once.
+    """Two files for each result, the log and then the result, named by the lease.
+
+    Several workers may share a folder: a report that is sent twice counts once.
 
     Raises:
         MatrixError: the folder isn't writable.
@@ -76,9 +77,11 @@ class UploadQueue:
             raise MatrixError(f"{self._path(lease)} is no result: {error.errors()[0]['msg']}") from None
 
     def log(self, lease: str) -> Path:
+        """The path of a lease's log."""
         return self.folder / f"{lease}.log"
 
     def drop(self, lease: str) -> None:
+        """Delete a result and its log."""
         self._path(lease).unlink(missing_ok=True)
         self.log(lease).unlink(missing_ok=True)
 

@@ -71,6 +71,7 @@ class Wanted:
 
     @property
     def asked(self) -> dict[str, str]:
+        """The axes with a value, and their values."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
 
@@ -86,12 +87,16 @@ def checked(text: str) -> str:
 
 
 class Shim(BaseModel):
+    """A shim in a tested cell."""
+
     name: str
     state: str
     reason: str
 
 
 class Difference(BaseModel):
+    """An axis on which a tested combination differs from the requested one."""
+
     axis: str
     asked: str
     tested: str
@@ -134,14 +139,16 @@ class Refusal(BaseModel):
 
 
 class Answer(BaseModel):
-    """Attributes:
-    asked: the requested combination by axis; null for every value.
-    match: ``exact``: the combination was tested, or is refused; ``nearest``: similar ones were tested; ``none``: none was.
-    verdict: on exactly this combination, the worst of several cells. ``unknown`` unless `match` is ``exact``.
-    reason: the reason for the verdict.
-    counts: the number of matching combinations with each verdict; empty unless `match` is ``exact``.
-    tested: the evidence, deciding entries first; or the nearest combinations, nearest first.
-    refusals: the excluded ones among the requested combinations.
+    """The verdict on a combination, with the evidence.
+
+    Attributes:
+        asked: the requested combination by axis; null for every value.
+        match: ``exact``: the combination was tested, or is refused; ``nearest``: similar ones were tested; ``none``: none was.
+        verdict: on exactly this combination, the worst of several cells. ``unknown`` unless `match` is ``exact``.
+        reason: the reason for the verdict.
+        counts: the number of matching combinations with each verdict; empty unless `match` is ``exact``.
+        tested: the evidence, deciding entries first; or the nearest combinations, nearest first.
+        refusals: the excluded ones among the requested combinations.
     """
 
     asked: dict[str, str | None]

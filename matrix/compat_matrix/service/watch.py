@@ -194,8 +194,9 @@ def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]
 
 
 def read_atlas(store: Store, index: Index, new: New, cache: Path | None) -> tuple[list[Disagreement], str | None]:
-    """Scan the new releases and those that shims claim, and store the atlas; returns where the new ones disagree with the shims,
-    or why there is no atlas.
+    """Scan the new releases and the claimed ones, and store the atlas.
+
+    Returns where the new releases disagree with the shims, or why there is no atlas.
     """
     claimed: dict[str, list[str]] = {}
     for shim in discover()[0]:
@@ -290,6 +291,7 @@ def reported(
     atlas: str | None,
     suite: str = "default",
 ) -> Report:
+    """The report on new releases."""
     names = ", ".join(f"{name} {version}" for name, versions in new.items() for version in versions)
     names += f" ({suite})" if suite != "default" else ""
     broke = [one for one in failed if one.broke]
@@ -332,8 +334,10 @@ def publish(store: Store, report: Report) -> None:
 
 
 def checked_url(url: str, what: str) -> str:
-    """Raises:
-    MatrixError: it isn't a URL.
+    """The URL, unchanged.
+
+    Raises:
+        MatrixError: it isn't a URL.
     """
     try:
         parts = urlsplit(url)

@@ -36,24 +36,28 @@ class Pause:
         self._next = first
 
     def again(self, least: float | None = None) -> float:
+        """The seconds to wait next, at least `least`."""
         seconds = self._next * random.uniform(0.5, 1.0)
         self._next = min(self._next * 2, self._most)
         return max(seconds, least or 0.0)
 
     def reset(self) -> None:
+        """Start again with the first waiting time."""
         self._next = self._first
 
 
 class Worker:
-    """Args:
-    service: the connection to the service.
-    machine: the description of this machine; its fingerprint is the value of `fingerprint()`.
-    executor: runs the cells.
-    job: turns a lease into a job.
-    uploads: holds results until the service has them.
-    only: an expression; only cells that match it are leased.
-    fingerprint: returns the project's current fingerprint. When it changes, the worker ends.
-    note: prints a line about the worker's progress.
+    """Leases cells from a service and runs them.
+
+    Args:
+        service: the connection to the service.
+        machine: the description of this machine; its fingerprint is the value of `fingerprint()`.
+        executor: runs the cells.
+        job: turns a lease into a job.
+        uploads: holds results until the service has them.
+        only: an expression; only cells that match it are leased.
+        fingerprint: returns the project's current fingerprint. When it changes, the worker ends.
+        note: prints a line about the worker's progress.
     """
 
     def __init__(

@@ -28,6 +28,7 @@ class Document(NamedTuple):
 
 
 def keep(store: Store, name: str, content: str) -> None:
+    """Store a document; earlier ones of the same name stay."""
     with store.writing() as connection:
         row = {"name": name, "made": datetime.now(timezone.utc), "content": content}
         connection.execute(DOCUMENT.insert().values(row))

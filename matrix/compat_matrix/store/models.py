@@ -45,9 +45,11 @@ class Utc(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """The time in UTC."""
         return value and value.astimezone(timezone.utc)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """The time in UTC, with its time zone."""
         if value is None:
             return None
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
@@ -60,17 +62,21 @@ class Packed(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> bytes | None:
+        """The text, compressed."""
         return None if value is None else pack(value)
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> str | None:
+        """The text, decompressed."""
         return None if value is None else unpack(value)
 
 
 def pack(text: str) -> bytes:
+    """Compress text."""
     return zlib.compress(text.encode("utf-8", "surrogatepass"))
 
 
 def unpack(content: bytes) -> str:
+    """The text that `pack` compressed."""
     return zlib.decompress(content).decode("utf-8", "surrogatepass")
 
 

@@ -100,6 +100,7 @@ def _summarised(*more: Any) -> Select[Any]:
 
 
 def cell_of(row: Sequence[Any]) -> Cell:
+    """The cell in the first fields of a row."""
     return _cell(row[0], row[1], row[2], row[3], row[4])
 
 
@@ -110,6 +111,7 @@ def _cell(*fields: str) -> Cell:
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
+    """The cell in a row, and its summary."""
     found = cell_of(row)
     if row[5] is None:
         return found, Summary(reason=row[7], excluded=bool(row[8]))
@@ -145,12 +147,14 @@ def result(run_name: str, wanted: Cell) -> Select[Any]:
 
 
 def tests(result_id: int) -> Select[Any]:
+    """The tests of a result, in the order of the run."""
     query = select(NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
     query = query.outerjoin(TEXT, TEST.c.message_id == TEXT.c.id)
     return query.where(TEST.c.result_id == result_id).order_by(TEST.c.position)
 
 
 def environment(run_name: str, wanted: Cell) -> Select[Any]:
+    """The environment in the latest result of a cell in a run."""
     query = select(TEXT.c.content).select_from(RESULT).outerjoin(TEXT, RESULT.c.environment_id == TEXT.c.id)
     query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
     query = query.where(RUN.c.name == run_name, CELL.c.name == wanted.name)
@@ -158,10 +162,12 @@ def environment(run_name: str, wanted: Cell) -> Select[Any]:
 
 
 def planned(run_name: str) -> Select[Any]:
+    """The cells of a run, in order, each with the reason if it is excluded."""
     query = select(*_FIELDS, PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
     return query.where(RUN.c.name == run_name).order_by(PLANNED.c.position)
 
 
 def attempts(run_name: str) -> Select[Any]:
+    """The cells and attempts of a run's results, oldest first."""
     query = select(*_FIELDS, RESULT.c.attempt).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
     return query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run_name).order_by(RESULT.c.id)

@@ -56,6 +56,7 @@ class Summary(NamedTuple):
 
     @property
     def state(self) -> State:
+        """The verdict; without one, ``excluded`` or ``unfinished``."""
         return self.verdict or ("excluded" if self.excluded else "unfinished")
 
     @property

@@ -64,6 +64,7 @@ class Store:
         return self._engine.dialect.name
 
     def close(self) -> None:
+        """Close the connections to the database."""
         self._engine.dispose()
 
     def __enter__(self) -> Store:
@@ -136,8 +137,9 @@ class Store:
             return [Run(*row) for row in connection.execute(query)]
 
     def resolve(self, text: str) -> str:
-        """The id of a run by its id, its label (the newest of that label), the beginning of its id, ``latest``, or
-        ``latest~1`` for the one before. A partial run is the latest only if there is no other.
+        """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
+
+        Of several runs with a label, the newest. A partial run is the latest only if there is no other.
 
         Raises:
             MatrixError: there is no such run, or several match.
@@ -319,14 +321,18 @@ class Store:
         try:
             with Store.open(str(part)) as store:
                 store.merge(self, runs)
-                with database.explained(store.name):
-                    database.single_file(store._engine)
+                store.single_file()
             part.replace(target)
         except OSError as error:
             raise MatrixError(f"{target} can't be written: {error}") from error
         finally:
             for left in target.parent.glob(f"{part.name}*"):
                 left.unlink()
+
+    def single_file(self) -> None:
+        """Merge SQLite's write-ahead log into the file, which can then be copied, and read on read-only media."""
+        with database.explained(self.name):
+            database.single_file(self._engine)
 
     def _merge(self, other: Store, theirs: Run) -> bool:
         with self.writing() as connection:

@@ -52,6 +52,7 @@ class Block(NamedTuple):
 
 
 def open_store(url: str) -> Store:
+    """Open a store that exists."""
     return Store.open(url, create=False)
 
 
@@ -62,6 +63,7 @@ class Line:
         self.parts = [(text, style)]
 
     def add(self, text: str, style: str = "") -> Line:
+        """Append a part; returns the line."""
         self.parts.append((text, style))
         return self
 
@@ -96,6 +98,7 @@ def word(summary: Summary | None) -> str:
 
 
 def style(summary: Summary | None) -> str:
+    """The style of a state; empty without a summary."""
     return "" if summary is None else STYLES[summary.state]
 
 
@@ -117,6 +120,7 @@ def blocks(summary: Mapping[Cell, Summary]) -> list[Block]:
 
 
 def kernel_name(kernel: str, device: str) -> str:
+    """The names of a FlashAttention and a device, for people."""
     return f"{KERNELS.get(kernel, kernel)}, {DEVICES.get(device, device)}"
 
 
@@ -155,6 +159,7 @@ def by_version(versions: Iterable[str]) -> list[str]:
 
 @cache
 def version_key(version: str) -> tuple[Version, str]:
+    """A key for sorting versions; invalid ones come first."""
     try:
         return Version(version), version
     except InvalidVersion:
@@ -168,15 +173,18 @@ def clean(text: str) -> str:
 
 
 def one_line(text: str, width: int = 160) -> str:
+    """Text on one line without control characters, shortened to `width`."""
     text = " ".join(clean(text).split())
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def moment(when: datetime | None) -> str:
+    """A time in UTC to the minute; empty for None."""
     return "" if when is None else f"{when:%Y-%m-%d %H:%M} UTC"
 
 
 def duration(seconds: float) -> str:
+    """A duration in hours, minutes or seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -218,6 +226,7 @@ def suite(run: Run) -> str:
 
 
 def as_json(run: Run) -> dict[str, Any]:
+    """A run as JSON, with times in ISO format."""
     found = run._asdict()
     return found | {key: found[key] and found[key].isoformat() for key in ("started", "finished")}
 
@@ -239,4 +248,5 @@ def summary_as_json(cell: Cell, summary: Summary) -> dict[str, Any]:
 
 
 def unknown(cell: Cell, store: Store) -> MatrixError:
+    """The error for a cell that is in no run."""
     return MatrixError(f"the store {store.name} knows no cell {cell}: no run has planned it")

@@ -35,11 +35,13 @@ class _Row(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.add_argument("path", metavar="PATH", type=Path, help="the file to write, such as docs/compatibility.md")
     add_run_argument(parser)
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the runs."""
     parser.add_argument(
         "--run",
         dest="runs",
@@ -50,6 +52,7 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Write the document; returns the exit code."""
     with common.open_store(arguments.store) as store:
         runs = arguments.runs and [store.resolve(name) for name in arguments.runs]
         text = document(store, store.current(runs))
@@ -153,6 +156,7 @@ def _run_line(number: int, found: Run) -> str:
 
 
 def table_line(*fields: str) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(_escaped(field) for field in fields)} |"
 
 
@@ -168,6 +172,7 @@ class Releases:
         self._place = {minor: place for place, minor in enumerate(minors)}
 
     def __call__(self, versions: Sequence[str]) -> str:
+        """The releases as text."""
         numbered = [(self._place[common.version_key(one)[0].release[:2]] - n, one) for n, one in enumerate(versions)]
         groups = [[one for _, one in group] for _, group in groupby(numbered, key=itemgetter(0))]
         return ", ".join(f"{some[0]} to {some[-1]}" if len(some) > 2 else ", ".join(some) for some in groups)

@@ -42,6 +42,7 @@ class Diff(NamedTuple):
 
     @property
     def something_broke(self) -> bool:
+        """Whether a cell broke, or a test in a cell that failed both times."""
         return bool(self.broke or self.tests_broke)
 
 
@@ -98,12 +99,14 @@ def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Di
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.add_argument("old", metavar="OLD", help="a run: an id, a label, latest~1")
     parser.add_argument("new", metavar="NEW", help="the other run, such as latest")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the changes; returns 1 if something broke."""
     with common.open_store(arguments.store) as store:
         old, new = (store.run(store.resolve(name)) for name in (arguments.old, arguments.new))
         diff = compare(store, old.id, new.id)

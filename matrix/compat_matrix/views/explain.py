@@ -22,6 +22,7 @@ _STATES = ("failed", "applied", "pending", "skipped", "not needed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.add_argument("cell", metavar="CELL", help="the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
     parser.add_argument(
         "--run", dest="chosen", metavar="RUN", help="the result in this run (default: the newest result)"
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the result and the history of the cell; returns the exit code."""
     cell = parse(arguments.cell)
     with common.open_store(arguments.store) as store:
         history = store.history(cell)

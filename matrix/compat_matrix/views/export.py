@@ -8,11 +8,13 @@ from . import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run: an id, a label, latest~1")
     parser.add_argument("path", metavar="PATH", help="the file to write; it must not exist")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Write the runs into a new file; returns the exit code."""
     with common.open_store(arguments.store) as store:
         runs = [store.resolve(name) for name in arguments.runs]
         store.export(runs, arguments.path)

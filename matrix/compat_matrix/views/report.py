@@ -31,11 +31,13 @@ _SYMBOLS = {"passed": "✓", "failed": "✗", "not run": "○", "unfinished": "�
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="the folder to write: a new one, or an older report's")
     add_run_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Write the site and print the path of its first page; returns the exit code."""
     with common.open_store(arguments.store) as store:
         runs = arguments.runs and [store.resolve(name) for name in arguments.runs]
         write(store, arguments.folder, runs)

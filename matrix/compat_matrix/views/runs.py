@@ -9,10 +9,12 @@ from . import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.add_argument("--json", action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the runs; returns the exit code."""
     with common.open_store(arguments.store) as store:
         runs = store.runs()
         totals = store.totals()

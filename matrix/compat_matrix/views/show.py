@@ -14,6 +14,7 @@ from . import common
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "chosen", metavar="RUN", nargs="?", default="latest", help="a run: an id, a label, latest~1 (default: latest)"
     )
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the grid of a run; returns the exit code."""
     with common.open_store(arguments.store) as store:
         name = store.resolve(arguments.chosen)
         found, summary = store.run(name), store.summary(name)

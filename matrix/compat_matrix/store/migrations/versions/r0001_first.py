@@ -10,6 +10,7 @@ down_revision = None
 
 
 def upgrade() -> None:
+    """Create the tables."""
     op.create_table(
         "cell",
         sa.Column("id", sa.Integer(), nullable=False),

@@ -10,4 +10,5 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
+    """Add the column ``run.partial``; false for existing runs."""
     op.add_column("run", sa.Column("partial", sa.Boolean(), nullable=False, server_default=sa.false()))

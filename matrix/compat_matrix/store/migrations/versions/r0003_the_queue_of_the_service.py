@@ -10,6 +10,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
+    """Create the tables of the service."""
     op.create_table(
         "token",
         sa.Column("id", sa.Integer(), nullable=False),

@@ -10,6 +10,7 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
+    """Create the tables ``document`` and ``release_seen``."""
     op.create_table(
         "document",
         sa.Column("id", sa.Integer(), nullable=False),
