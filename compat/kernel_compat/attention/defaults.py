@@ -70,7 +70,7 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
     a seam missing or changed is reported as failed, and the others still apply. Calling it again is cheap and
     applies the shims that have become applicable since; shims that are in place stay as they are.
 
-    Example:
+    Examples:
         >>> import kernel_compat
         >>> report = kernel_compat.install()
         >>> report.installed, kernel_compat.uninstall().installed
@@ -149,7 +149,7 @@ def register_attention(
     The kernel need not be usable here: a model with the name fails when it is loaded, with a
     `KernelUnavailableError`.
 
-    Example:
+    Examples:
         >>> register_attention("my_flash_attention", kernel="flash_attention_2")
         >>> list(registered_attention())
         ['my_flash_attention']

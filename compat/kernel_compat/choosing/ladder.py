@@ -53,7 +53,7 @@ def next_fallback(name: str) -> str | None:
     A registered name falls back as its kernel does: to ``sdpa`` when the kernel is not on the `LADDER`. An unknown name
     falls back to ``eager``. ``paged|NAME`` stays paged.
 
-    Example:
+    Examples:
         >>> next_fallback("flash_attention_torch"), next_fallback("sdpa"), next_fallback("eager")
         ('sdpa', 'eager', None)
 
@@ -82,7 +82,7 @@ def ladder(
 ) -> tuple[Step, ...]:
     """All steps from `name` down, each with the reason why it can or can't be used in `environment`.
 
-    Example:
+    Examples:
         >>> from kernel_compat import Environment
         >>> here = Environment(packages={"torch": "2.11.0"}, imports={"torch": ("torch",)})
         >>> [(step.name, step.usable) for step in ladder("flash_attention_2", here)]

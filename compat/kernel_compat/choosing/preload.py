@@ -56,7 +56,7 @@ def resolve_preload(
       If none can be used, ``sdpa`` is kept if it was requested: it separates sequences by ``position_ids`` alone, with
       ``use_cache=False`` and without an ``attention_mask``.
 
-    Example:
+    Examples:
         >>> plan = resolve_preload("flash_attention_2", cp_size=2)
         >>> plan.attn_implementation, plan.reasons
         ('sdpa', ('sdpa instead of flash_attention_2: context parallelism (cp_size=2) needs it.',))

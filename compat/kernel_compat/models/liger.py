@@ -113,7 +113,8 @@ def liger_support(model: Any, **options: Any) -> LigerSupport:
     The fused loss alone is tried out by `use_liger_kernel` itself, which runs the model on six tokens.
 
     Args:
-        model, options: as of `use_liger_kernel`.
+        model: as of `use_liger_kernel`.
+        options: as of `use_liger_kernel`.
     """
     try:
         model, chosen = _chosen(model, options)

@@ -43,7 +43,7 @@ def use_sdpa_backends(
     that calls SDPA itself (give `checkpoint` a `context_fn`) and of modules added later; what a forward calls that was
     compiled on its own before, as the rest of a forward is after a graph break.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2)
         >>> with use_sdpa_backends(layer, ["math"]) as handle:

@@ -29,7 +29,7 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
     Called again with an equal config it returns the report of the first call. A `copy.deepcopy` has the kernels too, and a
     report of its own: `applied`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from kernel_compat.ops import OpsConfig
         >>> report = apply_ops(torch.nn.Linear(2, 2), OpsConfig(cross_entropy_loss_implementation="chunk_loss"))
