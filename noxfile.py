@@ -85,7 +85,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def types(session: nox.Session) -> None:
-    """Mypy --strict on everything that is installed; torch and transformers are not needed for it."""
+    """Mypy on the packages, the tests and this file; torch and transformers are not needed for it."""
     session.install("--editable", ".", "--editable", "matrix[service,tox]", "--group", "types")
     session.run("mypy", *session.posargs)
 

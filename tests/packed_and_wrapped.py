@@ -39,7 +39,7 @@ def _lfm2() -> Any:
 MODELS = there((("gpt2", _gpt2, "GPT2Config"), ("mamba", _mamba, "MambaConfig"), ("lfm2", _lfm2, "Lfm2Config")))
 
 
-class _Recomputing(torch.autograd.Function):
+class _Recomputing(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, layer: Any, hidden: Tensor, *others: Any) -> Any:
         ctx.layer, ctx.others = layer, others

@@ -73,5 +73,5 @@ class Postgres:
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(self._programs / program), *arguments]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.run(command, check=True, cwd=self._folder, **quiet, **self._user)
+        quiet = subprocess.DEVNULL
+        subprocess.run(command, check=True, cwd=self._folder, stdout=quiet, stderr=quiet, **self._user)

@@ -34,7 +34,7 @@ EVIDENCE = {
     "shims": SHIMS,
     "differs": [],
 }
-WRONG = {
+WRONG: dict[str, Any] = {
     "asked": {"device": "cpu", "flash_attention": "none", "transformers": "5.9.0", "torch": "2.11.0", "python": "3.12"},
     "match": "exact",
     "verdict": "wrong",

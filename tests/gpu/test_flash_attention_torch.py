@@ -236,7 +236,7 @@ def test_paged(heads: tuple[int, int], q_len: int) -> None:
 def test_paged_is_wrong_upstream_where_it_splits() -> None:
     from torch.nn.attention.varlen import varlen_attn
 
-    def theirs(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor, splits: int | None) -> Any:
+    def theirs(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor, *, splits: int | None) -> Any:
         offsets = torch.arange(len(q) + 1, device="cuda", dtype=torch.int32)
         k_offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         options = {"window_size": (-1, 0), "seqused_k": lengths, "block_table": table, "num_splits": splits}

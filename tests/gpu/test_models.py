@@ -51,7 +51,7 @@ class Three:
 
     def judge(self, run: Callable[[Any], Tensor], backward: bool) -> None:
         """`run` gives the logits that count, (tokens, vocabulary)."""
-        results = []
+        results: list[tuple[Tensor, ...]] = []
         for model in (self.truth, self.yardstick, self.ours):
             with torch.set_grad_enabled(backward):
                 logits = run(model).float()

@@ -350,7 +350,7 @@ def beside(op: str, kernel: Callable[..., Any], x: Tensor) -> Tensor:
 )
 def test_what_others_have_stays(op: str, value: str, compiled: bool) -> None:
     """A gradient that goes two ways, and what is saved for another function's."""
-    formulas = {
+    formulas: dict[str, Callable[..., Any]] = {
         "rms_norm": lambda x, weight, eps, *, casting: norms.reference(x, weight, eps, False, casting),
         "swiglu_mlp": lambda gate, up: functional.silu(gate) * up,
         "rotary_pos_emb": rotary.reference,
@@ -415,7 +415,7 @@ def test_compiled(value: str, inputs: dict[str, Any]) -> None:
     assert abs(float(compiled.loss - plain.loss)) <= 1e-2 * float(plain.loss)
 
 
-class Squared(torch.autograd.Function):  # type: ignore[misc]
+class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -436,7 +436,7 @@ def test_a_loss_of_the_logits_has_its_gradients(value: str, call: Callable[..., 
     truth = build("llama")
     model = copy.deepcopy(truth).bfloat16()
     ids = torch.randint(3, VOCAB, (3, 40), device="cuda")
-    found = []
+    found: list[Tensor] = []
     for one in (truth, model, model):
         if found[1:]:
             ops.apply_ops(model, ops.OpsConfig(cross_entropy_loss_implementation=value))

@@ -52,7 +52,7 @@ def test_rms_norm(dtype: torch.dtype, hidden: int, offset: bool, casting: str) -
     expected = eager_rms_norm(x, weight, 1e-6, offset, casting)
     # The sums of squares differ in their last bits, and where they do, now and then what is rounded.
     assert (found == expected).float().mean() > (0.99 if dtype != torch.float32 else 0)
-    exact = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    exact = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     tolerance = max(torch.finfo(dtype).eps, 1e-6)
     true = eager_rms_norm(*exact, 1e-6, offset, casting)
     assert distance(found, true) < tolerance

@@ -231,7 +231,7 @@ class TestDecision:
     def test_what_torch_cannot_page(
         self, name: str, changes: dict[str, int], why: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        assert decided(name, **changes) == 0  # type: ignore[arg-type]
+        assert decided(name, **changes) == 0
         assert (why if TORCH >= (2, 12) else "has no paged cache") in caplog.text
 
     @block_tables
@@ -449,7 +449,7 @@ def test_in_padded_batches(
     padding = [] if compiled else padding_rows(monkeypatch, name)
     if not compiled:
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    how = transformers.CompileConfig(backend="eager", mode=None, dynamic=False)  # type: ignore[arg-type]
+    how = transformers.CompileConfig(backend="eager", mode=None, dynamic=False)
     options = {"max_blocks_per_request": 4, "decode_compile_config": how}
     if RELEASE >= (5, 13):
         options["max_requests_per_batch"] = 8
@@ -468,7 +468,7 @@ def test_padded_without_pages(
     prompts, expected = clear_prompts(torch.bfloat16)
     model = made("llama_gqa", name, torch.bfloat16)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    how = transformers.CompileConfig(backend="eager", mode=None, dynamic=False)  # type: ignore[arg-type]
+    how = transformers.CompileConfig(backend="eager", mode=None, dynamic=False)
     assert written(model, prompts, varlen_compile_config=how) == expected
 
 

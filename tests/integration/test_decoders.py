@@ -174,13 +174,14 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Any:
     from kernel_compat.kernels import reference
 
     def fused(q: Tensor, k: Tensor, v: Tensor, heads: int, **options: Any) -> tuple[Tensor]:
-        starts = [
+        starts, k_starts = (
             torch.tensor([0, *options[name]], dtype=torch.int32) for name in ("actual_seq_qlen", "actual_seq_kvlen")
-        ]
-        longest = [int(ends.diff().max()) for ends in starts]
+        )
+        longest, k_longest = (int(ends.diff().max()) for ends in (starts, k_starts))
         causal = options["atten_mask"] is not None
+        lengths = (starts, k_starts, longest, k_longest)
         scale = options["scale"]
-        return (reference.flash_attn_varlen_func(q, k, v, *starts, *longest, softmax_scale=scale, causal=causal),)
+        return (reference.flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=causal),)
 
     monkeypatch.setattr(npu_flash_attention, "npu_fusion_attention", fused, raising=False)
     owner = SimpleNamespace(npu_fusion_attention=fused)

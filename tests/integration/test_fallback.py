@@ -400,7 +400,7 @@ class Mask(Mixer):
 
     is_causal = True
 
-    def forward(self, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         scores = hidden_states @ hidden_states.transpose(1, 2)
         return scores.tril().softmax(-1) @ hidden_states, None
 
@@ -408,7 +408,7 @@ class Mask(Mixer):
 class Silent(Mixer):
     """Takes nothing that would tell."""
 
-    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         return hidden_states.cumsum(1), None
 
 

@@ -522,7 +522,7 @@ class TestBatches:
             pytest.skip("transformers sizes the static cache by one head dimension; deepseek_v3 has two")
         ids, new = tokens(length=7), 6
         mask = padding("left")[:, 1:8] if padded else torch.ones_like(ids)
-        options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         if cache == "static":
             options |= {"cache_implementation": "static", "disable_compile": True}
         whole = torch.cat([mask, mask.new_ones(BATCH, new)], 1)
@@ -631,7 +631,7 @@ class TestEncoderDecoders:
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     def test_bart_generates(self, bart: Three, calls: list[Any], cache: str) -> None:
         inputs = {"input_ids": tokens(), "attention_mask": padding("right")}
-        options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 1}
+        options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 1}
         if cache == "static":
             options |= {"cache_implementation": "static", "disable_compile": True}
 
@@ -713,7 +713,7 @@ class TestVisionTower:
 
     def test_generate(self, three: Three, inputs: dict[str, Tensor], calls: list[Any]) -> None:
         length, new = inputs["input_ids"].shape[1], 4
-        options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         options["suppress_tokens"] = [90, 91]  # an image written would need its pixels
 
         def read(model: Any, written: Tensor) -> Tensor:

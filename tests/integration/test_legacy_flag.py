@@ -83,7 +83,7 @@ def plain(name: str, **flags: Any) -> type:
     return type(name, (), flags)
 
 
-def family(case: str) -> type:
+def family(case: str) -> Any:
     """A model class; what its bases and itself set is in the name of the case."""
     P = PreTrainedModel
     old, old_not = plain("Old", **legacy(True)), plain("OldNot", **legacy(False))
@@ -146,7 +146,7 @@ EXPECTED = {
 }
 
 
-def instance(model_class: type) -> Any:
+def instance(model_class: Any) -> Any:
     model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
     return model
@@ -201,7 +201,7 @@ class TestRule:
             return self.answer
 
         with kernel_compat.installed():
-            made = type("M", (PreTrainedModel,), legacy(property(says)))
+            made: Any = type("M", (PreTrainedModel,), legacy(property(says)))
             model = instance(made)
             for model.answer in (True, False):
                 assert model._supports_flash_attn is model.answer
@@ -297,10 +297,11 @@ class TestRule:
                 made = family(case)
                 made._supports_flash_attn = default
                 assert made._supports_flash_attn is False
-                child = type("Child", (made,), {})
+                child: Any = type("Child", (made,), {})
                 assert child._supports_flash_attn is False
                 assert instance(child)._supports_flash_attn is False
-                assert type("Legacy", (made,), legacy(True))._supports_flash_attn is True
+                grandchild: Any = type("Legacy", (made,), legacy(True))
+                assert grandchild._supports_flash_attn is True
                 model = instance(family("legacy"))
                 model._supports_flash_attn = default
                 assert not model._supports_flash_attn
@@ -345,7 +346,7 @@ def test_any_hierarchy(data: st.DataObject) -> None:
         {}, optional={"_supports_flash_attn": st.booleans(), "_supports_flash_attn_2": st.booleans()}
     )
     mixins = [plain(f"Mixin{i}", **data.draw(flags)) for i in range(3)]
-    made: list[type] = [PreTrainedModel]
+    made: list[Any] = [PreTrainedModel]
 
     def grow(count: int) -> None:
         for _ in range(count):

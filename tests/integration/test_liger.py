@@ -744,7 +744,7 @@ def test_with_another_table(stand_in: Callable[[str], None], source: str, found:
 def test_what_is_no_model(stand_in: Callable[[str], None]) -> None:
     stand_in("MODEL_TYPE_TO_APPLY_LIGER_FN = {}")
     nameless = torch.nn.Linear(2, 2)
-    nameless.config = transformers.PretrainedConfig()  # type: ignore[assignment]
+    nameless.config = transformers.PretrainedConfig()
     for model, message in (
         (None, "not NoneType"),
         ("llama", "not str"),

@@ -140,10 +140,10 @@ def test_a_model_that_says_it_has_no_flash_attention_is_believed(sdpa: bool, fla
     advice = "Use 'sdpa' or 'eager'," if sdpa else "Use 'eager',"
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match=f"Plain does not support.*{NAME}.*says. {advice}"):
         says_no._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
-    parent = type("Parent", (says_no,), {})
+    parent: Any = type("Parent", (says_no,), {})
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match="Parent does not support"):
         parent._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
-    says_yes = type("Child", (says_no,), {flag: True})
+    says_yes: Any = type("Child", (says_no,), {flag: True})
     assert says_yes._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
 
 
@@ -253,7 +253,7 @@ def test_upstreams_loader_keeps_nothing_of_ours(models: Path) -> None:
         with kernel_compat.installed():
             records: list[logging.LogRecord] = []
             handler = logging.Handler()
-            handler.emit = records.append  # type: ignore[method-assign]
+            handler.emit = records.append  # type: ignore[method-assign,assignment]
             logger = logging.getLogger(upstream.__name__)
             logger.addHandler(handler)
             level = logger.level

@@ -23,7 +23,7 @@ from kernel_compat.ops.losses.causal import causal_loss
 from kernel_compat.ops.losses.lazy import LazyLogits
 
 #: Every op whose kernels run here.
-VALUES = {
+VALUES: dict[str, Any] = {
     "rms_norm_implementation": PLAIN,
     "rms_norm_gated_implementation": PLAIN,
     "swiglu_mlp_implementation": PLAIN,
@@ -551,7 +551,7 @@ def test_accelerate_s_hooks_stay_around_it() -> None:
     eager, expected = step(model)
     calls: list[str] = []
 
-    class Hook(accelerate.hooks.ModelHook):  # type: ignore[name-defined,misc]
+    class Hook(accelerate.hooks.ModelHook):  # type: ignore[name-defined]
         def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append(type(module).__name__)
             return args, kwargs
@@ -741,7 +741,7 @@ def test_auto_leaves_eager_what_a_model_refuses() -> None:
 
 def test_a_model_that_computes_its_loss_itself_is_refused_before_or_at_its_first_forward() -> None:
     class Own(transformers.LlamaForCausalLM):
-        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
             outputs = super().forward(input_ids=input_ids, **kwargs)
             if labels is not None:
                 outputs.loss = torch.nn.functional.cross_entropy(
@@ -862,7 +862,7 @@ def test_a_model_that_changes_its_logits_in_place_is_refused_however_it_is_bound
     class Masking(transformers.LlamaForCausalLM):
         """As Chameleon, which masks the tokens of images."""
 
-        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
             outputs = self.model(input_ids=input_ids)
             logits = self.lm_head(outputs.last_hidden_state)
             logits[:, :, [90, 91]] = -10.0

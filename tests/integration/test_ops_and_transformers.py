@@ -86,7 +86,8 @@ def none_ran() -> None:
 
 
 def config(*named: str) -> ops.OpsConfig:
-    return ops.OpsConfig(**{f"{op}_implementation": OURS for op in named})
+    values: dict[str, Any] = {f"{op}_implementation": OURS for op in named}
+    return ops.OpsConfig(**values)
 
 
 def build(name: str = "llama", **options: Any) -> Any:
@@ -411,7 +412,7 @@ def test_of_two_attention_names_the_later_is_in_force() -> None:
     model.set_attn_implementation("flex_attention")
 
     assert model.config._attn_implementation == "flex_attention"
-    assert report.replaced == ("attn_implementation",)
+    assert report.replaced == ("attn_implementation",)  # type: ignore[comparison-overlap]
     assert undo(report) == 1
     assert model.config._attn_implementation == "flex_attention"
 
@@ -528,9 +529,8 @@ def test_liger_s_loss_is_an_error_in_training_and_ours_runs_in_evaluation(
 def test_liger_behind_ours_takes_its_place_and_the_report_says_so(liger: Callable[..., None]) -> None:
     model = build()
     everything = config("rms_norm", "rotary_pos_emb", "swiglu_mlp")
-    report = ops.apply_ops(
-        model, ops.OpsConfig(**{**everything.values(), "cross_entropy_loss_implementation": "chunk_loss"})
-    )
+    fields: dict[str, Any] = {**everything.values(), "cross_entropy_loss_implementation": "chunk_loss"}
+    report = ops.apply_ops(model, ops.OpsConfig(**fields))
 
     liger(model=model)
 

@@ -410,8 +410,8 @@ class Quantized(Mine):
         self.first = nn.Parameter(torch.zeros(5, 32, 12, dtype=torch.uint8), requires_grad=False)
 
 
-WRONG = (Swapped, QuickGelu, HiddenClamp, Limited, OneSided, Squared, WeightedInside, Residual, Doubled, Dropping)
-WRONG += (AlmostErf, TakesTheLastForAnother, Quantized)
+WRONG: tuple[type[Mine], ...] = (Swapped, QuickGelu, HiddenClamp, Limited, OneSided, Squared, WeightedInside)
+WRONG += (Residual, Doubled, Dropping, AlmostErf, TakesTheLastForAnother, Quantized)
 
 
 def test_a_class_nobody_has_heard_of() -> None:

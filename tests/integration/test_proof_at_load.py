@@ -56,7 +56,7 @@ def test_a_type_that_is_in_no_table_is_proven_once(monkeypatch: pytest.MonkeyPat
     build()
 
 
-class Unreachable(transformers.LlamaForCausalLM):  # type: ignore[misc]
+class Unreachable(transformers.LlamaForCausalLM):
     """A class that no other process can import."""
 
 

@@ -23,7 +23,7 @@ import kernel_compat
 from kernel_compat import cli
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.kernels import Functions, Kernel, known_kernels
-from kernel_compat.proving import QUICK, proof, prove_config, prove_type, sweep
+from kernel_compat.proving import QUICK, Proof, proof, prove_config, prove_type, sweep
 from kernel_compat.proving.architectures import model_types
 
 NAME = "broken_flash"
@@ -46,11 +46,11 @@ def broken() -> Iterator[Callable[[Callable[..., Any]], str]]:
         kernel_compat.register_attention(NAME, kernel=kernel)
         return NAME
 
-    yield register  # type: ignore[misc]
+    yield register
     kernel_compat.unregister_attention(NAME)
 
 
-def verdicts(found: proof.Proof) -> dict[str, str]:
+def verdicts(found: Proof) -> dict[str, str]:
     return {outcome.case: outcome.verdict for outcome in found.outcomes}
 
 
@@ -127,7 +127,7 @@ def test_a_kernel_that_is_not_causal_is_wrong(broken: Any) -> None:
 
 
 def test_a_kernel_whose_gradients_alone_are_wrong_is_wrong(broken: Any) -> None:
-    class Halved(torch.autograd.Function):  # type: ignore[misc]
+    class Halved(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             return x.clone()
@@ -157,7 +157,7 @@ def test_crashes_differ_from_refusals(broken: Any) -> None:
 def test_a_type_that_ends_its_process_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     real = proof.prove_type
 
-    def prove(name: str, *args: Any, **options: Any) -> proof.Proof:
+    def prove(name: str, *args: Any, **options: Any) -> Proof:
         return os._exit(3) if name == "gpt_neox" else real(name, *args, **options)
 
     monkeypatch.setattr(proof, "prove_type", prove)
@@ -262,7 +262,7 @@ def test_arguments_are_refused_before_the_work(
 def test_ctrl_c_keeps_the_proofs_so_far(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = proof.prove_type
 
-    def prove(name: str, *args: Any, **options: Any) -> proof.Proof:
+    def prove(name: str, *args: Any, **options: Any) -> Proof:
         if name == "opt":  # the last
             time.sleep(delay)
             os.kill(os.getppid(), signal.SIGINT)

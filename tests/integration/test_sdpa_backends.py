@@ -304,7 +304,7 @@ def test_all_or_nothing(at: int, monkeypatch: pytest.MonkeyPatch, seen: list[lis
 
 def test_a_forward_without_a_signature_is_refused() -> None:
     model = Model()
-    model.blocks[1].attention.forward = vars  # type: ignore[assignment]
+    model.blocks[1].attention.forward = vars
     before = attributes(model)
     with pytest.raises(TypeError, match="has no signature"):
         use_sdpa_backends(model)
@@ -513,7 +513,7 @@ def test_an_instance_forward_from_before_comes_back(seen: list[list[str]]) -> No
     def theirs(x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
         return original(x) * (2 if twice else 1)
 
-    block.forward = theirs  # type: ignore[method-assign,assignment]
+    block.forward = theirs  # type: ignore[method-assign]
     x, before = inputs(), attributes(block)
     expected = theirs(x, twice=True)
     handle = use_sdpa_backends(block, CHOSEN)
@@ -563,7 +563,7 @@ def test_a_forward_over_ours_that_goes_with_what_is_over_it(seen: list[list[str]
     before = attributes(attention)
     first = use_sdpa_backends(attention, CHOSEN)
     ours = attention.forward
-    attention.forward = lambda x: ours(x) * 1  # type: ignore[method-assign,assignment]
+    attention.forward = lambda x: ours(x) * 1  # type: ignore[method-assign,assignment,misc]
     second = use_sdpa_backends(attention, "MATH")
     attention.forward = ours  # type: ignore[method-assign]
     attention(inputs())
@@ -625,7 +625,7 @@ def test_unusual_forwards(seen: list[list[str]]) -> None:
             return F.scaled_dot_product_attention(x, x, x)
 
     class Plain(nn.Module):
-        forward = functools.partialmethod(lambda self, x, n: Static.forward(x) * n, n=2)  # type: ignore[assignment]
+        forward = functools.partialmethod(lambda self, x, n: Static.forward(x) * n, n=2)
 
     for kind in (Static, Plain):
         module, x = kind(), inputs()
@@ -660,7 +660,7 @@ def copies() -> list[Any]:
         file = io.BytesIO()
         torch.save(module, file)
         file.seek(0)
-        return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+        return torch.load(file, weights_only=False)
 
     return [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved]
 
@@ -691,7 +691,7 @@ def test_copies_are_on_their_own(duplicate: Callable[[Any], Any], seen: list[lis
 
 
 def doubled(module: nn.Module, inner: Any, x: torch.Tensor) -> torch.Tensor:
-    return inner(x) * 2  # type: ignore[no-any-return]
+    return inner(x) * 2
 
 
 @pytest.mark.parametrize("duplicate", copies()[:2], ids=["deepcopy", "pickle"])
@@ -752,7 +752,8 @@ def test_a_copy_does_not_hold_the_original() -> None:
 
 def test_the_same_backends_in_threads_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the first to end nor the last may leave the other, or the process, with the wrong ones."""
-    model, x, found = Model(), inputs(), []
+    model, x = Model(), inputs()
+    found: list[Any] = []
     use_sdpa_backends(model, CHOSEN)
     began, ended = threading.Event(), threading.Event()
 
@@ -927,7 +928,7 @@ def test_torch_sets_its_order_for_cuda_before_ours(compile_it: bool, monkeypatch
 
     class Process(sdpa._Process):
         @property
-        def order_is_initialized(self) -> bool:  # type: ignore[override]
+        def order_is_initialized(self) -> bool:
             asked.append(in_force())
             return True
 

@@ -305,7 +305,7 @@ FORMS = {
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Path:
-    files = {
+    files: dict[str, str | bytes] = {
         "demo/__init__.py": "",
         "demo/there.py": DEMO,
         "demo/elsewhere.py": "def exported(of, elsewhere): ...\nclass Typed: ...\n",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def test_what_is_no_toml_is_pointed_at(tmp_path: Path) -> None:
         (lambda path: path.write_text(""), "version: Field required"),
     ],
 )
-def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, make, says: str) -> None:
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, make: Callable[[Path], object], says: str) -> None:
     path = tmp_path / "axes.toml"
     make(path)
     with pytest.raises(MatrixError, match=says) as raised:

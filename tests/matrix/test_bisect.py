@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from math import ceil, log2
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -45,7 +46,7 @@ def test_a_search_is_right_and_asks_log2_times(data: st.DataObject) -> None:
         (["good", "unknown"], "5.1 should be bad, and can't be told: because"),
     ],
 )
-def test_ends_that_are_not_as_they_should_be_are_told(states: list, says: str) -> None:
+def test_ends_that_are_not_as_they_should_be_are_told(states: list[Any], says: str) -> None:
     values = ["5.0", "5.1"]
     with pytest.raises(MatrixError, match=says):
         search(values, lambda value: Answer(states[values.index(value)], "because"), {})

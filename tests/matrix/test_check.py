@@ -21,7 +21,7 @@ from compat_matrix.cli import main
 from compat_matrix.matrix_client import ServiceError, ask, questions
 from kernel_compat.environment import Device, Environment
 
-SOURCES = [Path(module.__file__).parents[1] for module in (kernel_compat, compat_matrix)]
+SOURCES = [Path(str(module.__file__)).parents[1] for module in (kernel_compat, compat_matrix)]
 
 
 class Done(NamedTuple):

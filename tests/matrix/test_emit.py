@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from small import PYTHON, TAG, Small
 
 from compat_matrix.axes import OWN, load
+from compat_matrix.cells import Cell
 from compat_matrix.commands.emit import LIMIT, jobs
 from kernel_compat.releases import TORCH, TRANSFORMERS, minors
 
@@ -16,7 +17,7 @@ EVERY = load(OWN).cells
 
 
 @given(st.sets(st.sampled_from(EVERY), max_size=600), st.one_of(st.none(), st.integers(1, 400)))
-def test_every_cell_is_in_one_job_and_no_matrix_is_too_long(cells: set, shards: int | None) -> None:
+def test_every_cell_is_in_one_job_and_no_matrix_is_too_long(cells: set[Cell], shards: int | None) -> None:
     found = jobs(sorted(cells), shards)
     assert len(found) <= min(LIMIT, shards or LIMIT)
     named = " ".join(str(job["arguments"]) for job in found).split()

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from compat_matrix.results import Kind, Test, Verdict
 class Ran:
     tests: list[Test]
     uncollected: list[str]
-    environment: dict
+    environment: dict[str, Any]
     log: str
     returncode: int
     report: Path

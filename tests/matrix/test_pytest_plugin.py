@@ -14,7 +14,7 @@ import kernel_compat
 
 pytest_plugins = ["pytester"]
 
-SOURCES = [str(Path(module.__file__).parents[1]) for module in (kernel_compat, compat_matrix)]
+SOURCES = [str(Path(str(module.__file__)).parents[1]) for module in (kernel_compat, compat_matrix)]
 PLUGIN = ("-p", "compat_matrix.pytest_plugin")
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small import PYTHON, TAG, Small
@@ -407,13 +408,15 @@ def test_no_two_processes_hold_one_gpu(tmp_path: Path) -> None:
 def test_who_dies_gives_its_gpus_back(tmp_path: Path) -> None:
     hold = "from compat_matrix import gpus\nwith gpus.leased(2, ['a', 'b']): print('held', flush=True); input()"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen([sys.executable, "-c", hold], **pipes) as first:
+        assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         with subprocess.Popen([sys.executable, "-c", hold], **pipes) as second:
             with pytest.raises(subprocess.TimeoutExpired):
                 second.wait(1.5)
             first.kill()
+            assert second.stdout is not None
             assert second.stdout.readline() == "held\n"
             second.kill()
 

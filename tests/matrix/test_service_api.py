@@ -107,7 +107,12 @@ def body(api: Api, name: str) -> dict[str, Any]:
     if name == "report":
         report = Report(result=Result.of(passed(parse(CELLS[0]))), now=time.time())
         return {"json": report.model_dump()}
-    return {"submit": {"json": {}}, "lease": {"json": api.wanted}, "log": {"data": b"a log"}}.get(name, {})
+    bodies: dict[str, dict[str, Any]] = {
+        "submit": {"json": {}},
+        "lease": {"json": api.wanted},
+        "log": {"data": b"a log"},
+    }
+    return bodies.get(name, {})
 
 
 @pytest.mark.parametrize("settings", [Settings(failures_per_minute=1_000)])

@@ -576,7 +576,7 @@ def test_a_token_is_kept_as_a_digest_and_found_until_it_ends(store: Store) -> No
         assert secret not in str(dict(row))
     found = tokens.find(store, secret)
     assert found is not None
-    assert (found.name, found.scopes) == ("ci", {"submit"})
+    assert (found.name, found.scopes) == ("ci", frozenset({"submit"}))
     (listed,) = tokens.every(store)
     assert listed.used is not None
     for wrong in ("", secret[:-1], secret.lower(), row["digest"], "' OR 1=1 --", "\0", "\udc80"):

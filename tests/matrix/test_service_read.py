@@ -316,7 +316,13 @@ def test_both_databases_answer_the_same_of_a_page_of_everything(either: Store) -
 
 def test_compat(store: Store, client: TestClient) -> None:
     stored(store, [ran(Cell("3.12", "5.9", "2.11", "fa4", "cuda"), "5.9.0", kind="wrong")])
-    asked = {"transformers": "5.9.0", "torch": "2.11", "flash_attn": "fa4", "python": "3.12", "device": "cuda"}
+    asked: dict[str, Any] = {
+        "transformers": "5.9.0",
+        "torch": "2.11",
+        "flash_attn": "fa4",
+        "python": "3.12",
+        "device": "cuda",
+    }
     found = get(client, "compat", **asked)
     assert (found["match"], found["verdict"], found["tested"][0]["kind"]) == ("exact", "wrong", "wrong")
     assert client.get("compat?torch=2.11.0+cu130").json()["match"] == "exact"  # the plus sign as people type it
@@ -371,7 +377,7 @@ def test_a_run_and_its_cells(store: Store, client: TestClient) -> None:
     assert first["cells"][1]["tests"]["failed"] == 1
     assert first["cells"][0]["kind"] is None
 
-    def chosen(**where: str) -> list[str]:
+    def chosen(**where: Any) -> list[str]:
         return [cell["cell"] for cell in get(client, f"runs/{run}/cells", **where)["cells"]]
 
     assert chosen(kind="wrong") == [every[1].name]

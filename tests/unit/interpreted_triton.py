@@ -130,7 +130,7 @@ def test_rms_norm_of_any_shape(
     x = laid_out(torch.randn(*shape, hidden), layout).requires_grad_()
     weight = laid_out(torch.randn(hidden), layout).requires_grad_()
     found = rms_norm(x, weight, eps, offset=offset, casting=casting)
-    exact = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    exact = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     expected = eager_rms_norm(*exact, eps, offset, casting)
     grad = laid_out(torch.randn(expected.shape), layout)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
@@ -147,7 +147,7 @@ def test_rms_norm_gradients_are_rounded_once(dtype: torch.dtype, offset: bool, c
     weight = torch.randn(300).to(dtype).requires_grad_()
     grad = torch.randn(5, 300).to(dtype)
     found = torch.autograd.grad(rms_norm(x, weight, 1e-6, offset=offset, casting=casting), (x, weight), grad)
-    exact = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    exact = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     expected = torch.autograd.grad(eager_rms_norm(*exact, 1e-6, offset, casting), exact, grad.double())
     for ours, true in zip(found, expected, strict=True):
         assert ours.dtype == dtype

@@ -252,11 +252,11 @@ def test_padding_changes_neither_output_nor_gradients(dims: tuple[int, int]) -> 
     package = replace(catalog.OWN, features=replace(fa4(NEWEST, B200), devices=("cpu",), dtypes=("float64",)))
     functions = Kernel("x", (package,)).load()
     shapes = (1, 5, 4, dims[0]), (1, 7, 2, dims[0]), (1, 7, 2, dims[1])
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    q, k, v = inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     ours, right = (
         [out, *torch.autograd.grad(out.sin().sum(), inputs)]
         for out in (
-            function(*inputs, causal=True, window_size=(3, 0), softcap=5.0)
+            function(q, k, v, causal=True, window_size=(3, 0), softcap=5.0)
             for function in (functions.flash_attn_func, reference.flash_attn_func)
         )
     )
@@ -345,7 +345,7 @@ def test_a_kernel_is_loaded_with_the_features_of_this_environment(monkeypatch: p
     from types import SimpleNamespace
 
     module = SimpleNamespace(flash_attn_varlen_func=lambda q, **options: q)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     kernel = Kernel("flash_attention_4", CATALOG["flash_attention_4"])
     kernel.load(environment(RTX5090, flash_attn_4=NEWEST))
     assert not kernel.features.sinks

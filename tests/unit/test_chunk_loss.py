@@ -232,12 +232,12 @@ def test_the_factor_of_the_gradients_is_not_rounded_to_half_precision() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_float16_holds_gradients_that_a_scaler_multiplies(reduction: Any) -> None:
     x, weight, bias, labels = problem(2000, 16, 40, torch.float16)
-    exact = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
+    x64, weight64, bias64 = (one.detach().double().requires_grad_() for one in (x, weight, bias))
     factor = 2.0**16 / (1 if reduction == "mean" else 2000)
 
     found = gradients(chunk_loss(x, weight, labels, bias=bias, reduction=reduction) * factor, x, weight, bias)
     rough = gradients(expected(x, weight, bias, labels, reduction, (), -100) * factor, x, weight, bias)
-    true = gradients(expected(*exact, labels, reduction, (), -100) * factor, *exact)
+    true = gradients(expected(x64, weight64, bias64, labels, reduction, (), -100) * factor, x64, weight64, bias64)
 
     for ours, eager, wanted in zip(found, rough, true, strict=True):
         error = float((ours.double() - wanted).norm() / wanted.norm())

@@ -282,7 +282,7 @@ def test_no_driver_is_no_device(site: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_broken_torch_in_the_process_does_not_break_the_diagnosis(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__spec__=None))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__spec__=None))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert Environment.detect().devices == ()
 

@@ -193,7 +193,7 @@ def test_a_signature_that_nobody_has_seen(varlen_attn: Any, found: str, monkeypa
     assert all(part in str(error) for part in (error.seam, error.expected, error.found, error.version))
     assert kernel.features_in(environment()) == declared
     assert not getattr(varlen_attn, "asked", None)
-    sys.modules["kc_varlen"].varlen_attn = Varlen(TORCH_2_11)
+    sys.modules["kc_varlen"].varlen_attn = Varlen(TORCH_2_11)  # type: ignore[attr-defined]
     assert kernel.load(environment()).flash_attn_with_kvcache is None
 
 

@@ -674,7 +674,7 @@ def test_the_last_of_overlapping_with_blocks_uninstalls(world: World) -> None:
 # threads
 
 
-def run_in_threads(work: Callable[[int], None], count: int = 8) -> None:
+def run_in_threads(work: Callable[[int], object], count: int = 8) -> None:
     barrier = threading.Barrier(count)
     errors: list[BaseException] = []
 
@@ -700,7 +700,7 @@ def test_many_threads_install_one(world: World) -> None:
     run_in_threads(lambda index: reports.append(world.install()))
     assert all(states(report) == {"one": "applied", "two": "applied"} for report in reports)
     assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # once, not eight times
-    run_in_threads(lambda index: world.uninstall() and None)
+    run_in_threads(lambda index: world.uninstall())
     assert world.originals_in_place()
 
 

@@ -251,7 +251,7 @@ def calls_varlen(
 
 def test_load(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(flash_attn_varlen_func=calls_varlen)
-    monkeypatch.setitem(sys.modules, "kc_kernel_module", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "kc_kernel_module", module)
     kernel = Kernel("x", (provider(),))
     assert kernel.features.window  # as declared
     functions = kernel.load(HERE)
@@ -293,12 +293,13 @@ def test_a_package_that_does_not_import(module: str, says: str, tmp_path: Any, m
 
 def test_refine_lowers_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(flash_attn_varlen_func=lambda q, **kwargs: q, built_without=("window",))
-    monkeypatch.setitem(sys.modules, "kc_kernel_module", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "kc_kernel_module", module)
 
     def refine(module: Any, features: Features) -> Features:
         from dataclasses import replace
 
-        return replace(features, **dict.fromkeys(module.built_without, False))
+        without: dict[str, Any] = dict.fromkeys(module.built_without, False)
+        return replace(features, **without)
 
     kernel = Kernel("x", (provider(refine=refine),))
     kernel.load(HERE)
@@ -309,7 +310,7 @@ def test_refine_lowers_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_features_loaded_are_those_of_the_package_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another version, or on another GPU, the kernel has the features that the provider declares there."""
     module = SimpleNamespace(flash_attn_varlen_func=lambda q, softcap=0.0: q)
-    monkeypatch.setitem(sys.modules, "kc_kernel_module", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "kc_kernel_module", module)
     features = Features(devices=("cpu",), dtypes=("float32",), softcap=True)
     limits = (Limit({"softcap": False}, before="2"), Limit({"gqa": False}, capabilities=(12,)))
     kernel = Kernel("x", (provider(features=features, limits=limits),))
@@ -662,7 +663,8 @@ def test_what_it_can_not_honour_is_an_error(
 
     everything = Features(softcap=True, sinks=True, devices=("cpu",), dtypes=("float32",))
     if missing == "declared":
-        features, functions, calls = adapted(OPTIONS, dense=OPTIONS, features=replace(everything, **{feature: False}))
+        without: dict[str, Any] = {feature: False}
+        features, functions, calls = adapted(OPTIONS, dense=OPTIONS, features=replace(everything, **without))
     else:
         features, functions, calls = adapted("", dense="", features=everything)
     assert not getattr(features, feature)

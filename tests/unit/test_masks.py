@@ -83,7 +83,7 @@ def tensors(batch: int, q_len: int, kv_len: int) -> tuple[Tensor, Tensor, Tensor
     generator = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn(batch, length, 2, 4, dtype=torch.float64, generator=generator) for length in (q_len, kv_len, kv_len)
-    )  # type: ignore[return-value]
+    )
 
 
 FORMS = {

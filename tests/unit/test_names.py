@@ -67,7 +67,7 @@ class UnhashableForward:
 
 # bad input: section by section, each registers nothing
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a name that is None": ({"name": None, "kernel": REFERENCE}, TypeError, "must be a string, not None"),
     "a name that is bytes": ({"name": b"x_flash", "kernel": REFERENCE}, TypeError, "must be a string"),
     "a name that is a number": ({"name": 5, "kernel": REFERENCE}, TypeError, "not 5"),
@@ -139,7 +139,7 @@ def test_bad_input(case: str, installed: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nor a warning about what isn't registered
         with pytest.raises(error, match=says):
-            register_attention(**arguments)  # type: ignore[arg-type]
+            register_attention(**arguments)
     assert registered_attention() == names
     assert snapshot() == tables
     assert resolve(arguments["name"]) is None

@@ -126,7 +126,7 @@ def _normal(self: Any, x: Tensor) -> Tensor:
     return functional.layer_norm(x, (HIDDEN,), self.weight, self.bias, self.eps)
 
 
-LAYER_NORMS = {
+LAYER_NORMS: dict[str, Callable[[], nn.Module]] = {
     "as torch's": LayerNorm,
     "in float32": layer_norm(
         lambda self, x: functional.layer_norm(
@@ -173,12 +173,12 @@ def mlp(compute: Callable[[Any, Tensor], Tensor], base: type = Mlp) -> Callable[
 
 def _merged(self: Any, x: Tensor, order: int) -> Tensor:
     one, other = self.gate_up_proj(x).chunk(2, -1)[::order]
-    return self.down_proj(silu(one) * other)  # type: ignore[no-any-return]
+    return self.down_proj(silu(one) * other)
 
 
 def _interleaved(self: Any, x: Tensor) -> Tensor:
     both = self.gate_up_proj(x)
-    return self.down_proj(silu(both[..., 0::2]) * both[..., 1::2])  # type: ignore[no-any-return]
+    return self.down_proj(silu(both[..., 0::2]) * both[..., 1::2])
 
 
 MLPS = {
@@ -279,7 +279,7 @@ def _layer(function: Callable[..., Any]) -> nn.Module:
 
     # A file of its own, in which the function is global.
     mine = FunctionType(forward.__code__, {"apply_rotary_pos_emb": function, "torch": torch}, "forward")
-    return type("Attention", (nn.Module,), {"forward": mine})()  # type: ignore[no-any-return]
+    return type("Attention", (nn.Module,), {"forward": mine})()
 
 
 # Load balancing.
@@ -315,7 +315,7 @@ def _mixture(function: Callable[..., Any]) -> nn.Module:
         return load_balancing_loss_func((x[0, 0], x[0, 0] ** 2), x.shape[-1], 2, mask)  # type: ignore[name-defined]  # noqa: F821
 
     mine = FunctionType(forward.__code__, {"load_balancing_loss_func": function, "torch": torch}, "forward")
-    return type("Mixture", (nn.Module,), {"forward": mine})()  # type: ignore[no-any-return]
+    return type("Mixture", (nn.Module,), {"forward": mine})()
 
 
 #: What each is called, whether it must be bound, and how it is made.
@@ -324,10 +324,10 @@ SUBJECTS: list[tuple[str, bool | None, Callable[[], nn.Module], str]] = [
     *((f"layer norm: {name}", name in ("as torch's", "in float32", "of another name"), make, "layer_norm") for name, make in LAYER_NORMS.items()),
     *((f"mlp: {name}", name in ("as Llama", "gate and up swapped", "one projection", "one projection, swapped"), make, "swiglu_mlp") for name, make in MLPS.items()),
     *(
-        (f"rotary: {name}", name in ("as Llama", "in float32", "partial", "taken apart", "the first half of the cosines"), lambda f=function, n=name: Rotating(f, 8 if "partial" in n else HIDDEN), "rotary_pos_emb")  # type: ignore[misc]
+        (f"rotary: {name}", name in ("as Llama", "in float32", "partial", "taken apart", "the first half of the cosines"), lambda f=function, n=name: Rotating(f, 8 if "partial" in n else HIDDEN), "rotary_pos_emb")
         for name, function in ROTARIES.items()
     ),
-    *((f"balancing: {name}", name == "as Mixtral", lambda f=function: _mixture(f), "load_balancing_loss") for name, function in BALANCING.items()),  # type: ignore[misc]
+    *((f"balancing: {name}", name == "as Mixtral", lambda f=function: _mixture(f), "load_balancing_loss") for name, function in BALANCING.items()),
 ]  # fmt: skip
 
 
@@ -360,7 +360,7 @@ _WITH_FUNCTION = mlp(lambda self, x: self.down_proj(self.function(self.gate_proj
 
 def _with_function(function: Callable[[Tensor], Tensor]) -> nn.Module:
     module = _WITH_FUNCTION()
-    module.function = function  # type: ignore[assignment]
+    module.function = function
     return module
 
 

@@ -99,7 +99,7 @@ def torch_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         has_backward = name != "npu_grouped_matmul"
         library.impl(name, globals()[name], "CompositeImplicitAutograd" if has_backward else "CPU")
         functions[name] = getattr(torch.ops.published_npu, name)
-    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(**functions))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(**functions))
     yield
     library._destroy()
 
@@ -116,12 +116,12 @@ def test_the_schemas_are_those_of_the_installed_torch_npu() -> None:
 
 @pytest.mark.parametrize("op", ["rms_norm", "rotary_pos_emb", "cross_entropy_loss"])
 def test_they_need_torch_npu_and_say_that_they_never_ran(op: str) -> None:
-    field = f"{op}_implementation"
+    asked: dict[str, Any] = {f"{op}_implementation": "npu"}
     with pytest.raises(KernelUnavailableError, match="torch-npu is not installed.*pip install torch-npu"):
-        ops.OpsConfig(**{field: "npu", "environment": Environment(packages={"torch": "2.14.0"})})
+        ops.OpsConfig(**asked, environment=Environment(packages={"torch": "2.14.0"}))
 
     environment = Environment(packages={"torch": "2.14.0", "torch-npu": "2.14.0"})
-    assert ops.OpsConfig(**{field: "npu", "environment": environment})[op] == "npu"
+    assert ops.OpsConfig(**asked, environment=environment)[op] == "npu"
     assert {spec.note for spec in ops.registered_kernels(op) if spec.name == "npu"} == {"never run on hardware"}
     assert "Never run on hardware" in str(npu.__doc__)
 

@@ -90,7 +90,7 @@ def test_methods_that_read_a_global_are_found(file: ModuleType) -> None:
 def test_the_copy_alone_reads_another_object(file: ModuleType) -> None:
     before = dict(vars(file))
     layer, original = file.Layer(), file.Layer.forward
-    copy = with_globals(original, {"rotate": other})
+    copy: Any = with_globals(original, {"rotate": other})
 
     assert copy(layer, 1, more=5) == 10_016  # through both wrappers, and super()
     assert layer.calls == 2

@@ -422,7 +422,7 @@ class TestVerifySdpa:
 
     def test_a_class_with_a_property(self) -> None:
         class Odd(Model):
-            _supports_sdpa = property(lambda self: False)  # type: ignore[assignment]
+            _supports_sdpa = property(lambda self: False)
 
         for model in (Odd, Odd()):
             with pytest.raises(UnsupportedFeatureError, match="Odd does not support sdpa"):
@@ -528,7 +528,7 @@ class TestLoadWithFallback:
     def test_steps_are_logged_once(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         monkeypatch.setattr(Environment, "detect", classmethod(lambda cls: environment()))
         for _ in range(2):
-            asked = []
+            asked: list[str] = []
 
             def load(name: str, asked: list[str] = asked) -> str:
                 asked.append(name)

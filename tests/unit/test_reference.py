@@ -203,8 +203,8 @@ def test_gradients(options: dict[str, Any], sinks: bool) -> None:
     q, k = make(1, 5, 4, 3, seed=1).requires_grad_(), make(1, 4, 2, 3, seed=2).requires_grad_()
     v, s_aux = make(1, 4, 2, 2, seed=3).requires_grad_(), make(4, seed=4).requires_grad_()
 
-    def dense(*inputs: Tensor) -> Tensor:
-        return flash_attn_func(*inputs[:3], s_aux=inputs[3] if sinks else None, **options)
+    def dense(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None = None) -> Tensor:
+        return flash_attn_func(q, k, v, s_aux=s_aux, **options)
 
     assert torch.autograd.gradcheck(dense, (q, k, v, s_aux) if sinks else (q, k, v))
     cu_q, cu_k = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
@@ -236,8 +236,8 @@ def test_outputs_are_contiguous(dtype: torch.dtype) -> None:
     q, k = make(2, 6, 4, 8).to(dtype), make(2, 6, 2, 8).to(dtype)
     assert flash_attn_func(q, k, k, causal=True).is_contiguous()
     offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
-    flat = [x.flatten(0, 1) for x in (q, k, k)]
-    assert flash_attn_varlen_func(*flat, offsets, offsets, 7, 7, causal=True).is_contiguous()
+    q, k = q.flatten(0, 1), k.flatten(0, 1)
+    assert flash_attn_varlen_func(q, k, k, offsets, offsets, 7, 7, causal=True).is_contiguous()
 
 
 def test_large_scores() -> None:

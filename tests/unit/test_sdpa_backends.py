@@ -25,20 +25,20 @@ class Unequal:
 NAN, ARRAY = float("nan"), Unequal()
 
 
-def original(a, b, /, c, *args, d, e=1, f=(1, 2), g=NAN, h=ARRAY, **kwargs): ...
+def original(a, b, /, c, *args, d, e=1, f=(1, 2), g=NAN, h=ARRAY, **kwargs): ...  # type: ignore[no-untyped-def]
 
 
-def annotated(
+def annotated(  # type: ignore[no-untyped-def]
     a: int, b: str, /, c: Any, *args: int, d: bool, e: int = 1, f: Any = (1, 2), g: Any = NAN, h: Any = ARRAY, **kwargs
 ) -> None: ...
 
 
 @functools.wraps(original)
-def wrapped(*args, **kwargs): ...
+def wrapped(*args, **kwargs): ...  # type: ignore[no-untyped-def]
 
 
 class Model:
-    def method(self, a, b, /, c, *args, d, e=1, f=(1, 2), g=NAN, h=ARRAY, **kwargs): ...
+    def method(self, a, b, /, c, *args, d, e=1, f=(1, 2), g=NAN, h=ARRAY, **kwargs): ...  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,8 @@ def test_odd_things_in_sys_modules_are_passed_over(monkeypatch: pytest.MonkeyPat
             raise RuntimeError(name)
 
     home, user = two_modules(monkeypatch)
-    monkeypatch.setitem(sys.modules, "swap_none", None)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "swap_explosive", Explosive())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "swap_none", None)
+    monkeypatch.setitem(sys.modules, "swap_explosive", Explosive())
     old = home.f
     swap([(home, "f", print)], [(old, print)])
     assert user.imported is print

@@ -11,18 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kernel_compat
 from kernel_compat import UnsupportedFeatureError, ulysses
-from kernel_compat.attention.sequence_parallel.all_to_all import collectives
 from kernel_compat.attention.sequence_parallel.ulysses import gathering_mask_function
 
 RANK, RANKS, LENGTH = 1, 4, 6
 TOKENS = RANKS * LENGTH
 
 CAUSAL, BIDIRECTIONAL = torch.nn.Module(), torch.nn.Module()
-BIDIRECTIONAL.is_causal = False  # type: ignore[assignment]
+BIDIRECTIONAL.is_causal = False
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ class Inner:
 
 
 def qkv(heads: int = 8, kv_heads: int = 4, batch: int = 1, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.randn(batch, n, length, 8) for n in (heads, kv_heads, kv_heads))  # type: ignore[return-value]
+    return tuple(torch.randn(batch, n, length, 8) for n in (heads, kv_heads, kv_heads))
 
 
 def positions(*ids: int) -> Tensor:

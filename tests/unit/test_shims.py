@@ -8,7 +8,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kernel_compat import Shim
-from kernel_compat.patching.installation import discover
+from kernel_compat.patching.shim import discover
 from kernel_compat.releases import TORCH, TRANSFORMERS
 
 GENERATE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))

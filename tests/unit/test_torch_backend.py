@@ -140,11 +140,11 @@ def attend(dim: int = 64, window: tuple[int, int] = (-1, -1)) -> tuple[list[Tens
     offsets = torch.tensor([0, 20, 25, 60], dtype=torch.int32)
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        q, k, v = leaves = [x.to(dtype).requires_grad_() for x in inputs]
         if dtype == torch.bfloat16:
-            out = varlen.varlen_attn(*leaves, offsets, offsets, 35, 35, window_size=window)
+            out = varlen.varlen_attn(q, k, v, offsets, offsets, 35, 35, window_size=window)
         else:
-            out = reference.flash_attn_varlen_func(*leaves, offsets, offsets, 35, 35, window_size=window)
+            out = reference.flash_attn_varlen_func(q, k, v, offsets, offsets, 35, 35, window_size=window)
         results.append([out, *torch.autograd.grad(out, leaves, weight.to(dtype))])
     return results[0], results[1]
 
