@@ -8,7 +8,7 @@ Delete the seam when the oldest supported transformers is 5.8; the registration 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -20,6 +20,9 @@ from kernel_compat.patching.swap import Change, make, undo
 
 #: The start of every name; the rest is a value of ``moe_implementation``.
 PREFIX = "kernel_compat_"
+
+#: The names of the library's own kernels, which are entered without importing them.
+BUILT_IN = tuple(PREFIX + value for value in ("fused_triton", "fused_quack", "fused_npu"))
 
 #: The attribute of a module that holds its proven forwards by value of ``moe_implementation``.
 _PROVEN = "_kernel_compat_experts"
@@ -56,7 +59,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Entries:
-    """Our names in transformers' table, entered when a name is first requested: the kernels take long to import."""
+    """Our names in transformers' table. Those that others have registered are entered when a name is first requested."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,6 +68,7 @@ class _Entries:
 
     def activate(self) -> Callable[[], None]:
         self._table = type(import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS)._global_mapping
+        self._enter(BUILT_IN)
         return self._undo
 
     def enter(self) -> Collection[str]:
@@ -73,13 +77,15 @@ class _Entries:
             return ()
         from kernel_compat.ops import registered_kernels
 
-        names = dict.fromkeys(PREFIX + spec.name for spec in registered_kernels("moe"))
+        self._enter(dict.fromkeys(PREFIX + spec.name for spec in registered_kernels("moe")))
+        return tuple(self._changes)
+
+    def _enter(self, names: Iterable[str]) -> None:
         with self._lock:
             if self._table is not None:
                 added = [Change(self._table, name, _function(name)) for name in names if name not in self._changes]
                 make(added)
                 self._changes |= {change.name: change for change in added}
-            return tuple(self._changes)
 
     def _undo(self) -> None:
         with self._lock:

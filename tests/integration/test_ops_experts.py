@@ -580,3 +580,12 @@ def test_the_switch_refuses_what_the_kernel_is_not_for() -> None:
             build("qwen3_moe", experts_implementation="kernel_compat_fused_npu")
         with pytest.raises(ValueError, match="kernel_compat_nothing"):
             build("qwen3_moe", experts_implementation="kernel_compat_nothing")
+
+
+@since_5
+def test_the_names_that_are_entered_without_importing_the_kernels_are_the_librarys() -> None:
+    from kernel_compat.ops.builtin import SPECS
+    from kernel_compat_shims.tf5_experts import BUILT_IN, PREFIX
+
+    found = {f"{PREFIX}{spec.name}" for spec in SPECS if spec.op == "moe"}
+    assert set(BUILT_IN) == found
