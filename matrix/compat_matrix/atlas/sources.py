@@ -8,13 +8,13 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import griffe
 
@@ -30,6 +30,24 @@ _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 #: Only one thread parses at a time: on Python 3.11, a thread switch within a parse (possible if the garbage collector runs a
 #: finalizer) makes both threads fail with "AST constructor recursion depth mismatch".
 _PARSING = threading.Lock()
+
+T = TypeVar("T")
+
+
+def _parsed(parse: Callable[[], T]) -> T:
+    """The result of a parse, while no other thread parses here.
+
+    Other code may parse in another thread all the same, as the formatting of a traceback does: then the parse is repeated.
+    """
+    for _ in range(9):
+        try:
+            with _PARSING:
+                return parse()
+        except SystemError:
+            pass
+    with _PARSING:
+        return parse()
+
 
 #: Identifies this module and the versions it depends on: cached results are valid as long as it stays the same.
 FINGERPRINT = hashlib.sha256(
@@ -280,16 +298,20 @@ class Sources:
             path = name.replace(".", "/")
             candidates = (f"{path}/__init__.py", f"{path}.py")
             file = next((candidate for candidate in candidates if candidate in self._published.members), None)
-            recorder = _Recorder()
             *packages, last = name.split(".")
             parent = None  # the package for relative imports
             for package in packages:
                 parent = griffe.Module(package, filepath=Path(package, "__init__.py"), parent=parent)
             code = decode_source(self._published.read(file)) if file else ""
-            with _PARSING:
-                visited = griffe.visit(
-                    last, Path(file or candidates[0]), code, extensions=griffe.load_extensions(recorder), parent=parent
+
+            def visit() -> tuple[_Recorder, griffe.Module]:
+                recorder = _Recorder()
+                extensions = griffe.load_extensions(recorder)
+                return recorder, griffe.visit(
+                    last, Path(file or candidates[0]), code, extensions=extensions, parent=parent
                 )
+
+            recorder, visited = _parsed(visit)
             self._modules[name] = _Module(name, recorder, visited.exports)
         return self._modules[name]
 
@@ -354,8 +376,7 @@ def _parameters(function: griffe.Function) -> tuple[Parameter, ...]:
 def _type(source: str) -> str | None:
     """The type of a value, as far as its source shows it."""
     try:
-        with _PARSING:
-            node = ast.parse(source, mode="eval").body
+        node = _parsed(lambda: ast.parse(source, mode="eval").body)
     except SyntaxError:
         return None
     try:
