@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["LigerSupport", "liger_support", "use_liger_kernel"]
 
 NAME = "liger_kernel"
-INSTALL = "Install it with: pip install liger-kernel (with transformers 4: pip install 'liger-kernel<0.8.5')"
 MODULE, TABLE = "liger_kernel.transformers.monkey_patch", "MODEL_TYPE_TO_APPLY_LIGER_FN"
 
 #: The attribute of a model that holds its `_Patch`: in the model itself, so that nothing else keeps the model alive.
@@ -47,7 +46,7 @@ class LigerSupport:
     """Whether `use_liger_kernel` would accept a model. True in a condition where it would.
 
     Attributes:
-        reasons: one sentence for each obstacle; empty where there is none.
+        reasons: one sentence for each obstacle; empty if the model is supported.
         options: the options with which it would: those of the call, and the refused ones turned off. None where no options
             would do.
     """
@@ -167,13 +166,15 @@ def _chosen(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
 
 def _functions() -> Mapping[str, Callable[..., None]]:
     """Liger's functions by model type, whose parameters are the options."""
+    from ..ops.builtin import LIGER_INSTALL
+
     if not importable(NAME):
-        raise KernelUnavailableError(NAME, ["liger-kernel is not installed"], INSTALL)
+        raise KernelUnavailableError(NAME, ["liger-kernel is not installed"], LIGER_INSTALL)
     try:
         found = getattr(importlib.import_module(MODULE), TABLE, None)
     except Exception as error:  # no triton, another transformers than it was written for, ...
         reason = f"liger-kernel {_version()} is installed but does not import ({type(error).__name__}: {error})"
-        raise KernelUnavailableError(NAME, [reason], INSTALL) from error
+        raise KernelUnavailableError(NAME, [reason], LIGER_INSTALL) from error
     if not isinstance(found, Mapping):
         what = "nothing of that name" if found is None else type(found).__name__
         raise SeamError(f"{MODULE}:{TABLE}", "functions by model type", what, f"liger-kernel {_version()}")

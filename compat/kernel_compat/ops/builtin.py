@@ -9,9 +9,12 @@ from typing import Any
 
 from .spec import Hardware, KernelSpec
 
+#: How to install liger-kernel.
+LIGER_INSTALL = "Install it with: pip install liger-kernel (with transformers 4: pip install 'liger-kernel<0.8.5')"
+
 _LIGER: dict[str, Any] = {
     "requires": ("liger-kernel>=0.6.5",),
-    "install": "Install it with: pip install liger-kernel (with transformers 4: pip install 'liger-kernel<0.8.5')",
+    "install": LIGER_INSTALL,
     "hardware": Hardware("cuda"),
 }
 _QUACK: dict[str, Any] = {
@@ -33,32 +36,14 @@ _NPU: dict[str, Any] = {
 }
 
 
-def _liger(name: str) -> Callable[[], Callable[..., Any]]:
-    def factory() -> Callable[..., Any]:
-        from .kernels import liger
+def _made(module: str, name: str, *arguments: bool) -> Callable[[], Callable[..., Any]]:
+    """A function that imports a module of `kernels` and calls a factory in it, which returns the kernel."""
 
-        kernel: Callable[..., Any] = getattr(liger, name)()
+    def load() -> Callable[..., Any]:
+        kernel: Callable[..., Any] = getattr(import_module(f".kernels.{module}", __package__), name)(*arguments)
         return kernel
 
-    return factory
-
-
-def _liger_layers(name: str) -> Callable[[], Callable[..., Any]]:
-    def factory() -> Callable[..., Any]:
-        from .kernels import liger_layers
-
-        kernel: Callable[..., Any] = getattr(liger_layers, name)()
-        return kernel
-
-    return factory
-
-
-def _moe(name: str) -> Callable[[], Callable[..., Any]]:
-    def factory() -> Callable[..., Any]:
-        kernel: Callable[..., Any] = import_module(f".kernels.{name}_moe", __package__).experts()
-        return kernel
-
-    return factory
+    return load
 
 
 def _chunk_loss() -> Callable[..., Any]:
@@ -85,65 +70,52 @@ def _triton_load_balancing() -> Callable[..., Any]:
     return load_balancing_loss
 
 
-def _fla() -> Callable[..., Any]:
-    from .kernels.fla import rms_norm_gated
-
-    return rms_norm_gated()
-
-
-def _npu(name: str, *arguments: bool) -> Callable[[], Callable[..., Any]]:
-    def factory() -> Callable[..., Any]:
-        from .kernels import npu
-
-        kernel: Callable[..., Any] = getattr(npu, name)(*arguments)
-        return kernel
-
-    return factory
-
-
 SPECS = (
     KernelSpec(
         "moe",
         "swiglu",
         "fused_triton",
-        _moe("liger"),
+        _made("liger_moe", "experts"),
         requires=("liger-kernel>=0.8",),
         install="Install it with: pip install 'liger-kernel>=0.8'",
         hardware=Hardware("cuda"),
         note="reads one number back from the device; float32 in TF32",
     ),
-    KernelSpec("moe", "swiglu", "fused_quack", _moe("quack"), note="float16 and bfloat16", **_QUACK),
-    KernelSpec("moe", "swiglu_transposed", "fused_quack", _moe("quack"), note="float16 and bfloat16", **_QUACK),
+    KernelSpec("moe", "swiglu", "fused_quack", _made("quack_moe", "experts"), note="float16 and bfloat16", **_QUACK),
+    KernelSpec(
+        "moe", "swiglu_transposed", "fused_quack", _made("quack_moe", "experts"), note="float16 and bfloat16", **_QUACK
+    ),
     KernelSpec(
         "moe",
         "swiglu",
         "fused_npu",
-        _npu("experts"),
-        requires=("torch-npu",),
-        install="Install it with: pip install torch-npu",
-        hardware=Hardware("npu"),
-        note="bfloat16; never run on hardware",
+        _made("npu", "experts"),
+        **{**_NPU, "note": "bfloat16; never run on hardware"},
     ),
-    KernelSpec("cross_entropy_loss", "causal", "liger_kernel", _liger("cross_entropy"), **_LIGER),
+    KernelSpec("cross_entropy_loss", "causal", "liger_kernel", _made("liger", "cross_entropy"), **_LIGER),
     KernelSpec("cross_entropy_loss", "causal", "chunk_loss", _chunk_loss),
     KernelSpec(
-        "cross_entropy_loss", "causal_logits", "liger_cross_entropy", _liger_layers("logits_cross_entropy"), **_LIGER
+        "cross_entropy_loss",
+        "causal_logits",
+        "liger_cross_entropy",
+        _made("liger_layers", "logits_cross_entropy"),
+        **_LIGER,
     ),
-    KernelSpec("cross_entropy_loss", "causal", "npu", _npu("cross_entropy"), **_NPU),
-    KernelSpec("rms_norm", "standard", "liger_kernel", _liger("rms_norm"), **_LIGER),
-    KernelSpec("rms_norm", "offset", "liger_kernel", _liger("rms_norm_offset"), **_LIGER),
+    KernelSpec("cross_entropy_loss", "causal", "npu", _made("npu", "cross_entropy"), **_NPU),
+    KernelSpec("rms_norm", "standard", "liger_kernel", _made("liger", "rms_norm"), **_LIGER),
+    KernelSpec("rms_norm", "offset", "liger_kernel", _made("liger", "rms_norm_offset"), **_LIGER),
     KernelSpec("rms_norm", "standard", "triton", partial(_triton_rms_norm, False), note="batch-invariant", **_TRITON),
     KernelSpec("rms_norm", "offset", "triton", partial(_triton_rms_norm, True), note="batch-invariant", **_TRITON),
-    KernelSpec("rms_norm", "standard", "npu", _npu("rms_norm", False), **_NPU),
-    KernelSpec("rms_norm", "offset", "npu", _npu("rms_norm", True), **_NPU),
-    KernelSpec("swiglu_mlp", "standard", "liger_kernel", _liger("swiglu"), **_LIGER),
-    KernelSpec("swiglu_mlp", "geglu", "liger_kernel", _liger_layers("geglu"), **_LIGER),
-    KernelSpec("layer_norm", "standard", "liger_kernel", _liger_layers("layer_norm"), **_LIGER),
+    KernelSpec("rms_norm", "standard", "npu", _made("npu", "rms_norm", False), **_NPU),
+    KernelSpec("rms_norm", "offset", "npu", _made("npu", "rms_norm", True), **_NPU),
+    KernelSpec("swiglu_mlp", "standard", "liger_kernel", _made("liger", "swiglu"), **_LIGER),
+    KernelSpec("swiglu_mlp", "geglu", "liger_kernel", _made("liger_layers", "geglu"), **_LIGER),
+    KernelSpec("layer_norm", "standard", "liger_kernel", _made("liger_layers", "layer_norm"), **_LIGER),
     KernelSpec(
         "rotary_pos_emb",
         "full",
         "liger_kernel",
-        _liger("rotary"),
+        _made("liger", "rotary"),
         assumes=("equal_halves",),
         **_LIGER,
     ),
@@ -151,19 +123,19 @@ SPECS = (
         "rotary_pos_emb",
         "partial",
         "liger_kernel",
-        _liger_layers("partial_rotary"),
+        _made("liger_layers", "partial_rotary"),
         assumes=("equal_halves",),
         **_LIGER,
     ),
     KernelSpec("rotary_pos_emb", "full", "triton", _triton_rotary, note="deterministic", **_TRITON),
     KernelSpec("rotary_pos_emb", "partial", "triton", _triton_rotary, note="deterministic", **_TRITON),
-    KernelSpec("rotary_pos_emb", "full", "npu", _npu("rotary_pos_emb"), **_NPU),
+    KernelSpec("rotary_pos_emb", "full", "npu", _made("npu", "rotary_pos_emb"), **_NPU),
     KernelSpec("load_balancing_loss", "standard", "triton", _triton_load_balancing, **_TRITON),
     KernelSpec(
         "rms_norm_gated",
         "standard",
         "fla",
-        _fla,
+        _made("fla", "rms_norm_gated"),
         requires=("flash-linear-attention>=0.2",),
         install="Install it with: pip install flash-linear-attention",
         hardware=Hardware("cuda", (8, 0)),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import liger
+from .backward import refuse_second_derivative, untraced
 
 __all__ = ["geglu", "layer_norm", "logits_cross_entropy", "partial_rotary"]
 
@@ -23,6 +24,7 @@ def geglu() -> Callable[..., Tensor]:
 
     def kernel(gate: Tensor, up: Tensor) -> Tensor:
         product: Tensor = _GeluMul.apply(geglu_forward, geglu_backward, gate, up)
+        refuse_second_derivative(product, "swiglu_mlp_implementation='liger_kernel'")
         return product
 
     return kernel
@@ -43,7 +45,6 @@ class _GeluMul(Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("swiglu_mlp_implementation='liger_kernel'")
         gate, up = ctx.saved_tensors
         found = ctx.compute(gate.clone(), up.clone(), gradient.contiguous())
         return (None, None, *(one.view(gradient.shape) for one in found))
@@ -53,15 +54,10 @@ def layer_norm() -> Callable[..., Tensor]:
     """``(hidden_states, weight, bias, eps)``, normalized over the last dimension."""
     from liger_kernel.ops import LigerLayerNormFunction
 
-    class LayerNorm(LigerLayerNormFunction):  # type: ignore[misc]
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            _refuse_second_derivative("layer_norm_implementation='liger_kernel'")
-            return LigerLayerNormFunction.backward(ctx, *gradients)
-
     def kernel(hidden_states: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
-        normed: Tensor = LayerNorm.apply(hidden_states.to(dtype), weight.to(dtype), bias.to(dtype), eps)
+        normed: Tensor = LigerLayerNormFunction.apply(hidden_states.to(dtype), weight.to(dtype), bias.to(dtype), eps)
+        refuse_second_derivative(normed, "layer_norm_implementation='liger_kernel'")
         return normed
 
     return kernel
@@ -90,10 +86,10 @@ def logits_cross_entropy() -> Callable[..., Tensor]:
         logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum"] = "mean"
     ) -> Tensor:
         loss: Tensor = _CrossEntropy.apply(cross_entropy_forward, logits, labels, ignore_index, reduction)
+        refuse_second_derivative(loss, "cross_entropy_loss_implementation='liger_cross_entropy'")
         return loss
 
-    wrapped: Callable[..., Tensor] = torch.compiler.disable(kernel)  # see `backward.untraced`
-    return wrapped
+    return untraced(kernel)
 
 
 class _CrossEntropy(Function):  # type: ignore[misc]
@@ -123,7 +119,6 @@ class _CrossEntropy(Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("cross_entropy_loss_implementation='liger_cross_entropy'")
         gradient, ctx.computed = ctx.computed, None
         if gradient is None:
             raise RuntimeError(
@@ -131,9 +126,3 @@ class _CrossEntropy(Function):  # type: ignore[misc]
                 "(retain_graph=True) needs another forward"
             )
         return None, torch.mul(gradient, factor, out=gradient), None, None, None
-
-
-def _refuse_second_derivative(option: str) -> None:
-    """Called by a backward: gradients are on in it with ``create_graph=True`` alone."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"{option} has no second derivative (create_graph=True)")

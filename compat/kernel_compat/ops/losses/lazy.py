@@ -217,25 +217,12 @@ def _refused(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-for _name in (
-    *(
-        "add",
-        "radd",
-        "sub",
-        "rsub",
-        "rtruediv",
-        "floordiv",
-        "rfloordiv",
-        "mod",
-        "rmod",
-        "pow",
-        "rpow",
-        "matmul",
-        "rmatmul",
-    ),
-    *("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "contains", "len", "iter"),
-    *("bool", "int", "float", "complex", "index", "array", "reduce_ex"),
-):
+#: The operators and conversions that need a tensor.
+_REFUSED = """
+    add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg abs invert
+    eq ne lt le gt ge getitem setitem contains len iter bool int float complex index array reduce_ex
+"""
+for _name in _REFUSED.split():
     setattr(LazyLogits, f"__{_name}__", _refused(f"__{_name}__"))
 LazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ __all__ = ["LogitsLoss"]
 
 
 class LogitsLoss:
-    """A model's ``loss_function``, with the parameters of transformers' ``ForCausalLMLoss``. Pickled as `causal_loss`.
+    """The ``loss_function`` of a model with a kernel. Pickled, it becomes `causal_loss`.
 
     Args:
         kernel: called with logits (tokens, vocabulary) in float32 or wider, which it may overwrite, labels (tokens,),
@@ -46,8 +47,4 @@ class LogitsLoss:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_it_is, (causal_loss,)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+        return functools.partial, (causal_loss,)
