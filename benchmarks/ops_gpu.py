@@ -122,7 +122,7 @@ if "torch" in globals():
             return torch.cat([query.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2)], -1)
 
 
-# Cases: the inputs, and by name a function that returns the candidate or raises the reason why there is none.
+# Cases. Each returns its inputs and, by name, functions that build the candidates; one that can't run here raises.
 
 
 def rms_norm(hidden: int, tokens: int) -> tuple[list[Any], dict[str, Callable[[], Candidate]]]:

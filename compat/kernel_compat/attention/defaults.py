@@ -88,7 +88,7 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
         A report: every shim with its state and the reason.
 
     Raises:
-        ValueError: `skip` names a shim that doesn't exist, or `unproven` is none of the three.
+        ValueError: `skip` names a shim that doesn't exist, or `unproven` is not one of the values above.
         TypeError: `skip` is a single string.
     """
     _check_unproven(unproven)
@@ -126,7 +126,7 @@ def unproven() -> str:
     """The reaction to models that can't be proven: `install`'s argument, or the environment variable's value.
 
     Raises:
-        ValueError: ``KERNEL_COMPAT_UNPROVEN`` is none of the three.
+        ValueError: ``KERNEL_COMPAT_UNPROVEN`` is not ``warn``, ``refuse`` or ``allow``.
     """
     value = publisher.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN") or "warn"
     if value not in UNPROVEN:

@@ -47,7 +47,7 @@ class MaskRecord(NamedTuple):
     Attributes:
         causal: whether a query sees no later key.
         window: how many keys to the left and to the right of its own a query sees; -1 for no limit.
-        padding: (batch, kv_length or less) bool, False for padding; None if there is none.
+        padding: (batch, kv_length or less) bool, False for padding; None for a batch without padding.
         q_length, kv_length: the sizes that it was made for.
         mask: the tensor that was returned for it, or None if None was returned.
     """

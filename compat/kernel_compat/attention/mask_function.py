@@ -29,7 +29,7 @@ class MaskPattern(NamedTuple):
 
 
 def attention_mask_function(**arguments: Any) -> Tensor | None:
-    """The mask of the library's attention functions: the padding, or None if there is none.
+    """The mask of the library's attention functions: the padding, or None for a batch without padding.
 
     Called by ``create_causal_mask`` and its like, once a forward and type of layer. Causality, a window and packed sequences
     are recorded in the forward in progress. Any other pattern is built in full, for the attention function to prove or

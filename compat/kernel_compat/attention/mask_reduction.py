@@ -19,7 +19,7 @@ class ReducedMask(NamedTuple):
     """A mask in the terms of a varlen kernel.
 
     Attributes:
-        padding: (batch, kv_len) bool, False for padding; None if there is none.
+        padding: (batch, kv_len) bool, False for padding; None for a batch without padding.
         padded_queries: whether `padding` applies to the queries too (self-attention), or to the keys alone.
         kv_len: how many keys are used. The rest are unused room of a static cache.
         causal: whether a query sees no later key.

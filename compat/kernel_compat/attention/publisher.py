@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["TESTED_TRANSFORMERS", "Publisher"]
 
 #: The oldest and the newest release of transformers that the shims were tested on.
-TESTED_TRANSFORMERS = tuple(map(Version, minors(TRANSFORMERS)))
+TESTED_TRANSFORMERS = (Version(minors(TRANSFORMERS)[0]), Version(minors(TRANSFORMERS)[-1]))
 
 
 class Publisher:
@@ -42,7 +42,7 @@ class Publisher:
     def prepare(self, environment: Environment) -> None:
         """Warn where transformers is of a release that the shims weren't tested on."""
         version = environment.version("transformers")
-        oldest, *_, newest = TESTED_TRANSFORMERS
+        oldest, newest = TESTED_TRANSFORMERS
         if version is None or self._active:
             return
         # 4: the caller of kernel_compat.install

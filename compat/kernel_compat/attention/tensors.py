@@ -121,7 +121,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def previous_token(valid: Tensor) -> Tensor:
-    """The index of the last token before each position of a row, -1 if there is none. Shape (batch, length), int64.
+    """The index of the last token before each position of a row, -1 where no token precedes it. Shape (batch, length), int64.
 
     Args:
         valid: (batch, length) bool, False for padding.

@@ -18,7 +18,7 @@ __all__ = ["add_arguments", "as_json", "find", "show"]
 
 
 class Plan(NamedTuple):
-    """The plan, or the error that says why there is none."""
+    """A plan, or the error that was raised instead of one."""
 
     preload: Preload | None
     error: KernelUnavailableError | None

@@ -91,7 +91,7 @@ class TypeExplanation:
 
     Attributes:
         model_type: the model type.
-        transformers: the installed release; None if there is none.
+        transformers: the installed release; None if transformers is not installed.
         verdict: the worst verdict of its cases, ``equal`` if all are equal; None if the type isn't in the table.
         cases: for each verdict other than equal, the names of the cases that have it.
         ladder: the names that its model can be loaded with.

@@ -135,7 +135,7 @@ class Provider:
         bundled: the module comes with torch or with this library.
         declared: whether `features` holds for keywords taken by ``**kwargs`` too. Otherwise a function has the features whose
             keywords are among its named parameters.
-        refine: returns the features without those that the imported module was built without.
+        refine: returns the features that the imported module was built with, of those passed.
         functions: returns the functions in the imported module, by their names in FlashAttention-2.
         unpaged_because: returns why pages of so many tokens can't be used with a head dimension; None where they can.
         runs_on: returns whether there is a kernel for a device type that `features` doesn't name. A provider with this
