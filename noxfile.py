@@ -1,4 +1,4 @@
-"""What there is to run: `nox -l` lists it, `nox -j 2` runs what CI runs."""
+"""The sessions: `nox -l` lists them, `nox -j 2` runs those of CI."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ nox.options.allow_parallel = True
 nox.options.error_on_missing_interpreters = True
 nox.options.tags = ["ci"]
 
-#: The one list of upstream releases. It is run by its path, because nox has no kernel-compat installed.
+#: The one list of upstream releases. It is run by path, because nox's own environment doesn't have kernel-compat.
 RELEASES = runpy.run_path(str(Path(__file__).parent / "compat" / "kernel_compat" / "releases.py"))
 
-#: Releases of transformers for the session `versions`. In CI the session `tests` runs on the newest.
+#: Releases of transformers for the session `versions`. The newest one has the session `tests` in CI.
 TRANSFORMERS = [
     nox.param(release, tags=["ci"] if tested == "ci" else [])
     for release, tested in RELEASES["TRANSFORMERS"].items()
@@ -38,14 +38,14 @@ TORCHES = [
 #: The torch of `versions`: one for all sessions, because uv links its files into each environment instead of copying them.
 TORCH = "2.11.0"
 
-#: What depends on torch.
+#: The tests that depend on the release of torch.
 ON_TORCH = (
     "tests/unit/test_flash_attention_torch.py",
     "tests/unit/test_torch_backend.py",
     "tests/integration/test_flash_attention_torch.py",
 )
 
-#: What tells one release of transformers from the next; `nightly` runs everything on each.
+#: The tests that depend on the release of transformers. `nightly` runs all tests on each.
 ON_TRANSFORMERS = (
     "tests/integration/test_architectures.py",
     "tests/integration/test_boundaries.py",
@@ -56,19 +56,19 @@ ON_TRANSFORMERS = (
     "tests/integration/test_upstream_failures.py",
 )
 
-#: The Pythons that are supported, with the newest releases each of them takes; the lowest versions of everything that the
-#: project depends on itself; and every release of transformers that `versions` has.
+#: Every supported Python with the newest releases; the lowest versions of the direct dependencies; and every release of
+#: transformers that `versions` has.
 NIGHTLY = [
     *(nox.param(python, "newest") for python in ("3.10", "3.11", "3.12", "3.13")),
     nox.param("3.10", "lowest"),
     *(nox.param("3.11", release) for release, tested in RELEASES["TRANSFORMERS"].items() if tested),
 ]
 
-#: What the tests of the library and of the matrix need.
+#: The dependencies of the tests of the library and of the matrix.
 GROUPS = ("--group", "test", "--group", "matrix")
 
-#: The models are tiny, so that a second thread costs more than it brings; no test may ask the hub for anything; and where Python
-#: is told not to keep what it compiles, each of the many processes would compile torch and transformers for 10 s.
+#: A second thread slows tiny models down. No test may access the hub. Where Python doesn't keep bytecode, each of the many
+#: processes compiles torch and transformers again, for 10 s.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
