@@ -111,7 +111,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
     """
 
     @wraps(original)
-    def check(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    def _check_and_adjust_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         entry = resolve(attn_implementation)
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
@@ -125,4 +125,4 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         preload(attn_implementation)
         return attn_implementation
 
-    return check
+    return _check_and_adjust_attn_implementation
