@@ -495,7 +495,22 @@ class TestContextParallelism:
             verify_sdpa_support(model, 2)
 
 
-class TestRefusals:
+class TestModelsAreChecked:
+    """Each part of a model, as it is built: `PreTrainedModel.__init__` is replaced while a model is loaded."""
+
+    def test_before_its_weights(self) -> None:
+        """Softcap is in the config: under sdpa not even the layers are built."""
+        built = []
+
+        class Watched(transformers.Gemma2ForCausalLM):
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                built.append(config._attn_implementation)
+
+        config = CAUSAL_LMS["gemma2_softcap"]()
+        load_with_fallback(lambda name: Watched._from_config(config, attn_implementation=name), "sdpa")
+        assert built == ["eager"]
+
     def test_a_name_that_is_set_later(self, models: Path) -> None:
         """4.54 warns where later releases raise; the model keeps the name that it was loaded with."""
 
@@ -505,6 +520,19 @@ class TestRefusals:
             return model
 
         assert load_with_fallback(attempt, "nothing").config._attn_implementation == "eager"
+
+    def test_the_original_is_set_again(self, models: Path) -> None:
+        model_class = transformers.PreTrainedModel
+        before = model_class.__init__
+        inside = []
+
+        def attempt(name: str) -> Any:
+            inside.append(model_class.__init__)
+            return load(saved(models, "llama"), name)
+
+        load_with_fallback(lambda name: load_with_fallback(attempt, name), "nothing")
+        assert before not in inside
+        assert model_class.__init__ is before
 
     def test_two_threads(self, models: Path) -> None:
         """Each falls back for itself; a thread that loads by itself gets upstream's error."""

@@ -526,7 +526,7 @@ class TestLoadWithFallback:
         assert asked == ["my/kernel"]
 
     def test_steps_are_logged_once(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setattr(Environment, "detect", classmethod(lambda cls: environment()))
+        monkeypatch.setattr(Environment, "detect", classmethod(lambda cls, distributions=(): environment()))
         for _ in range(2):
             asked: list[str] = []
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Collection
-from functools import cache
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 from ..attention.defaults import registered_attention
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from ..patching.installation import Installation
+from ..patching.seam import Seam
+from ..patching.shim import Shim
 from .capabilities import capabilities, require_features
 from .ladder import ladder
 from .support import implementations, needs
@@ -26,12 +30,13 @@ T = TypeVar("T")
 def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: Collection[str] = ()) -> T:
     """Load a model with `name`, or with the next of the ladder if that is not supported here.
 
-    These errors lead to the next step: a `KernelUnavailableError` or an `UnsupportedFeatureError` about the attention, and the
+    While `load` runs, each part of the model is checked against its config as it is built, before its weights are read. These
+    errors lead to the next step: a `KernelUnavailableError` or an `UnsupportedFeatureError` about the attention, and the
     errors by which transformers refuses the name for the model, the installation or the device. All others are raised
     unchanged. After the first, names that can't be used here are skipped. Each step is logged as a warning, once a process.
 
     A model that needs a feature which the name ignores silently (attention sinks; softcap under ``sdpa``) counts as not
-    supported. That is read from the loaded model; `requires` skips such names without loading it.
+    supported.
 
     Args:
         load: called with an attention name; returns the model, a tuple that begins with it, or any other object.
@@ -55,8 +60,10 @@ def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: 
         reason: str | None = step.reason
         # The first is tried although it may be unknown here: a hub kernel, or a name that other code has registered.
         if step.usable or (step.name == name and _may_be_tried(name, environment, requires)):
+            token = _loading_in.set(environment)
             try:
-                model = load(step.name)
+                with _checked_models.installed():
+                    model = load(step.name)
             except Exception as error:
                 if not _is_refusal(error, step.name) or (following is None and not reasons):
                     raise
@@ -67,6 +74,8 @@ def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: 
                 if reason is None:
                     return model
                 del model
+            finally:
+                _loading_in.reset(token)
         reasons.append(f"{step.name}: {reason}")
         if following:
             _warn_once(f"attn_implementation={step.name!r} is not supported here, trying {following!r}: {reason}")
@@ -102,8 +111,48 @@ def _unsupported_because(loaded: object, requested: str, environment: Environmen
     return None
 
 
+#: The environment, in threads that are in `load_with_fallback`.
+_loading_in: ContextVar[Environment | None] = ContextVar("_loading_in", default=None)
+
+
+def _check_config(model: Any, environment: Environment) -> None:
+    """Refuse a model that needs a feature which its attention name lacks. Its layers do not exist yet."""
+    for name in implementations(model):
+        require_features(name, {feature for _, feature in needs(model)}, type(model).__name__, environment)
+
+
+def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    init = originals["__init__"]
+
+    @wraps(init)
+    def __init__(model: Any, *args: Any, **kwargs: Any) -> None:
+        init(model, *args, **kwargs)
+        if environment := _loading_in.get():
+            _check_config(model, environment)
+
+    return {"__init__": __init__}
+
+
+_checked_models = Installation(
+    discover=lambda: (
+        [
+            Shim(
+                name="checked_models",
+                distribution="transformers",
+                versions=">=4",
+                reason="a model that needs softcap reads its weights before anything refuses its attention",
+                seams=(Seam("transformers.modeling_utils:PreTrainedModel.__init__", ("self", "config")),),
+                replace=_replace,
+            )
+        ],
+        {},
+    )
+)
+
 #: The methods by which models check their attention, and the property by which HRM-Text's config does.
-_CHECKS = frozenset({"_check_and_adjust_attn_implementation", "set_attn_implementation", "_attn_implementation"})
+_CHECKS = frozenset(
+    {"_check_and_adjust_attn_implementation", "set_attn_implementation", "_attn_implementation", "_check_config"}
+)
 
 
 def _is_refusal(error: Exception, name: str) -> bool:
