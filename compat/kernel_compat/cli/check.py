@@ -65,7 +65,7 @@ def as_json(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def show(console: Console, report: CheckReport) -> None:
+def show(console: Console | None, report: CheckReport) -> None:
     """Print the report as tables."""
     print_environment(console, report.environment, report.torch_flash_backend)
     print_shims(console, [shim for shim in report.installation.shims if shim.state != "not needed"])
@@ -91,7 +91,7 @@ def show(console: Console, report: CheckReport) -> None:
         print_text(console, "Something is WRONG or failed: see above.", "bold red")
 
 
-def _print_cases(console: Console, results: Iterable[NameResult]) -> None:
+def _print_cases(console: Console | None, results: Iterable[NameResult]) -> None:
     rows = []
     for result in results:
         for case in result.cases:
@@ -110,7 +110,7 @@ def _print_cases(console: Console, results: Iterable[NameResult]) -> None:
             )
     heads = ("name", "case", "verdict", "output", "gradients", "max abs", "tolerance", "")
     title = "Cases (relative errors against float64)"
-    if not console.is_terminal:
+    if console is None:
         if rows:
             print_table(console, title, heads, rows)
         return

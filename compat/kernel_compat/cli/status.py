@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ..attention.defaults import Report, status
-from ..diagnostics.names import NameStatus, attention_names
+from ..attention.defaults import status
+from ..diagnostics.names import attention_names
 from .arguments import add_json
 from .tables import fields_of, print_environment, print_shims, print_table, reasons_text, usable_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["add_arguments", "as_json", "find", "show"]
-
-
-class Status(NamedTuple):
-    """The report of `kernel_compat.status()` and the attention names."""
-
-    report: Report
-    names: tuple[NameStatus, ...]
-
-    @property
-    def ok(self) -> bool:
-        return self.report.ok
+__all__ = ["add_arguments", "find", "show"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,39 +21,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def find(arguments: argparse.Namespace) -> Status:
+def find(arguments: argparse.Namespace) -> dict[str, Any]:
     """The status of this environment."""
     report = status()
-    return Status(report, attention_names(report.environment))
-
-
-def as_json(found: Status) -> dict[str, Any]:
-    """The status as a document."""
-    report = found.report
     return {
         "ok": report.ok,
         "environment": report.environment,
         "installed": report.installed,
         "shims": report.shims,
-        "attention": [{**fields_of(name), "state": report.attention.get(name.name)} for name in found.names],
+        "attention": [
+            {**fields_of(name), "state": report.attention.get(name.name)}
+            for name in attention_names(report.environment)
+        ],
         "torch_flash_backend": report.torch_flash_backend,
     }
 
 
-def show(console: Console, found: Status) -> None:
+def show(console: Console | None, found: dict[str, Any]) -> None:
     """Print the status as tables."""
-    report = found.report
-    print_environment(console, report.environment, report.torch_flash_backend)
-    print_shims(console, report.shims)
+    print_environment(console, found["environment"], found["torch_flash_backend"])
+    print_shims(console, found["shims"])
     rows = [
         (
-            name.name,
-            "" if name.kernel in (None, name.name) else str(name.kernel),
-            "its own name" if name.owner == "transformers" else report.attention.get(name.name, "pending"),
-            usable_text(name.reasons),
-            reasons_text(name.reasons, name.install),
+            name["name"],
+            "" if name["kernel"] == name["name"] else name["kernel"],
+            "its own name" if name["owner"] == "transformers" else name["state"] or "pending",
+            usable_text(name["reasons"]),
+            reasons_text(name["reasons"], name["install"]),
         )
-        for name in found.names
+        for name in found["attention"]
     ]
     heads = ("name", "kernel", "in transformers", "kernel is", "reason")
     print_table(console, "Attention names", heads, rows)

@@ -5,29 +5,16 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from ..attention.defaults import registered_attention, status
+from ..attention.defaults import registered_attention
 from ..attention.registry import upstream_owner
-from ..choosing.capabilities import require_known
-from ..choosing.ladder import LADDER, Step, ladder
+from ..choosing.capabilities import kernel_of
 from ..environment import Environment
-from ..kernels import Features, Kernel, known_kernels
-from ..patching.report import ShimReport
+from ..kernels import known_kernels
 
-__all__ = [
-    "Explanation",
-    "NameStatus",
-    "ProviderStatus",
-    "TypeExplanation",
-    "attention_names",
-    "explain",
-    "explain_type",
-]
-
-Owner = Literal["transformers", "kernel-compat", "registered"]
+__all__ = ["NameStatus", "attention_names", "name_status"]
 
 
 @dataclass(frozen=True)
@@ -45,141 +32,28 @@ class NameStatus:
 
     name: str
     kernel: str | None
-    owner: Owner
+    owner: Literal["transformers", "kernel-compat", "registered"]
     reasons: tuple[str, ...] = ()
     install: str = ""
 
 
-@dataclass(frozen=True)
-class ProviderStatus:
-    """One package that provides a kernel; `reasons` as in `NameStatus`."""
-
-    distribution: str
-    module: str
-    version: str | None
-    features: Features
-    reasons: tuple[str, ...]
-    install: str
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Everything that is known about one attention name.
-
-    Attributes:
-        environment: the environment it was looked up in.
-        status: the name and its kernel.
-        forward: qualified name of the attention function it was registered with; None for the default.
-        state: its state in transformers' tables; None for a name that isn't registered.
-        providers: the packages that provide its kernel, in the order in which they are tried.
-        shims: the shims that this environment needs.
-        ladder: the names that `policy.load_with_fallback` would try, starting with this one.
-    """
-
-    environment: Environment
-    status: NameStatus
-    forward: str | None
-    state: str | None
-    providers: tuple[ProviderStatus, ...]
-    shims: tuple[ShimReport, ...]
-    ladder: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
-class TypeExplanation:
-    """The entry of the table of proofs for a model type, on the installed transformers.
-
-    Attributes:
-        model_type: the model type.
-        transformers: the installed release; None if transformers is not installed.
-        verdict: the worst verdict of its cases, ``equal`` if all are equal; None if the type isn't in the table.
-        cases: for each verdict other than equal, the names of the cases that have it.
-        ladder: the names that its model can be loaded with.
-    """
-
-    model_type: str
-    transformers: str | None
-    verdict: str | None
-    cases: Mapping[str, tuple[str, ...]]
-    ladder: tuple[Step, ...]
-
-
 def attention_names(environment: Environment) -> tuple[NameStatus, ...]:
     """Every kernel's name, then every other registered name."""
-    registered = registered_attention()
-    kernels = {name: registered[name].kernel if name in registered else k for name, k in known_kernels().items()}
-    kernels.update((name, entry.kernel) for name, entry in registered.items())
-    return tuple(_status(name, kernel, environment) for name, kernel in kernels.items())
+    return tuple(name_status(name, environment) for name in {**known_kernels(), **registered_attention()})
 
 
-def _status(name: str, kernel: Kernel, environment: Environment) -> NameStatus:
-    provider = kernel.provider(environment)
-    reasons = tuple(provider.unavailable_because(environment))
-    return NameStatus(name, kernel.name, _owner(name, environment), reasons, provider.install_hint(environment))
-
-
-def _owner(name: str, environment: Environment) -> Owner:
+def name_status(name: str, environment: Environment) -> NameStatus:
+    """The status of a name; one without a kernel counts as transformers' own."""
+    kernel = kernel_of(name)
+    if kernel is None:
+        return NameStatus(name, None, "transformers")
     entry = registered_attention().get(name)
     if entry is not None:
-        return "kernel-compat" if entry.builtin else "registered"
-    return "transformers" if upstream_owner(name, environment) else "kernel-compat"
-
-
-def explain_type(model_type: str, name: str = LADDER[0]) -> TypeExplanation:
-    """Look a model type up in the table of proofs.
-
-    Args:
-        model_type: as in a config's ``model_type``.
-        name: the attention name that the ladder starts with.
-    """
-    from ..proving.table import WORSE, known  # here: `status` doesn't need its imports
-
-    environment = status().environment
-    release = environment.version("transformers")
-    cases = known(str(release)).get(model_type) if release else None
-    verdict = None if cases is None else next((one for one in (*WORSE, "no recipe") if one in cases), "equal")
-    steps = ladder(name, environment, model_type=model_type)
-    return TypeExplanation(model_type, str(release) if release else None, verdict, cases or {}, steps)
-
-
-def explain(name: str) -> Explanation:
-    """Explain an attention name: its kernel, and why that can or can't run here.
-
-    Raises:
-        UnknownNameError: no such name exists here.
-        TypeError: `name` is not a string.
-    """
-    require_known(name)
-    report = status()
-    environment = report.environment
-    steps = ladder(name, environment)
-    name = name.removeprefix("paged|")
-    statuses = {one.name: one for one in attention_names(environment)}
-    if name not in statuses:
-        return Explanation(environment, NameStatus(name, None, "transformers"), None, None, (), (), steps)
-    entry = registered_attention().get(name)
-    kernel = entry.kernel if entry else known_kernels()[name]
-    return Explanation(
-        environment,
-        statuses[name],
-        _qualified(entry.forward) if entry and entry.forward else None,
-        report.attention.get(name),
-        tuple(
-            ProviderStatus(
-                provider.distribution,
-                provider.module,
-                environment.packages.get(provider.distribution),
-                provider.features_in(environment),
-                tuple(provider.unavailable_because(environment)),
-                provider.install,
-            )
-            for provider in kernel.providers
-        ),
-        tuple(shim for shim in report.shims if shim.state != "not needed"),
-        steps,
-    )
-
-
-def _qualified(function: Any) -> str:
-    name = getattr(function, "__qualname__", None)
-    return f"{function.__module__}.{name}" if name else repr(function)
+        owner: Literal["transformers", "kernel-compat", "registered"] = (
+            "kernel-compat" if entry.builtin else "registered"
+        )
+    else:
+        owner = "transformers" if upstream_owner(name, environment) else "kernel-compat"
+    provider = kernel.provider(environment)
+    reasons = tuple(provider.unavailable_because(environment))
+    return NameStatus(name, kernel.name, owner, reasons, provider.install_hint(environment))
