@@ -305,7 +305,7 @@ def test_windows_without_gradients_are_refused_in_training() -> None:
 
 def test_check_computes_no_gradients_where_a_feature_has_none() -> None:
     package = replace(catalog.OWN, features=replace(catalog.OWN.features, forward_only=("window",)))
-    subject = numerics._Registered("x", Kernel("x", (package,)), None)
+    subject = numerics._Subject("x", Kernel("x", (package,)))
     cases = {case.name: case for case in numerics.CASES}
     window, causal = (numerics._check_case(cases[name], subject, "cpu", torch.float32) for name in ("window", "causal"))
     assert (window.verdict, window.reason, set(window.errors)) == ("right", "no backward: forward only", {"output"})

@@ -45,8 +45,8 @@ def _with_progress(names: Sequence[str] | None, backend: Literal["FA3", "FA4"] |
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("importing torch and transformers", total=None)
 
-        def progress(case: str, done: int, total: int) -> None:
-            bar.update(task, description=case, completed=done, total=total, refresh=True)
+        def progress(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total, refresh=True)
 
         return run(names, progress, backend)
 
