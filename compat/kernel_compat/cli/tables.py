@@ -94,7 +94,7 @@ def print_text(console: Console | None, text: str, style: str = "") -> None:
 
 
 def print_table(console: Console | None, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table without its empty columns; on a terminal all columns but the first may wrap."""
+    """Print a table without its empty columns; on a terminal long columns after the first may wrap."""
     rows = list(rows)
     used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
     print_text(console, "")
@@ -110,7 +110,8 @@ def print_table(console: Console | None, title: str, heads: Sequence[str], rows:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for index in used:
-        table.add_column(heads[index], overflow="fold", no_wrap=index == used[0])
+        short = all(len(row[index]) < 12 for row in (heads, *rows))
+        table.add_column(heads[index], overflow="fold", no_wrap=short or index == used[0])
     for row in rows:
         table.add_row(*(Text(row[index], style=COLOURS.get(row[index], "")) for index in used))
     console.print(table)
