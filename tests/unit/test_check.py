@@ -11,8 +11,8 @@ import pytest
 
 import kernel_compat
 from kernel_compat import Features, Kernel, Provider
+from kernel_compat.choosing.capabilities import attention_names
 from kernel_compat.cli.explain import explain
-from kernel_compat.diagnostics import names
 from kernel_compat.diagnostics import numerics as check
 from kernel_compat.errors import UnknownNameError
 from kernel_compat.policy import LADDER
@@ -313,7 +313,7 @@ def test_the_reference_formula_agrees_with_torch() -> None:
 
 def test_every_kernel_and_every_registered_name_is_listed() -> None:
     kernel_compat.register_attention("my_flash", "flash_attention_reference")
-    found = {name.name: name for name in names.attention_names(kernel_compat.Environment.detect())}
+    found = {name.name: name for name in attention_names(kernel_compat.Environment.detect())}
     assert set(found) == {*kernel_compat.known_kernels(), "my_flash"}
     assert found["my_flash"].kernel == "flash_attention_reference"
     assert found["my_flash"].owner == "registered"

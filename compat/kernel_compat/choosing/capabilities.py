@@ -1,9 +1,13 @@
-"""The features of an attention name in an environment, and why it can't run there."""
+"""Attention names in an environment: who defines each, its kernel and features, and why it can't run there.
+
+Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from ..attention.defaults import registered_attention
 from ..attention.registry import UPSTREAM, check_name, upstream_owner
@@ -12,7 +16,20 @@ from ..errors import UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, Provider, known_kernels
 from ..kernels.catalog import TRANSFORMERS, instead
 
-__all__ = ["Capabilities", "capabilities", "kernel_of", "require_features", "require_known", "require_string"]
+__all__ = [
+    "Capabilities",
+    "NameStatus",
+    "attention_names",
+    "capabilities",
+    "kernel_of",
+    "name_status",
+    "owner_of",
+    "require_features",
+    "require_known",
+    "require_string",
+]
+
+Owner = Literal["transformers", "kernel-compat", "registered"]
 
 
 class Capabilities(NamedTuple):
@@ -31,6 +48,48 @@ class Capabilities(NamedTuple):
     runs_on: str
 
 
+@dataclass(frozen=True)
+class NameStatus:
+    """An attention name and the kernel that `register_attention` would bind it to.
+
+    Attributes:
+        name: the name, as in ``attn_implementation=``.
+        kernel: the name of its kernel; None if transformers computes this attention itself.
+        owner: who defines the name in transformers' tables: see `owner_of`.
+        reasons: why the kernel can't run here; empty if it can.
+        install: a sentence with the command that installs the kernel, if that would help.
+    """
+
+    name: str
+    kernel: str | None
+    owner: Owner
+    reasons: tuple[str, ...] = ()
+    install: str = ""
+
+
+def attention_names(environment: Environment) -> tuple[NameStatus, ...]:
+    """Every kernel's name, then every other registered name."""
+    return tuple(name_status(name, environment) for name in {**known_kernels(), **registered_attention()})
+
+
+def name_status(name: str, environment: Environment) -> NameStatus:
+    """The status of a name that exists."""
+    kernel = kernel_of(name)
+    if kernel is None:
+        return NameStatus(name, None, "transformers")
+    provider = kernel.provider(environment)
+    reasons = tuple(provider.unavailable_because(environment))
+    return NameStatus(name, kernel.name, owner_of(name, environment), reasons, provider.install_hint(environment))
+
+
+def owner_of(name: str, environment: Environment) -> Owner:
+    """Who defines a name in transformers' tables: transformers, `install()`, or a call of `register_attention`."""
+    entry = registered_attention().get(name)
+    if entry is not None:
+        return "kernel-compat" if entry.builtin else "registered"
+    return "transformers" if upstream_owner(name, environment) else "kernel-compat"
+
+
 def kernel_of(name: str) -> Kernel | None:
     """The kernel that a name is registered with, or else the library's kernel of that name."""
     entry = registered_attention().get(name)
@@ -40,8 +99,8 @@ def kernel_of(name: str) -> Kernel | None:
 def capabilities(name: str, environment: Environment) -> Capabilities | None:
     """The features of a name; None for a name without a kernel that the library knows. ``paged|NAME`` means NAME."""
     name = name.removeprefix("paged|")
-    registered = name in registered_attention()
-    if name in TRANSFORMERS and not registered:
+    upstream = owner_of(name, environment) == "transformers"
+    if name in TRANSFORMERS and upstream:
         torch = environment.packages.get("torch")
         absent = torch is None and "torch" not in environment.imports
         runs_on = f"transformers' own, on torch {torch or 'of unknown version'}"
@@ -49,10 +108,8 @@ def capabilities(name: str, environment: Environment) -> Capabilities | None:
     kernel = kernel_of(name)
     if kernel is None:
         return None
-    if not registered and upstream_owner(name, environment):
-        provider = kernel.providers[0]  # the package that transformers itself imports
-    else:
-        provider = kernel.provider(environment)
+    # Under its own names transformers imports the first package.
+    provider = kernel.providers[0] if upstream else kernel.provider(environment)
     runs_on = f"{provider.distribution} {environment.packages.get(provider.distribution, '')}".strip()
     if provider.features.devices == ("cuda",) and environment.devices:
         runs_on += f" on {environment.devices[0]}"

@@ -11,7 +11,7 @@ from ..environment import Environment
 from ..errors import KernelUnavailableError
 from ..kernels import Features, known_kernels
 from ..kernels.catalog import CATALOG, REFERENCE, TRANSFORMERS
-from .capabilities import capabilities, kernel_of, require_string
+from .capabilities import capabilities, kernel_of, owner_of, require_string
 
 __all__ = ["LADDER", "Choice", "Step", "best_available", "ladder", "next_fallback", "step_of"]
 
@@ -150,7 +150,7 @@ def step_of(name: str, environment: Environment, requires: Collection[str] = (),
         return Step(name, False, f"transformers {release} has no names with paged|")
     bare = name.removeprefix("paged|")
     entry = registered_attention().get(bare)
-    ours = entry is not None or not (bare in TRANSFORMERS or upstream_owner(bare, environment))
+    ours = owner_of(bare, environment) != "transformers"
     if ours and model_type is not None and release is not None and (entry is None or entry.forward is None):
         from ..proving.table import wrong_cases  # here: the prover takes longer to import than the ladder
 

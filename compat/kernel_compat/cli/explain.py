@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..attention.defaults import registered_attention, status
-from ..choosing.capabilities import kernel_of, require_known
+from ..choosing.capabilities import kernel_of, name_status, require_known
 from ..choosing.ladder import LADDER, Step, ladder
-from ..diagnostics.names import name_status
 from ..kernels import Features
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
 from .tables import COLOURS, fields_of, print_shims, print_table, print_text, reasons_text, usable_text

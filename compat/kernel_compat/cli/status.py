@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..attention.defaults import status
-from ..diagnostics.names import attention_names
+from ..choosing.capabilities import attention_names
 from .arguments import add_json
 from .tables import fields_of, print_environment, print_shims, print_table, reasons_text, usable_text
 

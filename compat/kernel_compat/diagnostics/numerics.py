@@ -15,14 +15,13 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
-from ..choosing.capabilities import kernel_of
+from ..choosing.capabilities import attention_names, kernel_of
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
 from ..environment import torch_flash_backend as active_backend
 from ..errors import KernelUnavailableError, UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, Kernel
 from ..kernels.catalog import TRANSFORMERS
-from .names import attention_names
 
 __all__ = ["CaseResult", "CheckReport", "NameResult", "run"]
 
