@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..diagnostics.numerics import CaseResult, CheckReport, run
 from .arguments import add_json
-from .tables import print_environment, print_shims, print_table, print_text, reasons_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .tables import Output, print_environment, print_shims, print_table, print_text, reasons_text
 
 __all__ = ["add_arguments", "as_json", "find", "show"]
 
@@ -53,7 +50,7 @@ def as_json(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def show(console: Console | None, report: CheckReport) -> None:
+def show(console: Output, report: CheckReport) -> None:
     """Print the report as tables."""
     print_environment(console, report.environment, report.torch_flash_backend)
     print_shims(console, [shim for shim in report.installation.shims if shim.state != "not needed"])

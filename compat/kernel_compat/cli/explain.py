@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..attention.defaults import registered_attention, status
 from ..choosing.capabilities import kernel_of, name_status, require_known
 from ..choosing.ladder import LADDER, Step, ladder
 from ..kernels import Features
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
-from .tables import COLOURS, fields_of, print_shims, print_table, print_text, reasons_text, usable_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .tables import COLOURS, Output, fields_of, print_shims, print_table, print_text, reasons_text, usable_text
 
 __all__ = ["add_arguments", "explain", "explain_type", "find", "show"]
 
@@ -114,7 +111,7 @@ def explain_type(model_type: str, name: str) -> dict[str, Any]:
     }
 
 
-def show(console: Console | None, found: dict[str, Any]) -> None:
+def show(console: Output, found: dict[str, Any]) -> None:
     """Print the explanation."""
     if "model" in found:
         _show_type(console, **found["model"])
@@ -126,7 +123,7 @@ def show(console: Console | None, found: dict[str, Any]) -> None:
 
 
 def _show_type(
-    console: Console | None, model_type: str, transformers: str | None, verdict: str | None, cases: dict[str, list[str]]
+    console: Output, model_type: str, transformers: str | None, verdict: str | None, cases: dict[str, list[str]]
 ) -> None:
     where = f"{model_type} on transformers {transformers or '(not installed)'}"
     if verdict in (None, "no recipe"):
@@ -144,7 +141,7 @@ def _show_type(
         print_text(console, "load: one of its classes can't be loaded under a flash attention name.")
 
 
-def _show_name(console: Console | None, found: dict[str, Any]) -> None:
+def _show_name(console: Output, found: dict[str, Any]) -> None:
     name, kernel, owner, state = (found[key] for key in ("name", "kernel", "owner", "state"))
     print_text(console, name, "bold")
     if kernel is None:
@@ -156,25 +153,15 @@ def _show_name(console: Console | None, found: dict[str, Any]) -> None:
     print_text(console, f"  Kernel: {kernel}. Forward: {found['forward'] or 'the default'}.")
     usable = usable_text(found["reasons"])
     print_text(console, f"  Here it is {usable}.", COLOURS[usable])
-    rows = [
-        (
-            provider["distribution"],
-            provider["version"] or "-",
-            provider["module"],
-            _capability(provider["features"]),
-            " ".join(provider["features"].dtypes),
-            _head_dim(provider["features"]),
-            usable_text(provider["reasons"]),
-        )
-        for provider in found["providers"]
-    ]
-    heads = ("package", "version", "import", "compute capability", "dtypes", "head dim", "here")
-    print_table(console, "Providers, the first usable one is taken", heads, rows)
+    print_text(console, "\nProviders, the first usable one is taken", "bold")
     for provider in found["providers"]:
-        features = provider["features"]
-        missing = [one.name for one in dataclasses.fields(features) if getattr(features, one.name) is False]
-        print_text(console, provider["distribution"])
+        features, usable = provider["features"], usable_text(provider["reasons"])
+        package = f"{provider['distribution']} {provider['version'] or '(not installed)'}"
+        print_text(console, f"{package}, imported as {provider['module']}: {usable}", COLOURS[usable])
+        print_text(console, f"  takes: {' '.join(features.dtypes)}; head dimensions {_head_dims(features)}")
+        print_text(console, f"  compute capability: {_capability(features)}")
         print_text(console, f"  has:   {', '.join(features.names())}")
+        missing = [one.name for one in dataclasses.fields(features) if getattr(features, one.name) is False]
         print_text(console, f"  lacks: {', '.join(missing) or 'nothing'}")
         if features.forward_only:
             print_text(console, f"  has no gradients of: {', '.join(features.forward_only)}")
@@ -183,7 +170,7 @@ def _show_name(console: Console | None, found: dict[str, Any]) -> None:
             print_text(console, f"  not usable: {why}", "yellow")
 
 
-def _print_ladder(console: Console | None, steps: Sequence[Step]) -> None:
+def _print_ladder(console: Output, steps: Sequence[Step]) -> None:
     words = {True: "usable", False: "not usable", None: "not known"}
     rows = [(step.name, words[step.usable], step.reason) for step in steps]
     print_table(console, "Ladder, tried from the top", ("name", "here", "reason"), rows)
@@ -198,7 +185,7 @@ def _capability(features: Features) -> str:
     return f"{low[0]}.{low[1]} to {high[0]}.{high[1]}" if high else f"{low[0]}.{low[1]} or greater"
 
 
-def _head_dim(features: Features) -> str:
+def _head_dims(features: Features) -> str:
     if features.max_head_dim is None:
         return "any"
     return " or ".join([f"up to {features.max_head_dim}", *map(str, features.head_dims)])

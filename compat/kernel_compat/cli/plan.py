@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..choosing.capabilities import require_known
 from ..choosing.preload import resolve_preload
 from ..errors import KernelUnavailableError
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
-from .tables import fields_of, print_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .tables import Output, fields_of, print_text
 
 __all__ = ["add_arguments", "find", "show"]
 
@@ -53,7 +50,7 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"ok": True, **fields_of(preload)}
 
 
-def show(console: Console | None, found: dict[str, Any]) -> None:
+def show(console: Output, found: dict[str, Any]) -> None:
     """Print the plan and its reasons."""
     if not found["ok"]:
         print_text(console, "No plan: no attention can be used here.", "bold red")

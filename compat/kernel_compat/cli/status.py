@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..attention.defaults import status
 from ..choosing.capabilities import attention_names
 from .arguments import add_json
-from .tables import fields_of, print_environment, print_shims, print_table, reasons_text, usable_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .tables import Output, fields_of, print_environment, print_shims, print_table, reasons_text, usable_text
 
 __all__ = ["add_arguments", "find", "show"]
 
@@ -37,7 +34,7 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(console: Console | None, found: dict[str, Any]) -> None:
+def show(console: Output, found: dict[str, Any]) -> None:
     """Print the status as tables."""
     print_environment(console, found["environment"], found["torch_flash_backend"])
     print_shims(console, found["shims"])

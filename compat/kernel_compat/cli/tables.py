@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..environment import DISTRIBUTIONS, Environment
 
@@ -16,8 +16,12 @@ if TYPE_CHECKING:  # rich is imported for terminals alone: its import is a good 
 
     from ..patching.report import ShimReport
 
+#: A terminal, or None if stdout is none.
+Output: TypeAlias = "Console | None"
+
 __all__ = [
     "COLOURS",
+    "Output",
     "console",
     "fields_of",
     "plain",
@@ -74,7 +78,7 @@ def reasons_text(reasons: Sequence[str], install: str) -> str:
     return f"{text}. {install}" if text and install else text
 
 
-def console() -> Console | None:
+def console() -> Output:
     """A console if stdout is a terminal. Otherwise None: a row is one line however long, for grep and for reading."""
     if not sys.stdout.isatty() and not os.environ.get("FORCE_COLOR"):
         return None
@@ -83,7 +87,7 @@ def console() -> Console | None:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def print_text(console: Console | None, text: str, style: str = "") -> None:
+def print_text(console: Output, text: str, style: str = "") -> None:
     """Print a line."""
     if console is None:
         print(text)
@@ -93,7 +97,7 @@ def print_text(console: Console | None, text: str, style: str = "") -> None:
     console.print(Text(text, style=style))
 
 
-def print_table(console: Console | None, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(console: Output, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table without its empty columns; on a terminal long columns after the first may wrap."""
     rows = list(rows)
     used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
@@ -117,9 +121,7 @@ def print_table(console: Console | None, title: str, heads: Sequence[str], rows:
     console.print(table)
 
 
-def print_environment(
-    console: Console | None, environment: Environment, torch_flash_backend: str | None = None
-) -> None:
+def print_environment(console: Output, environment: Environment, torch_flash_backend: str | None = None) -> None:
     """Print versions, devices and problems of an environment."""
     print_text(console, "Environment", "bold")
     lines = [("python", environment.python), ("system", environment.system)]
@@ -138,7 +140,7 @@ def print_environment(
         print_text(console, f"  problem: {problem}", "yellow")
 
 
-def print_shims(console: Console | None, shims: Sequence[ShimReport]) -> None:
+def print_shims(console: Output, shims: Sequence[ShimReport]) -> None:
     """Print shims with their states and reasons."""
     rows = []
     for shim in shims:
