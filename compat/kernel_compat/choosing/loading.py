@@ -102,8 +102,7 @@ def _unsupported_because(loaded: object, requested: str, environment: Environmen
         if table is not None and not name.endswith("eager") and name not in table:
             return f"transformers loaded {kind} with {name!r}, for which it has no function"
     try:
-        for name, feature in needs(model):
-            require_features(name, {feature}, kind, environment)
+        _check_needs(model, environment)
     except UnsupportedFeatureError as error:
         return str(error)
     if names and requested not in names:
@@ -115,10 +114,10 @@ def _unsupported_because(loaded: object, requested: str, environment: Environmen
 _loading_in: ContextVar[Environment | None] = ContextVar("_loading_in", default=None)
 
 
-def _check_config(model: Any, environment: Environment) -> None:
-    """Refuse a model that needs a feature which its attention name lacks. Its layers do not exist yet."""
-    for name in implementations(model):
-        require_features(name, {feature for _, feature in needs(model)}, type(model).__name__, environment)
+def _check_needs(model: Any, environment: Environment) -> None:
+    """Refuse a model that needs a feature which its attention name lacks: of its config, if its layers do not exist yet."""
+    for name, feature in needs(model):
+        require_features(name, {feature}, type(model).__name__, environment)
 
 
 def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -128,7 +127,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     def __init__(model: Any, *args: Any, **kwargs: Any) -> None:
         init(model, *args, **kwargs)
         if environment := _loading_in.get():
-            _check_config(model, environment)
+            _check_needs(model, environment)
 
     return {"__init__": __init__}
 
@@ -151,7 +150,7 @@ _checked_models = Installation(
 
 #: The methods by which models check their attention, and the property by which HRM-Text's config does.
 _CHECKS = frozenset(
-    {"_check_and_adjust_attn_implementation", "set_attn_implementation", "_attn_implementation", "_check_config"}
+    {"_check_and_adjust_attn_implementation", "set_attn_implementation", "_attn_implementation", "_check_needs"}
 )
 
 
@@ -167,9 +166,9 @@ def _is_refusal(error: Exception, name: str) -> bool:
     if isinstance(error, OSError) or not isinstance(error, (ImportError, ValueError)):
         return False
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        method, values = frame.f_code.co_name, frame.f_locals
+        method = frame.f_code.co_name
         # GPT-OSS's config, in 5.0 to 5.2, checks every value that is set.
-        if method in _CHECKS or (method == "__setattr__" and "_attn_implementation" in str(values.get("key"))):
+        if method in _CHECKS or (method == "__setattr__" and "_attn_implementation" in str(frame.f_locals.get("key"))):
             return True
     return False
 
