@@ -40,7 +40,7 @@ def as_json(report: CheckReport) -> dict[str, Any]:
     """The report as a document."""
     return {
         "ok": report.ok,
-        "environment": report.environment,
+        "environment": report.installation.environment,
         "shims": report.installation.shims,
         "attention": report.installation.attention,
         "names": report.names,
@@ -52,7 +52,7 @@ def as_json(report: CheckReport) -> dict[str, Any]:
 
 def show(console: Output, report: CheckReport) -> None:
     """Print the report as tables."""
-    print_environment(console, report.environment, report.torch_flash_backend)
+    print_environment(console, report.installation.environment, report.torch_flash_backend)
     print_shims(console, [shim for shim in report.installation.shims if shim.state != "not needed"])
     for result in report.names:
         if result.cases:

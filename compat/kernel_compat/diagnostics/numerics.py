@@ -97,11 +97,6 @@ class CheckReport:
     torch_flash_backend: str | None = None
 
     @property
-    def environment(self) -> Environment:
-        """The environment that the names ran in."""
-        return self.installation.environment
-
-    @property
     def ok(self) -> bool:
         """Whether every name that can run is right, every needed shim is applied and there are no problems."""
         wrong = any(result.verdict in ("WRONG", "failed") for result in self.names)
@@ -416,7 +411,7 @@ def _compute(case: Case, subject: _Subject, device: str, dtype: Any, backward: b
 
     inputs = random(HEADS, HEAD_DIM), random(case.kv_heads, HEAD_DIM), random(case.kv_heads, case.value_dim)
     weight = random(HEADS, case.value_dim).detach().transpose(1, 2)
-    visible = torch.eye(length, dtype=torch.bool).repeat(rows, 1, 1)  # padding sees itself
+    visible = torch.eye(length, dtype=torch.bool, device="cpu").repeat(rows, 1, 1)  # padding sees itself
     for row, place in places:
         visible[row, place, place] = _visible(place.stop - place.start, case.window)
     mask, options = subject.mask_and_options(case, visible.to(device))
@@ -491,7 +486,5 @@ def _stub(name: str, case: Case) -> Any:
 
 def _one_line(error: BaseException) -> str:
     """An exception's type and message on one line, at most 400 characters of it: kernel compilers write pages."""
-    text = " ".join(str(error).split())
-    if len(text) > 400:
-        text = text[:397] + "..."
+    text = " ".join(str(error).split())[:400]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
