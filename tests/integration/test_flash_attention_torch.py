@@ -391,7 +391,7 @@ class TestWithoutAKernel:
 
     def test_explain(self) -> None:
         explanation = explain(NAME)
-        assert explanation["reasons"] == ("no CUDA device is visible",)
+        assert explanation["reasons"] == ["no CUDA device is visible"]
         assert explanation["owner"] == "kernel-compat"
         assert [(step.name, step.usable) for step in explanation["ladder"]] == [
             (NAME, False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import kernel_compat
 from kernel_compat import Features, Kernel, Provider
-from kernel_compat.choosing.capabilities import attention_names
+from kernel_compat.cli import status
 from kernel_compat.cli.explain import explain
 from kernel_compat.diagnostics import numerics as check
 from kernel_compat.errors import UnknownNameError
@@ -313,14 +314,14 @@ def test_the_reference_formula_agrees_with_torch() -> None:
 
 def test_every_kernel_and_every_registered_name_is_listed() -> None:
     kernel_compat.register_attention("my_flash", "flash_attention_reference")
-    found = {name.name: name for name in attention_names(kernel_compat.Environment.detect())}
+    found = {name["name"]: name for name in status.find(Namespace())["attention"]}
     assert set(found) == {*kernel_compat.known_kernels(), "my_flash"}
-    assert found["my_flash"].kernel == "flash_attention_reference"
-    assert found["my_flash"].owner == "registered"
-    assert found["my_flash"].reasons == ()
-    assert found["flash_attention_2"].owner == "transformers"
-    assert found["flash_attention_reference"].owner == "kernel-compat"
-    assert found["flash_attention_torch"].owner == "kernel-compat"
+    assert found["my_flash"]["kernel"] == "flash_attention_reference"
+    assert found["my_flash"]["owner"] == "registered"
+    assert found["my_flash"]["reasons"] == []
+    assert found["flash_attention_2"]["owner"] == "transformers"
+    assert found["flash_attention_reference"]["owner"] == "kernel-compat"
+    assert found["flash_attention_torch"]["owner"] == "kernel-compat"
 
 
 def test_explain_lists_every_provider() -> None:

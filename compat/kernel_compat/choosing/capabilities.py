@@ -6,7 +6,6 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..attention.defaults import registered_attention
@@ -18,11 +17,8 @@ from ..kernels.catalog import TRANSFORMERS, instead
 
 __all__ = [
     "Capabilities",
-    "NameStatus",
-    "attention_names",
     "capabilities",
     "kernel_of",
-    "name_status",
     "owner_of",
     "require_features",
     "require_known",
@@ -46,40 +42,6 @@ class Capabilities(NamedTuple):
     features: Features
     unusable: list[str]
     runs_on: str
-
-
-@dataclass(frozen=True)
-class NameStatus:
-    """An attention name and the kernel that `register_attention` would bind it to.
-
-    Attributes:
-        name: the name, as in ``attn_implementation=``.
-        kernel: the name of its kernel; None if transformers computes this attention itself.
-        owner: who defines the name in transformers' tables: see `owner_of`.
-        reasons: why the kernel can't run here; empty if it can.
-        install: a sentence with the command that installs the kernel, if that would help.
-    """
-
-    name: str
-    kernel: str | None
-    owner: Owner
-    reasons: tuple[str, ...] = ()
-    install: str = ""
-
-
-def attention_names(environment: Environment) -> tuple[NameStatus, ...]:
-    """Every kernel's name, then every other registered name."""
-    return tuple(name_status(name, environment) for name in {**known_kernels(), **registered_attention()})
-
-
-def name_status(name: str, environment: Environment) -> NameStatus:
-    """The status of a name that exists."""
-    kernel = kernel_of(name)
-    if kernel is None:
-        return NameStatus(name, None, "transformers")
-    provider = kernel.provider(environment)
-    reasons = tuple(provider.unavailable_because(environment))
-    return NameStatus(name, kernel.name, owner_of(name, environment), reasons, provider.install_hint(environment))
 
 
 def owner_of(name: str, environment: Environment) -> Owner:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..attention.defaults import registered_attention, status
-from ..choosing.capabilities import kernel_of, name_status, require_known
+from ..choosing.capabilities import kernel_of, require_known
 from ..choosing.ladder import LADDER, Step, ladder
 from ..kernels import Features
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
-from .tables import COLOURS, Output, fields_of, print_shims, print_table, print_text, reasons_text, usable_text
+from .status import name_status
+from .tables import COLOURS, Output, print_shims, print_table, print_text, reasons_text, usable_text
 
 __all__ = ["add_arguments", "explain", "explain_type", "find", "show"]
 
@@ -42,10 +43,9 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def explain(name: str) -> dict[str, Any]:
-    """The fields of a name's `NameStatus`, and more.
+    """The `name_status` of an attention name, and more.
 
     - ``forward``: qualified name of the attention function it was registered with; None for the default.
-    - ``state``: its state in transformers' tables; None for a name that isn't registered.
     - ``providers``: the packages that provide its kernel, in the order in which they are tried.
     - ``shims``: the shims that this environment needs.
     - ``ladder``: the names that `policy.load_with_fallback` would try, starting with this one.
@@ -63,10 +63,9 @@ def explain(name: str) -> dict[str, Any]:
     if qualified := getattr(forward, "__qualname__", None):
         qualified = f"{forward.__module__}.{qualified}"
     return {
-        **fields_of(name_status(bare, environment)),
+        **name_status(bare, report),
         "environment": environment,
         "forward": qualified or (forward and repr(forward)),
-        "state": report.attention.get(bare),
         "providers": [
             {
                 "distribution": provider.distribution,

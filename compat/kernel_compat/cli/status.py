@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..attention.defaults import status
-from ..choosing.capabilities import attention_names
+from ..attention.defaults import Report, registered_attention, status
+from ..choosing.capabilities import kernel_of, owner_of
+from ..kernels import known_kernels
 from .arguments import add_json
-from .tables import Output, fields_of, print_environment, print_shims, print_table, reasons_text, usable_text
+from .tables import Output, print_environment, print_shims, print_table, reasons_text, usable_text
 
-__all__ = ["add_arguments", "find", "show"]
+__all__ = ["add_arguments", "find", "name_status", "show"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +27,28 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
         "environment": report.environment,
         "installed": report.installed,
         "shims": report.shims,
-        "attention": [
-            {**fields_of(name), "state": report.attention.get(name.name)}
-            for name in attention_names(report.environment)
-        ],
+        "attention": [name_status(name, report) for name in {**known_kernels(), **registered_attention()}],
         "torch_flash_backend": report.torch_flash_backend,
+    }
+
+
+def name_status(name: str, report: Report) -> dict[str, Any]:
+    """An attention name that exists, and the kernel that `register_attention` would bind it to.
+
+    - ``kernel``: the name of its kernel; None if transformers computes this attention itself.
+    - ``owner``: who defines the name in transformers' tables: see `owner_of`.
+    - ``reasons``: why the kernel can't run here.
+    - ``install``: a sentence with the command that installs the kernel, if that would help.
+    - ``state``: its state in transformers' tables; None for a name that isn't registered.
+    """
+    kernel, environment = kernel_of(name), report.environment
+    return {
+        "name": name,
+        "kernel": kernel and kernel.name,
+        "owner": owner_of(name, environment) if kernel else "transformers",
+        "reasons": kernel.unavailable_because(environment) if kernel else [],
+        "install": kernel.provider(environment).install_hint(environment) if kernel else "",
+        "state": report.attention.get(name),
     }
 
 

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
-from ..choosing.capabilities import attention_names, kernel_of
+from ..choosing.capabilities import kernel_of
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
 from ..environment import torch_flash_backend as active_backend
 from ..errors import KernelUnavailableError, UnknownNameError, UnsupportedFeatureError
-from ..kernels import Features, Kernel
+from ..kernels import Features, Kernel, known_kernels
 from ..kernels.catalog import TRANSFORMERS
 
 __all__ = ["CaseResult", "CheckReport", "NameResult", "run"]
@@ -179,7 +179,7 @@ def run(
     if isinstance(names, str):
         raise TypeError(f"names takes a list of attention names, not the string {names!r}")
     environment = Environment.detect()
-    known = [status.name for status in attention_names(environment)]
+    known = [*dict.fromkeys((*known_kernels(), *registered_attention()))]
     if unknown := [name for name in names or () if name not in (*known, "sdpa")]:
         raise UnknownNameError(f"{unknown[0]!r} can't be checked here; these can: {', '.join([*known, 'sdpa'])}")
     problems: list[str] = []
@@ -190,7 +190,12 @@ def run(
     wanted = list(dict.fromkeys(names))
     results = []
     with ExitStack() as stack:
-        report = status() if failed else _installation(stack, problems)
+        report = status()
+        if not failed and not report.installed:
+            try:
+                report = stack.enter_context(installed())
+            except Exception as error:
+                problems.append(f"install() failed ({_one_line(error)})")
         if torch_flash_backend is not None:
             try:
                 stack.enter_context(use_torch_flash_backend(torch_flash_backend))
@@ -222,18 +227,6 @@ def _import_frameworks(environment: Environment, problems: list[str], missing: l
                 failed[distribution] = f"{distribution} does not import"
                 problems.append(f"{distribution} is installed but does not import ({_one_line(error)})")
     return failed
-
-
-def _installation(stack: ExitStack, problems: list[str]) -> Report:
-    """Enter `installed()` until the stack unwinds, unless `install()` is already in force."""
-    report = status()
-    if report.installed:
-        return report
-    try:
-        return stack.enter_context(installed())
-    except Exception as error:
-        problems.append(f"install() failed ({_one_line(error)})")
-        return status()
 
 
 def _check_name(name: str, report: Report, failed: Mapping[str, str]) -> NameResult:
