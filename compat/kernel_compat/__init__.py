@@ -35,31 +35,11 @@ if TYPE_CHECKING:
     from .patching.seam import Seam
     from .patching.shim import Shim
 
-# Loaded on first use, so that the import costs next to nothing.
-_HOMES = {
-    "environment": ("Device", "Environment"),
-    "errors": ("KernelCompatError", "KernelUnavailableError", "SeamError", "UnsupportedFeatureError"),
-    "patching.handle": ("Handle",),
-    "patching.report": ("ShimReport",),
-    "patching.seam": ("Seam",),
-    "patching.shim": ("Shim",),
-    "kernels": ("Features", "Functions", "Kernel", "Provider", "known_kernels"),
-    "attention.defaults": (
-        "Report",
-        "install",
-        "installed",
-        "register_attention",
-        "registered_attention",
-        "status",
-        "uninstall",
-        "unregister_attention",
-    ),
-    "attention.registry": ("AttentionName",),
-    "attention.sequence_parallel.ulysses": ("ulysses",),
-    "choosing.torch_backend": ("use_torch_flash_backend",),
-}
-_MODULES = ("models", "ops", "policy")
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+#: The modules that have the public names. Each is imported on first use, so that this import costs next to nothing.
+_HOMES = (
+    *("errors", "environment", "patching.handle", "patching.seam", "patching.shim", "kernels", "attention.defaults"),
+    *("patching.report", "attention.registry", "attention.sequence_parallel.ulysses", "choosing.torch_backend"),
+)
 
 __all__ = [
     "AttentionName",
@@ -97,14 +77,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in _MODULES:
+    if name in ("models", "ops", "policy"):
         return importlib.import_module(f".{name}", __name__)
-    module = _HOME_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{module}", __name__), name)
-    globals()[name] = value
-    return value
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f".{home}", __name__)
+        if name in module.__all__:
+            return globals().setdefault(name, getattr(module, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -11,8 +11,8 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -84,17 +84,10 @@ class Environment:
 
     def version(self, distribution: str) -> Version | None:
         """The version of a distribution, or None where it isn't installed or its version can't be read."""
-        return self._versions.get(distribution)
-
-    @cached_property
-    def _versions(self) -> dict[str, Version]:
-        versions = {}
-        for name, text in self.packages.items():
-            try:
-                versions[name] = Version(text)
-            except InvalidVersion:
-                continue  # listed in `problems`
-        return versions
+        try:
+            return Version(self.packages[distribution])
+        except (KeyError, InvalidVersion):
+            return None
 
     @classmethod
     def detect(cls, distributions: Iterable[str] = ()) -> Environment:
@@ -106,8 +99,10 @@ class Environment:
             distributions: names of further distributions to look up.
         """
         problems: list[str] = []
-        looked_at = dict.fromkeys((*DISTRIBUTIONS, *map(canonicalize_name, distributions)))
-        found = {name: dist for name in looked_at if (dist := _distribution(name)) is not None}
+        found: dict[str, importlib.metadata.Distribution] = {}
+        for name in dict.fromkeys((*DISTRIBUTIONS, *map(canonicalize_name, distributions))):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.distribution(name)
         packages = {}
         for name, dist in found.items():
             version = _metadata_version(dist)
@@ -121,20 +116,13 @@ class Environment:
 
 
 def torch_flash_backend() -> str | None:
-    """The FlashAttention behind torch's own attention in this process: ``"FA3"``, ``"FA4"``; None for the built-in one.
+    """The FlashAttention behind torch's own attention in this process: ``"FA3"``, ``"FA4"``.
 
-    None also where torch is not imported.
+    None for the built-in one, and where torch is not imported.
     """
-    current: Any = getattr(sys.modules.get("torch.nn.attention"), "current_flash_attention_impl", None)
-    backend: str | None = None if current is None else current()
+    current: Any = getattr(sys.modules.get("torch.nn.attention"), "current_flash_attention_impl", lambda: None)
+    backend: str | None = current()
     return backend
-
-
-def _distribution(name: str) -> importlib.metadata.Distribution | None:
-    try:
-        return importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _metadata_version(dist: importlib.metadata.Distribution) -> str | None:
@@ -157,7 +145,9 @@ def _imports(found: Mapping[str, importlib.metadata.Distribution], problems: lis
             problems += [f"{candidate} is installed but {name} can't be found: reinstall it." for candidate in absent]
             continue
         records = {c: _record(found[c], name) for c in candidates if c in found}
-        owners = [c for c, record in records.items() if _ships(c, record, name)]
+        # Without a record a distribution ships the import that it is named for.
+        by_name = {c for c in records if "." not in name or name == SHIPS[c][0]}
+        owners = [c for c, record in records.items() if record or (record is None and c in by_name)]
         if len(owners) > 1:
             owners.sort(key=lambda owner: not _on_disk(found[owner], records[owner]))
         imports[name] = tuple(owners)
@@ -203,12 +193,6 @@ def _record(dist: importlib.metadata.Distribution, name: str) -> dict[str, str] 
     if not rows and name == "flash_attn":  # FA4 ships flash_attn/cute without flash_attn/__init__.py
         return _record(dist, "flash_attn.cute")
     return rows
-
-
-def _ships(distribution: str, record: Mapping[str, str] | None, name: str) -> bool:
-    if record is None:  # by its name
-        return "." not in name or name == SHIPS[distribution][0]
-    return bool(record)
 
 
 def _on_disk(dist: importlib.metadata.Distribution, record: Mapping[str, str] | None) -> bool:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernel_compat import Device, Environment, Features, Kernel, UnsupportedFeatureError, known_kernels, policy
-from kernel_compat.diagnostics import names, numerics
+from kernel_compat.cli import explain
+from kernel_compat.diagnostics import numerics
 from kernel_compat.environment import DISTRIBUTIONS, KNOWN_IMPORTS, SHIPS
 from kernel_compat.kernels import Limit, catalog, reference
 from kernel_compat.kernels.adapter import Functions, adapt
@@ -67,11 +68,11 @@ def test_explain_has_the_features_of_this_version_on_this_gpu(monkeypatch: pytes
     here = environment(RTX5090, flash_attn_4="4.0.0b20")
     monkeypatch.setattr(Environment, "detect", lambda *distributions: here)
     monkeypatch.setattr(
-        names, "status", lambda: type("Report", (), {"environment": here, "attention": {}, "shims": ()})
+        explain, "status", lambda: type("Report", (), {"environment": here, "attention": {}, "shims": ()})
     )
-    (package,) = names.explain("flash_attention_4").providers
-    assert package.features == FLASH_ATTN_4.features_in(here) != FLASH_ATTN_4.features
-    assert not package.features.sinks
+    (package,) = explain.explain("flash_attention_4")["providers"]
+    assert package["features"] == FLASH_ATTN_4.features_in(here) != FLASH_ATTN_4.features
+    assert not package["features"].sinks
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_windows_without_gradients_are_refused_in_training() -> None:
 
 def test_check_computes_no_gradients_where_a_feature_has_none() -> None:
     package = replace(catalog.OWN, features=replace(catalog.OWN.features, forward_only=("window",)))
-    subject = numerics._Registered("x", Kernel("x", (package,)), None)
+    subject = numerics._Subject("x", Kernel("x", (package,)))
     cases = {case.name: case for case in numerics.CASES}
     window, causal = (numerics._check_case(cases[name], subject, "cpu", torch.float32) for name in ("window", "causal"))
     assert (window.verdict, window.reason, set(window.errors)) == ("right", "no backward: forward only", {"output"})

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import nn
 
 import kernel_compat
 from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, policy
@@ -365,23 +365,23 @@ class Config:
         vars(self).update(values)
 
 
-class Layer:
+class Layer(nn.Module):
     def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
 
 
-class Model:
+class Model(nn.Module):
     """The attributes of a model that the policy reads; tests/integration has real models."""
 
     _supports_sdpa = True
     _supports_flash_attn = True
 
     def __init__(self, name: str = "sdpa", layer: Layer | None = None) -> None:
+        super().__init__()
         self.config = Config(name)
         self.layer = layer or Layer()
-
-    def modules(self) -> Iterator[Any]:
-        yield from (self, self.layer)
 
 
 class Old(Model):
@@ -526,7 +526,7 @@ class TestLoadWithFallback:
         assert asked == ["my/kernel"]
 
     def test_steps_are_logged_once(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setattr(Environment, "detect", classmethod(lambda cls: environment()))
+        monkeypatch.setattr(Environment, "detect", classmethod(lambda cls, distributions=(): environment()))
         for _ in range(2):
             asked: list[str] = []
 

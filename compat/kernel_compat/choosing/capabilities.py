@@ -1,9 +1,12 @@
-"""The features of an attention name in an environment, and why it can't run there."""
+"""Attention names in an environment: who defines each, its kernel and features, and why it can't run there.
+
+Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..attention.defaults import registered_attention
 from ..attention.registry import UPSTREAM, check_name, upstream_owner
@@ -16,59 +19,68 @@ __all__ = [
     "Capabilities",
     "capabilities",
     "kernel_of",
+    "owner_of",
     "require_features",
     "require_known",
     "require_string",
-    "unknown_because",
 ]
+
+Owner = Literal["transformers", "kernel-compat", "registered"]
 
 
 class Capabilities(NamedTuple):
     """An attention name in an environment.
 
     Attributes:
+        kernel: its kernel and the package that it would be loaded from; None for sdpa and eager of transformers.
         features: its features, with the versions that are installed.
         unusable: the reasons why it can't run; empty when it can.
         runs_on: the package, its version and the device, as a phrase.
     """
 
+    kernel: tuple[Kernel, Provider] | None
     features: Features
     unusable: list[str]
     runs_on: str
 
 
-def capabilities(name: str, environment: Environment) -> Capabilities | None:
-    """The features of a name, without ``paged|``; None for a name that has no kernel of this library."""
-    torch = environment.packages.get("torch")
-    if name in TRANSFORMERS and name not in registered_attention():
-        absent = torch is None and "torch" not in environment.imports
-        reasons = ["torch is not installed"] if absent else []
-        return Capabilities(TRANSFORMERS[name], reasons, f"transformers' own, on torch {torch or 'of unknown version'}")
-    found = kernel_of(name, environment)
-    if found is None:
-        return None
-    kernel, provider = found
-    bundled = provider.module.startswith("kernel_compat.")
-    version = "" if bundled else f" {environment.packages.get(provider.distribution, '')}"
-    runs_on = f"{provider.distribution}{version}".strip()
-    if provider.features.devices == ("cuda",) and environment.devices:
-        runs_on += f" on {environment.devices[0]}"
-    return Capabilities(kernel.features_in(environment), provider.unavailable_because(environment), runs_on)
-
-
-def kernel_of(name: str, environment: Environment) -> tuple[Kernel, Provider] | None:
-    """The kernel of a name and the package that it would be loaded from; None for a name without a kernel."""
+def owner_of(name: str, environment: Environment) -> Owner:
+    """Who defines a name in transformers' tables: transformers, `install()`, or a call of `register_attention`."""
     entry = registered_attention().get(name)
-    kernel = entry.kernel if entry else known_kernels().get(name)
+    if entry is not None:
+        return "kernel-compat" if entry.builtin else "registered"
+    return "transformers" if upstream_owner(name, environment) else "kernel-compat"
+
+
+def kernel_of(name: str) -> Kernel | None:
+    """The kernel that a name is registered with, or else the library's kernel of that name."""
+    entry = registered_attention().get(name)
+    return entry.kernel if entry else known_kernels().get(name)
+
+
+def capabilities(name: str, environment: Environment) -> Capabilities | None:
+    """The features of a name; None for a name without a kernel that the library knows. ``paged|NAME`` means NAME."""
+    name = name.removeprefix("paged|")
+    upstream = owner_of(name, environment) == "transformers"
+    if name in TRANSFORMERS and upstream:
+        torch = environment.packages.get("torch")
+        absent = torch is None and "torch" not in environment.imports
+        runs_on = f"transformers' own, on torch {torch or 'of unknown version'}"
+        return Capabilities(None, TRANSFORMERS[name], ["torch is not installed"] if absent else [], runs_on)
+    kernel = kernel_of(name)
     if kernel is None:
         return None
-    if entry is None and upstream_owner(name, environment):
-        return kernel, kernel.providers[0]  # the package that transformers itself imports
-    return kernel, kernel.provider(environment)
+    # Under its own names transformers imports the first package.
+    provider = kernel.providers[0] if upstream else kernel.provider(environment)
+    runs_on = f"{provider.distribution} {environment.packages.get(provider.distribution, '')}".strip()
+    if provider.features.devices == ("cuda",) and environment.devices:
+        runs_on += f" on {environment.devices[0]}"
+    unusable = provider.unavailable_because(environment)
+    return Capabilities((kernel, provider), kernel.features_in(environment), unusable, runs_on)
 
 
 def require_features(name: str, required: Iterable[str], owner: str, environment: Environment) -> None:
-    """Check that an attention name has all features that a model needs. A name without a kernel passes.
+    """Check that an attention name has all features that a model needs. A name without a known kernel passes.
 
     Args:
         owner: the class name of the model, for the message.
@@ -76,14 +88,12 @@ def require_features(name: str, required: Iterable[str], owner: str, environment
     Raises:
         UnsupportedFeatureError: a feature is missing; the message names the kernels that have it.
     """
-    found = capabilities(name.removeprefix("paged|"), environment)
+    found = capabilities(name, environment)
     if found is None:
         return
     for feature in sorted(required):
         if not getattr(found.features, feature):
-            advice = "Use 'eager'."
-            if kernel := kernel_of(name.removeprefix("paged|"), environment):
-                advice = f"{instead(kernel[0].name, feature)} Or use 'eager'."
+            advice = f"{instead(found.kernel[0].name, feature)} Or use 'eager'." if found.kernel else "Use 'eager'."
             raise UnsupportedFeatureError(f"{Features.word(feature)}, which {owner} needs", name, advice)
 
 
@@ -115,12 +125,3 @@ def require_known(name: str) -> None:
     known = {*known_kernels(), *registered_attention(), *UPSTREAM}
     if name not in known:
         raise UnknownNameError(f"{name!r} is no attention name here; there are: {', '.join(sorted(known))}")
-
-
-def unknown_because(name: str) -> str:
-    """Why `capabilities` returns None for a name."""
-    if "/" in name:
-        return "it is a kernel of the hub, which transformers would download"
-    if upstream_owner(name):
-        return "it belongs to transformers, and is no part of the ladder"
-    return "kernel-compat knows no kernel of this name"

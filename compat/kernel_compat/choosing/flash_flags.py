@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from inspect import getattr_static
 from typing import Any
 
 from ..errors import UnsupportedFeatureError
 from .support import has_no_attention
 
-__all__ = [
-    "FLAG",
-    "LEGACY",
-    "declared_flash_support",
-    "flag_value",
-    "is_base",
-    "require_flash_support",
-    "sets",
-    "sparse_attention",
-    "unwrapped",
-]
+__all__ = ["FLAG", "LEGACY", "declared_flash_support", "has_sdpa", "is_base", "require_flash_support", "sets"]
 
 FLAG = "_supports_flash_attn"
 LEGACY = "_supports_flash_attn_2"
@@ -48,9 +37,9 @@ def declared_flash_support(owner: type, model: object | None = None) -> bool | N
             if sets(klass, FLAG) and vars(klass)[FLAG] is True:  # set on the base class, for all models
                 default = True
         elif before_base and sets(klass, FLAG):
-            return flag_value(vars(klass)[FLAG], owner, model)
+            return _value(vars(klass)[FLAG], owner, model)
         if sets(klass, LEGACY):
-            return flag_value(vars(klass)[LEGACY], owner, model)
+            return _value(vars(klass)[LEGACY], owner, model)
     return default
 
 
@@ -72,7 +61,7 @@ def require_flash_support(model: Any, name: str, interface: bool = True) -> None
     owner, instance = (model, None) if isinstance(model, type) else (type(model), model)
     declared = declared_flash_support(owner, instance)
     undeclared = declared is None and interface and getattr(model, "_supports_attention_backend", False)
-    sparse = None if instance is None else sparse_attention(instance)
+    sparse = None if instance is None else _sparse_attention(instance)
     if (declared or undeclared or has_no_attention(owner)) and sparse is None:
         return
     feature = f"flash attention (attn_implementation={name!r})"
@@ -80,14 +69,13 @@ def require_flash_support(model: Any, name: str, interface: bool = True) -> None
         feature += f": each query chooses its keys ({sparse}), and flash kernels have no such mask"
     elif declared is False:
         feature += f", as its {FLAG} says"
-    sdpa = flag_value(getattr_static(owner, "_supports_sdpa", False), owner, instance)
-    others = "'sdpa' or 'eager'" if sdpa else "'eager'"
+    others = "'sdpa' or 'eager'" if has_sdpa(model) else "'eager'"
     raise UnsupportedFeatureError(
         feature, owner.__name__, f"Use {others}, or a release of transformers whose model supports it."
     )
 
 
-def sparse_attention(model: Any) -> str | None:
+def _sparse_attention(model: Any) -> str | None:
     """The setting or the module by which each query selects its keys, as DeepSeek-V3.2's indexer does; None without one.
 
     While a model is being built it has no modules, and its config alone decides. The configs of its parts are ignored: each
@@ -101,6 +89,12 @@ def sparse_attention(model: Any) -> str | None:
     return next((type(module).__name__ for module in modules() if type(module).__name__.endswith("Indexer")), None)
 
 
+def has_sdpa(model: Any) -> bool:
+    """Whether a model or a model class declares sdpa. A property counts as False without an instance."""
+    flag = getattr(model, "_supports_sdpa", False)
+    return not isinstance(flag, property) and bool(flag)
+
+
 def is_base(klass: type) -> bool:
     """Whether a class is transformers' `PreTrainedModel`, by its name: transformers may not be imported."""
     return klass.__name__ == "PreTrainedModel" and klass.__module__ == "transformers.modeling_utils"
@@ -111,7 +105,7 @@ def sets(klass: type, flag: str) -> bool:
     return flag in vars(klass) and getattr(vars(klass)[flag], "home", None) is not klass
 
 
-def flag_value(value: Any, owner: type, model: object | None) -> bool:
+def _value(value: Any, owner: type, model: object | None) -> bool:
     """The value of a flag as a bool; False for a property without an instance, or before the parts that it reads exist."""
     if isinstance(value, int) or not hasattr(type(value), "__get__"):
         return bool(value)
@@ -120,20 +114,3 @@ def flag_value(value: Any, owner: type, model: object | None) -> bool:
     except AttributeError:
         return False
     return result is not value and bool(result)
-
-
-def unwrapped(model: Any) -> Any:
-    """The model that PEFT, ``torch.compile`` or torch's data parallel modules wrap."""
-    inner = model
-    while inner is not None:
-        model = inner
-        parts = getattr(model, "_modules", {})
-        if callable(getattr(type(model), "get_base_model", None)):
-            inner = model.get_base_model()
-        else:
-            inner = parts.get("_orig_mod")
-            if inner is None and type(model).__module__.startswith("torch."):
-                inner = parts.get("module")
-        if inner is model:
-            break
-    return model

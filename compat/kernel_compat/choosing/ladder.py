@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 from ..attention.defaults import registered_attention, resolve
@@ -11,9 +11,9 @@ from ..environment import Environment
 from ..errors import KernelUnavailableError
 from ..kernels import Features, known_kernels
 from ..kernels.catalog import CATALOG, REFERENCE, TRANSFORMERS
-from .capabilities import capabilities, require_string, unknown_because
+from .capabilities import capabilities, kernel_of, owner_of, require_string
 
-__all__ = ["LADDER", "Choice", "Step", "best_available", "ladder", "next_fallback", "step_of", "steps_from"]
+__all__ = ["LADDER", "Choice", "Step", "best_available", "ladder", "next_fallback", "step_of"]
 
 LADDER = (*(name for name in CATALOG if name != REFERENCE), *TRANSFORMERS)
 """From the newest FlashAttention to ``sdpa`` and ``eager``, which every model has."""
@@ -64,8 +64,7 @@ def next_fallback(name: str) -> str | None:
         following = next_fallback(name.removeprefix("paged|"))
         return following and f"paged|{following}"
     if name not in LADDER:
-        entry = registered_attention().get(name)
-        kernel = entry.kernel if entry else known_kernels().get(name)
+        kernel = kernel_of(name)
         if kernel is None:
             return "eager"
         if kernel.name not in LADDER or kernel is not known_kernels().get(kernel.name):
@@ -98,7 +97,16 @@ def ladder(
         ValueError: `requires` names no feature.
         TypeError: `name` is not a string, or `requires` is one.
     """
-    return tuple(steps_from(name, environment or Environment.detect(), requires, model_type))
+    known = [f.name for f in fields(Features) if f.type in (bool, "bool")]
+    if isinstance(requires, str):
+        raise TypeError(f"requires takes a collection of features, not the string {requires!r}")
+    if unknown := sorted(map(repr, set(requires) - set(known))):
+        raise ValueError(f"no such features: {', '.join(unknown)}; there are: {', '.join(known)}")
+    environment = environment or Environment.detect()
+    steps = [step_of(require_string(name), environment, requires, model_type)]
+    while following := next_fallback(steps[-1].name):
+        steps.append(step_of(following, environment, requires, model_type))
+    return tuple(steps)
 
 
 def best_available(
@@ -112,11 +120,10 @@ def best_available(
         TypeError: `requires` is a string.
     """
     environment = environment or Environment.detect()
-    steps = []
-    for step in steps_from(LADDER[0], environment, requires, model_type):
-        steps.append(step)
+    steps = ladder(LADDER[0], environment, requires, model_type)
+    for index, step in enumerate(steps):
         if step.usable:
-            return Choice(step.name, tuple(steps))
+            return Choice(step.name, steps[: index + 1])
     wanted = f"attention with {' and '.join(sorted(requires))}" if requires else "attention"
     advice = "To see which package installs one: kernel-compat explain NAME."
     if step_of(REFERENCE, environment, requires).usable:
@@ -124,26 +131,16 @@ def best_available(
     raise KernelUnavailableError(wanted, [f"{step.name}: {step.reason}" for step in steps], advice)
 
 
-def steps_from(
-    name: str, environment: Environment, requires: Collection[str] = (), model_type: str | None = None
-) -> Iterator[Step]:
-    """The steps that `ladder` returns, one after the other."""
-    known = [f.name for f in fields(Features) if f.type in (bool, "bool")]
-    if isinstance(requires, str):
-        raise TypeError(f"requires takes a collection of features, not the string {requires!r}")
-    if unknown := sorted(map(repr, set(requires) - set(known))):
-        raise ValueError(f"no such features: {', '.join(unknown)}; there are: {', '.join(known)}")
-    candidate: str | None = require_string(name)
-    while candidate is not None:
-        yield step_of(candidate, environment, requires, model_type)
-        candidate = next_fallback(candidate)
-
-
 def step_of(name: str, environment: Environment, requires: Collection[str] = (), model_type: str | None = None) -> Step:
     """One name's step, with the arguments of `ladder`."""
-    found = capabilities(name.removeprefix("paged|"), environment)
+    found = capabilities(name, environment)
     if found is None:
-        return Step(name, False if name in LADDER else None, unknown_because(name))
+        reason = "kernel-compat knows no kernel of this name"
+        if "/" in name:
+            reason = "it is a kernel of the hub, which transformers would download"
+        elif upstream_owner(name):
+            reason = "it belongs to transformers, and is no part of the ladder"
+        return Step(name, None, reason)
     if found.unusable:
         return Step(name, False, "; ".join(found.unusable))
     if missing := found.features.lacking(requires):
@@ -151,20 +148,15 @@ def step_of(name: str, environment: Environment, requires: Collection[str] = (),
     release = environment.version("transformers")
     if name.startswith("paged|") and release is not None and release.major < 5:
         return Step(name, False, f"transformers {release} has no names with paged|")
-    ours = name not in TRANSFORMERS and not upstream_owner(name, environment)
-    wrong = _wrong_cases(name, ours, model_type, str(release)) if model_type is not None and release is not None else ()
-    if wrong:
-        return Step(name, False, f"{model_type} is proven wrong under it: {', '.join(wrong)}")
+    bare = name.removeprefix("paged|")
+    entry = registered_attention().get(bare)
+    ours = owner_of(bare, environment) != "transformers"
+    if ours and model_type is not None and release is not None and (entry is None or entry.forward is None):
+        from ..proving.table import wrong_cases  # here: the prover takes longer to import than the ladder
+
+        if wrong := wrong_cases(model_type, str(release)):
+            return Step(name, False, f"{model_type} is proven wrong under it: {', '.join(wrong)}")
     runs_on = found.runs_on
     if ours and resolve(name) is None:
         runs_on += ", once kernel_compat.install() is called"
     return Step(name, True, runs_on)
-
-
-def _wrong_cases(name: str, ours: bool, model_type: str, release: str) -> tuple[str, ...] | None:
-    """The cases in which a model type is proven wrong, if loading checks the proofs for this name."""
-    from ..proving.table import wrong_cases  # here: the prover takes longer to import than the ladder
-
-    entry = registered_attention().get(name.removeprefix("paged|"))
-    checked = ours if entry is None else entry.forward is None
-    return wrong_cases(model_type, release) if checked else None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -15,9 +13,11 @@ from typing import Any, TypeVar
 from ..attention.defaults import registered_attention
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
-from ..patching.swap import Change, make, undo
-from .capabilities import capabilities, kernel_of, require_features
-from .ladder import next_fallback, steps_from
+from ..patching.installation import Installation
+from ..patching.seam import Seam
+from ..patching.shim import Shim
+from .capabilities import capabilities, require_features
+from .ladder import ladder
 from .support import implementations, needs
 
 __all__ = ["load_with_fallback"]
@@ -55,25 +55,29 @@ def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: 
     environment = Environment.detect()
     reasons: list[str] = []
     cause: Exception | None = None
-    for step in steps_from(name, environment, requires):
-        following = next_fallback(step.name)
+    steps = ladder(name, environment, requires)
+    for step, following in zip(steps, (*(step.name for step in steps[1:]), None), strict=True):
         reason: str | None = step.reason
         # The first is tried although it may be unknown here: a hub kernel, or a name that other code has registered.
         if step.usable or (step.name == name and _may_be_tried(name, environment, requires)):
-            with _building.watched(environment) as refusals:
-                try:
+            refusals: list[Exception] = []
+            token = _loading.set((environment, refusals))
+            try:
+                with _checked_models.installed():
                     model = load(step.name)
-                except Exception as error:
-                    refused = any(error is one for one in refusals) or _is_refusal(error, step.name)
-                    if not refused or (following is None and not reasons):
-                        raise
-                    # The frames of its traceback would keep the loaded objects alive.
-                    reason, cause = " ".join(str(error).split()), error.with_traceback(None)
-                else:
-                    reason = _unsupported_because(model, step.name, environment)
-                    if reason is None:
-                        return model
-                    del model
+            except Exception as error:
+                if not (error in refusals or _is_refusal(error, step.name)) or (following is None and not reasons):
+                    raise
+                # The frames of its traceback would keep the loaded objects alive.
+                reason, cause = " ".join(str(error).split()), error.with_traceback(None)
+            else:
+                reason = _unsupported_because(model, step.name, environment)
+                if reason is None:
+                    return model
+                del model
+            finally:
+                _loading.reset(token)
+                refusals.clear()  # their tracebacks refer to frames that refer to this list
         reasons.append(f"{step.name}: {reason}")
         if following:
             _warn_once(f"attn_implementation={step.name!r} is not supported here, trying {following!r}: {reason}")
@@ -82,13 +86,11 @@ def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: 
 
 def _may_be_tried(name: str, environment: Environment, requires: Collection[str]) -> bool:
     """Whether to call `load` with a first name that `step_of` does not call usable."""
-    name = name.removeprefix("paged|")
     found = capabilities(name, environment)
     if found is None:
         return True
-    kernel = kernel_of(name, environment)
     # A kernel that loads where it can't run would fail only in the first forward.
-    fails_late = kernel is not None and bool(found.unusable) and not kernel[1].unloadable_because(environment)
+    fails_late = found.kernel and found.unusable and not found.kernel[1].unloadable_because(environment)
     return not fails_late and not found.features.lacking(requires)
 
 
@@ -102,8 +104,7 @@ def _unsupported_because(loaded: object, requested: str, environment: Environmen
         if table is not None and not name.endswith("eager") and name not in table:
             return f"transformers loaded {kind} with {name!r}, for which it has no function"
     try:
-        for name, feature in needs(model):
-            require_features(name, {feature}, kind, environment)
+        _check_needs(model, environment)
     except UnsupportedFeatureError as error:
         return str(error)
     if names and requested not in names:
@@ -142,92 +143,80 @@ def _refused_by_config(error: Exception, name: str) -> bool:
     return False
 
 
-class _Building:
-    """Notes the errors by which models refuse an attention name while `load_with_fallback` runs.
+#: In a thread that is in `load_with_fallback`: its environment, and the errors by which models refused the name.
+_loading: ContextVar[tuple[Environment, list[Exception]] | None] = ContextVar("_loading", default=None)
 
-    `PreTrainedModel.__init__` and `set_attn_implementation` are replaced as long as any thread is loading; the replacements do
-    nothing in a thread that isn't.
-    """
+_CHECK = "_check_and_adjust_attn_implementation"
 
-    _CHECK = "_check_and_adjust_attn_implementation"
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loading = 0
-        self._changes: list[Change] = []
-        self._current: ContextVar[tuple[list[Exception], Environment] | None] = ContextVar("current", default=None)
+@contextmanager
+def _noting_refusals() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if (loading := _loading.get()) and _can_refuse(error):
+            loading[1].append(error)
+        raise
 
-    @contextmanager
-    def watched(self, environment: Environment) -> Iterator[list[Exception]]:
-        """The errors noted in this thread until the end of the block."""
-        refusals: list[Exception] = []
-        with self._lock:
-            if not self._loading:
-                self._replace()
-            self._loading += 1
-        token = self._current.set((refusals, environment))
+
+def _check_needs(model: Any, environment: Environment) -> None:
+    """Refuse a model that needs a feature which its attention name lacks: of its config, if its layers do not exist yet."""
+    for name, feature in needs(model):
+        require_features(name, {feature}, type(model).__name__, environment)
+
+
+def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    init, set_name = originals["__init__"], originals["set_attn_implementation"]
+
+    @wraps(init)
+    def __init__(model: Any, *args: Any, **kwargs: Any) -> None:
+        loading = _loading.get()
+        if loading is None:
+            init(model, *args, **kwargs)
+            return
+
+        def check(*args: Any, **kwargs: Any) -> Any:
+            with _noting_refusals():
+                name = getattr(type(model), _CHECK)(model, *args, **kwargs)
+                if isinstance(name, str):
+                    _check_needs(model, loading[0])
+                return name
+
+        vars(model)[_CHECK] = check  # on the instance, so that it also replaces the checks that model classes define
         try:
-            yield refusals
+            init(model, *args, **kwargs)
         finally:
-            self._current.reset(token)
-            refusals.clear()  # their tracebacks refer to frames that refer to this list
-            with self._lock:
-                self._loading -= 1
-                if not self._loading:
-                    undo(self._changes)
-                    self._changes = []
+            vars(model).pop(_CHECK, None)
 
-    def _replace(self) -> None:
-        if importlib.util.find_spec("transformers") is None:
-            return
-        try:
-            from transformers import PreTrainedModel
+    @wraps(set_name)
+    def set_attn_implementation(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with _noting_refusals():
+            return set_name(model, *args, **kwargs)
 
-            init, set_name = PreTrainedModel.__init__, PreTrainedModel.set_attn_implementation
-        except Exception:  # a broken installation, or no torch: `load` raises the same error if it needs them
-            return
-
-        @wraps(init)
-        def __init__(model: Any, *args: Any, **kwargs: Any) -> None:
-            if self._current.get() is None:
-                init(model, *args, **kwargs)
-                return
-            # On the instance, so that it also comes before the checks that model classes define.
-            vars(model)[self._CHECK] = lambda *args, **kwargs: self._check(model, *args, **kwargs)
-            try:
-                init(model, *args, **kwargs)
-            finally:
-                vars(model).pop(self._CHECK, None)
-
-        @wraps(set_name)
-        def set_attn_implementation(model: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._noting():
-                return set_name(model, *args, **kwargs)
-
-        self._changes = [Change(PreTrainedModel, f.__name__, f) for f in (__init__, set_attn_implementation)]
-        make(self._changes)
-
-    def _check(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a model's own check, and refuse a name that lacks a feature which the config needs."""
-        with self._noting() as environment:
-            name = getattr(type(model), self._CHECK)(model, *args, **kwargs)
-            if environment is not None and isinstance(name, str):
-                # Its layers do not exist yet: these are the needs of the config.
-                require_features(name, {feature for _, feature in needs(model)}, type(model).__name__, environment)
-            return name
-
-    @contextmanager
-    def _noting(self) -> Iterator[Environment | None]:
-        refusals, environment = self._current.get() or ([], None)
-        try:
-            yield environment
-        except Exception as error:
-            if _can_refuse(error):
-                refusals.append(error)
-            raise
+    return {"__init__": __init__, "set_attn_implementation": set_attn_implementation}
 
 
-_building = _Building()
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+
+#: Installed while any thread is in `load_with_fallback`.
+_checked_models = Installation(
+    discover=lambda: (
+        [
+            Shim(
+                name="checked_models",
+                distribution="transformers",
+                versions=">=4",
+                reason="an error doesn't say that it is about the attention name",
+                seams=(
+                    Seam(f"{_MODEL}.__init__", ("self", "config")),
+                    Seam(f"{_MODEL}.set_attn_implementation", ("self", "attn_implementation")),
+                ),
+                replace=_replace,
+            )
+        ],
+        {},
+    )
+)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
@@ -12,14 +11,12 @@ from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import known_kernels
 from ..kernels.catalog import TRANSFORMERS
-from .capabilities import kernel_of, require_features, require_string, unknown_because
-from .flash_flags import flag_value, require_flash_support, unwrapped
-from .ladder import LADDER, best_available, step_of
+from .capabilities import capabilities, require_features, require_string
+from .flash_flags import has_sdpa, require_flash_support
+from .ladder import best_available, step_of
 from .support import beyond_causal_attention, implementations, needs
 
 __all__ = ["Preload", "resolve_preload", "verify_flash_support", "verify_sdpa_support"]
-
-_FLASH = LADDER[: LADDER.index("sdpa")]
 
 
 @dataclass(frozen=True)
@@ -87,40 +84,36 @@ def resolve_preload(
         )
     environment = environment or Environment.detect()
     reasons: list[str] = []
-    if use_liger_kernel and (tp > 1 or cp > 1):
-        use_liger_kernel = False
-        how = " and ".join(
-            f"{word} parallelism ({size_name}={size})"
-            for word, size_name, size in (("tensor", "tp_size", tp), ("context", "cp_size", cp))
-            if size > 1
-        )
-        reasons.append(f"Liger is off: its kernels take one rank's shard for the whole under {how}.")
+    sharded = [f"tensor parallelism (tp_size={tp})"] if tp > 1 else []
+    sharded += [f"context parallelism (cp_size={cp})"] if cp > 1 else []
+    if use_liger_kernel and sharded:
+        reasons.append(f"Liger is off: its kernels take one rank's shard for the whole under {' and '.join(sharded)}.")
     elif use_liger_kernel:
         reasons.append("Liger is on: nothing is sharded.")
-    requested = attn_implementation or "transformers' own choice"
+    name = attn_implementation
+    requested = name or "transformers' own choice"
     if cp > 1:
-        entry = None if attn_implementation is None else registered_attention().get(attn_implementation)
+        entry = registered_attention().get(requested)
         if entry is not None and entry.handles_context_parallel:
-            reasons.append(f"{entry.name} is kept: it was registered as handling context parallelism.")
-        elif attn_implementation == "sdpa":
+            reasons.append(f"{name} is kept: it was registered as handling context parallelism.")
+        elif name == "sdpa":
             reasons.append("sdpa is kept: context parallelism needs it.")
         else:
             reasons.append(f"sdpa instead of {requested}: context parallelism (cp_size={cp}) needs it.")
-            attn_implementation = "sdpa"
-    elif packed_sequence:
-        if attn_implementation is not None and _takes_packed(attn_implementation):
-            reasons.append(f"{attn_implementation} is kept: it was requested, and takes packed sequences.")
-        else:
-            attn_implementation = _best_packed(attn_implementation, environment, reasons, model_type)
-    else:
+            name = "sdpa"
+    elif not packed_sequence:
         reasons.append(f"{requested} is kept: nothing needs another.")
-    if attn_implementation is not None:
-        step = step_of(attn_implementation, environment, (), model_type)
+    elif name is not None and _takes_packed(name, environment):
+        reasons.append(f"{name} is kept: it was requested, and takes packed sequences.")
+    else:
+        name = _best_packed(name, environment, reasons, model_type)
+    if name is not None:
+        step = step_of(name, environment, (), model_type)
         if step.usable is False:
-            reasons.append(f"{attn_implementation} is not usable here: {step.reason}.")
+            reasons.append(f"{name} is not usable here: {step.reason}.")
         elif step.usable is None:
-            reasons.append(f"{attn_implementation} is for transformers to load: {step.reason}.")
-    return Preload(attn_implementation, bool(use_liger_kernel), tuple(reasons))
+            reasons.append(f"{name} is for transformers to load: {step.reason}.")
+    return Preload(name, bool(use_liger_kernel) and not sharded, tuple(reasons))
 
 
 def _best_packed(requested: str | None, environment: Environment, reasons: list[str], model_type: str | None) -> str:
@@ -137,29 +130,24 @@ def _best_packed(requested: str | None, environment: Environment, reasons: list[
         return requested
     reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
     instead_of = requested or "transformers' own choice"
-    if requested is not None and step_of(requested, environment).usable is None:
-        instead_of += f" ({unknown_because(requested)})"
+    if requested is not None and (step := step_of(requested, environment)).usable is None:
+        instead_of += f" ({step.reason})"
     reasons.append(f"{choice.name} instead of {instead_of}: packed sequences need a varlen kernel.")
     return choice.name
 
 
+def _takes_packed(name: str, environment: Environment) -> bool:
+    found = capabilities(name, environment)
+    return found.features.varlen if found else "/" in name and "flash" in name
+
+
 def _size(name: str, value: SupportsIndex) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = None
-    if size is None or isinstance(value, bool):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, not {value!r}")
+    size = operator.index(value)
     if size < 1:
         raise ValueError(f"{name} counts ranks, and is 1 without parallelism; it can't be {size}")
     return size
-
-
-def _takes_packed(name: str) -> bool:
-    entry = registered_attention().get(name)
-    if entry is not None:
-        return entry.kernel.features.varlen
-    return name in known_kernels() or name in _FLASH or ("/" in name and "flash" in name)
 
 
 def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
@@ -180,34 +168,35 @@ def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
     """
     if _size("cp_size", cp_size) == 1:
         return
-    need = f"sdpa, which context parallelism (cp_size={cp_size}) needs"
+    is_class = isinstance(model, type)
+    model = model if is_class else _unwrapped(model)
+    kind = (model if is_class else type(model)).__name__
+    parallel = f"context parallelism (cp_size={cp_size})"
     otherwise = "cp_size=1, or register an attention name with handles_context_parallel=True"
-    if isinstance(model, type):
-        if not flag_value(inspect.getattr_static(model, "_supports_sdpa", False), model, None):
-            raise UnsupportedFeatureError(need, model.__name__, f"Set {otherwise}.")
-        return
-    model = unwrapped(model)
-    kind = type(model).__name__
     registered = registered_attention()
-    running = implementations(model)
+    running = [] if is_class else implementations(model)
     names = [name for name in running if name not in registered or not registered[name].handles_context_parallel]
     if running and not names:
         return
-    if not getattr(model, "_supports_sdpa", False):
-        raise UnsupportedFeatureError(need, kind, f"Set {otherwise}.")
+    if not has_sdpa(model):
+        raise UnsupportedFeatureError(f"sdpa, which {parallel} needs", kind, f"Set {otherwise}.")
+    if is_class:
+        return
     if names != ["sdpa"]:
         raise UnsupportedFeatureError(
-            f"context parallelism (cp_size={cp_size}) with attn_implementation={' and '.join(map(repr, names))}",
+            f"{parallel} with attn_implementation={' and '.join(map(repr, names))}",
             kind,
             f"Load it with attn_implementation='sdpa', set {otherwise}.",
         )
     if missing := TRANSFORMERS["sdpa"].lacking({feature for name, feature in needs(model) if name == "sdpa"}):
         raise UnsupportedFeatureError(
-            need, kind, f"It needs {', '.join(missing)}, which sdpa does not support: set {otherwise}."
+            f"sdpa, which {parallel} needs",
+            kind,
+            f"It needs {', '.join(missing)}, which sdpa does not support: set {otherwise}.",
         )
     if beyond := beyond_causal_attention(model):
         raise UnsupportedFeatureError(
-            f"context parallelism (cp_size={cp_size}), which drops masks and reaches scaled_dot_product_attention alone",
+            f"{parallel}, which drops masks and reaches scaled_dot_product_attention alone",
             kind,
             f"It isn't full causal attention throughout: {'; '.join(beyond)}. Set {otherwise}.",
         )
@@ -229,14 +218,24 @@ def verify_flash_support(model: Any, name: str, environment: Environment | None 
         TypeError: `name` is not a string.
     """
     environment = environment or Environment.detect()
-    found = kernel_of(require_string(name), environment)
-    if found is None:
-        known = {*_FLASH, *known_kernels(), *registered_attention()}
+    found = capabilities(require_string(name), environment)
+    if found is None or found.kernel is None:
+        known = {*known_kernels(), *registered_attention()}
         raise ValueError(f"{name!r} is no flash attention; there are: {', '.join(sorted(known))}")
-    provider = found[1]
-    model = model if isinstance(model, type) else unwrapped(model)
+    model = model if isinstance(model, type) else _unwrapped(model)
     require_flash_support(model, name, interface=name in registered_attention())
     if not isinstance(model, type):
         require_features(name, {feature for _, feature in needs(model)}, type(model).__name__, environment)
-    if reasons := provider.unavailable_because(environment):
-        raise KernelUnavailableError(name, reasons, provider.install_hint(environment))
+    if found.unusable:
+        raise KernelUnavailableError(name, found.unusable, found.kernel[1].install_hint(environment))
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model that PEFT, ``torch.compile`` or torch's data parallel modules wrap."""
+    if callable(getattr(type(model), "get_base_model", None)):
+        inner = model.get_base_model()
+    else:
+        parts = getattr(model, "_modules", {})
+        wrapped = parts.get("module") if type(model).__module__.startswith("torch.") else None
+        inner = parts.get("_orig_mod", wrapped)
+    return model if inner is None or inner is model else _unwrapped(inner)

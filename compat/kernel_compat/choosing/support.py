@@ -31,7 +31,7 @@ def beyond_causal_attention(model: Any) -> list[str]:
     takes one, so that unknown kinds of mixers are listed too. Encoders of images and sound that neither take nor build a
     mask are left out.
     """
-    named = [*_named_modules(model)]
+    named = [*model.named_modules()]
     encoders = _encoders(model, named)
     named = [(name, module) for name, module in named if id(module) not in encoders]
     found: dict[str, str] = {}
@@ -92,13 +92,6 @@ def _implementation(module: object) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _named_modules(model: Any) -> Iterator[tuple[str, Any]]:
-    if hasattr(model, "named_modules"):
-        yield from model.named_modules()
-    else:
-        yield from ((type(module).__name__, module) for module in model.modules())
-
-
 def _reasons(module: Any, model: Any) -> Iterator[str]:
     from torch import nn
 
@@ -119,8 +112,6 @@ def _reasons(module: Any, model: Any) -> Iterator[str]:
         yield f"has layers of type {', '.join(odd)}"
     if getattr(config, "alibi", False):
         yield "has ALiBi in its mask"
-    if not isinstance(module, nn.Module):
-        return
     if _is_model(module):
         code = _code_names(module.__class__)
         if code & _PATTERNS or "token_type_ids" in _parameters(getattr(type(module), "_update_causal_mask", None)):

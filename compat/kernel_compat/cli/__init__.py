@@ -21,7 +21,8 @@ from .tables import console, plain
 __all__ = ["main"]
 
 #: The module of each command in this package, and a line of help. A module is imported when its command is called. It has
-#: `add_arguments(parser)`, `find(arguments)`, `as_json(found)` and `show(console, found)`.
+#: `add_arguments(parser)`, `find(arguments)` and `show(console, found)`. What `find` returns is the document that --json prints;
+#: where it isn't, `as_json(found)` makes it.
 COMMANDS = {
     "check": "run every attention name on tiny problems and compare it with a reference",
     "status": "the environment, the shims and the attention names; runs nothing",
@@ -56,18 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = command.find(arguments)
         except (UnknownNameError, BadArgumentsError) as error:
             parser.error(str(error))
+    document = command.as_json(found) if hasattr(command, "as_json") else found
     try:
         if arguments.json:
-            print(json.dumps(plain(command.as_json(found)), indent=2, allow_nan=False))
+            print(json.dumps(plain(document), indent=2, allow_nan=False))
         else:
             command.show(console(), found)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader closed the pipe, as `head` does. The interpreter's flush at exit must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if getattr(found, "interrupted", False):
+    if document.get("interrupted"):
         return 130
-    return 0 if getattr(found, "ok", True) else 1
+    return 0 if document.get("ok", True) else 1
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from ..diagnostics.numerics import CaseResult, CheckReport, NameResult, run
+from ..diagnostics.numerics import CaseResult, CheckReport, run
 from .arguments import add_json
-from .tables import print_environment, print_shims, print_table, print_text, reasons_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .tables import Output, print_environment, print_shims, print_table, print_text, reasons_text
 
 __all__ = ["add_arguments", "as_json", "find", "show"]
 
@@ -30,32 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find(arguments: argparse.Namespace) -> CheckReport:
-    """Run the check, with a progress bar if stderr is a terminal."""
-    names, backend = arguments.names or None, arguments.torch_flash_backend
-    if arguments.json or not sys.stderr.isatty():
-        return run(names, torch_flash_backend=backend)
-    return _with_progress(names, backend)
-
-
-def _with_progress(names: Sequence[str] | None, backend: Literal["FA3", "FA4"] | None) -> CheckReport:
+    """Run the check; on a terminal, stderr shows the name that runs."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("importing torch and transformers", total=None)
+    with Console(stderr=True).status("importing torch and transformers") as line:
 
-        def progress(case: str, done: int, total: int) -> None:
-            bar.update(task, description=case, completed=done, total=total, refresh=True)
+        def progress(name: str, done: int, total: int) -> None:
+            line.update(f"{done} of {total}: {name}")
 
-        return run(names, progress, backend)
+        return run(arguments.names or None, progress, arguments.torch_flash_backend)
 
 
 def as_json(report: CheckReport) -> dict[str, Any]:
     """The report as a document."""
     return {
         "ok": report.ok,
-        "environment": report.environment,
+        "environment": report.installation.environment,
         "shims": report.installation.shims,
         "attention": report.installation.attention,
         "names": report.names,
@@ -65,20 +50,22 @@ def as_json(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def show(console: Console, report: CheckReport) -> None:
+def show(console: Output, report: CheckReport) -> None:
     """Print the report as tables."""
-    print_environment(console, report.environment, report.torch_flash_backend)
+    print_environment(console, report.installation.environment, report.torch_flash_backend)
     print_shims(console, [shim for shim in report.installation.shims if shim.state != "not needed"])
-    _print_cases(console, report.names)
-    rows = [
-        (
-            result.name,
-            result.verdict,
-            f"{result.device} {result.dtype}".strip(),
-            reasons_text(result.reasons, result.install) or _count(result.cases),
-        )
-        for result in report.names
-    ]
+    for result in report.names:
+        if result.cases:
+            limit = _number(next((case.tolerance for case in result.cases if case.tolerance), None))
+            title = f"{result.name}: relative errors against float64; wrong if greater than {limit}"
+            heads = ("case", "verdict", "output", "gradients", "max abs", "")
+            print_table(console, title, heads, map(_row, result.cases))
+    rows = []
+    for result in report.names:
+        verdicts = [case.verdict for case in result.cases]
+        counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+        details = reasons_text(result.reasons, result.install) or f"cases: {counts}"
+        rows.append((result.name, result.verdict, f"{result.device} {result.dtype}".strip(), details))
     print_table(console, "Attention names", ("name", "verdict", "on", "details"), rows)
     for problem in report.problems:
         print_text(console, f"Problem: {problem}", "bold red")
@@ -91,47 +78,11 @@ def show(console: Console, report: CheckReport) -> None:
         print_text(console, "Something is WRONG or failed: see above.", "bold red")
 
 
-def _print_cases(console: Console, results: Iterable[NameResult]) -> None:
-    rows = []
-    for result in results:
-        for case in result.cases:
-            gradients = [error for name, error in case.errors.items() if name != "output"]
-            rows.append(
-                (
-                    result.name,
-                    case.case,
-                    case.verdict,
-                    _number(case.errors.get("output")),
-                    _number(_worst(gradients)),
-                    _number(case.max_abs),
-                    _number(case.tolerance),
-                    case.reason,
-                )
-            )
-    heads = ("name", "case", "verdict", "output", "gradients", "max abs", "tolerance", "")
-    title = "Cases (relative errors against float64)"
-    if not console.is_terminal:
-        if rows:
-            print_table(console, title, heads, rows)
-        return
-    for name in dict.fromkeys(
-        row[0] for row in rows
-    ):  # 80 columns are too few for names and reasons beside the numbers
-        chosen = [row for row in rows if row[0] == name]
-        print_table(console, f"{title}: {name}", heads[1:-1], [row[1:-1] for row in chosen])
-        for row in chosen:
-            if row[-1]:
-                print_text(console, f"  {row[1]}: {row[-1]}")
-
-
-def _count(cases: Sequence[CaseResult]) -> str:
-    verdicts = [case.verdict for case in cases]
-    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)]
-    return f"cases: {', '.join(counts)}"
-
-
-def _worst(errors: Sequence[float]) -> float | None:
-    return max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=None)
+def _row(case: CaseResult) -> tuple[str, ...]:
+    gradients = [error for name, error in case.errors.items() if name != "output"]
+    worst = max(gradients, key=lambda error: math.inf if math.isnan(error) else error, default=None)
+    numbers = map(_number, (case.errors.get("output"), worst, case.max_abs))
+    return (case.case, case.verdict, *numbers, case.reason)
 
 
 def _number(value: float | None) -> str:

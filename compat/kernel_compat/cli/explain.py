@@ -5,31 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from ..choosing.ladder import LADDER, Step
-from ..diagnostics.names import Explanation, TypeExplanation, explain, explain_type
+from ..attention.defaults import registered_attention, status
+from ..choosing.capabilities import kernel_of, require_known
+from ..choosing.ladder import LADDER, Step, ladder
 from ..kernels import Features
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
-from .tables import COLOURS, fields_of, print_shims, print_table, print_text, reasons_text, usable_text
+from .status import name_status
+from .tables import COLOURS, Output, print_shims, print_table, print_text, reasons_text, usable_text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["add_arguments", "as_json", "find", "show"]
+__all__ = ["add_arguments", "explain", "explain_type", "find", "show"]
 
 _OWNERS = {
     "transformers": "transformers' own",
     "kernel-compat": "registered by kernel-compat when install() is called",
     "registered": "registered with register_attention",
 }
-
-
-class Explained(NamedTuple):
-    """The explanation of a name, of a model type, or of both."""
-
-    name: Explanation | None
-    model: TypeExplanation | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,99 +33,143 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP}: whether it is proven here")
 
 
-def find(arguments: argparse.Namespace) -> Explained:
-    """Explain the name and the model type that the arguments name."""
+def find(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The explanation of the name, the model type, or both."""
     name, model = arguments.name, arguments.model
     if not name and not model:
         raise BadArgumentsError("explain takes an attention NAME, or --model")
-    explanation = None if name is None else explain(name)
-    return Explained(explanation, explain_type(model_type(model), name or LADDER[0]) if model else None)
+    found = {} if name is None else explain(name)
+    return {**found, **explain_type(model_type(model), name or LADDER[0])} if model else found
 
 
-def as_json(found: Explained) -> dict[str, Any]:
-    """The explanation as a document."""
-    values = {} if found.name is None else fields_of(found.name)
-    if values:
-        values = {**fields_of(values.pop("status")), **values}
-    if found.model is not None:
-        model = fields_of(found.model)
-        values |= {"ladder": model.pop("ladder"), "model": model}
-    return values
+def explain(name: str) -> dict[str, Any]:
+    """The `name_status` of an attention name, and more.
+
+    - ``forward``: qualified name of the attention function it was registered with; None for the default.
+    - ``providers``: the packages that provide its kernel, in the order in which they are tried.
+    - ``shims``: the shims that this environment needs.
+    - ``ladder``: the names that `policy.load_with_fallback` would try, starting with this one.
+
+    Raises:
+        UnknownNameError: no such name exists here.
+        TypeError: `name` is not a string.
+    """
+    require_known(name)
+    report = status()
+    environment = report.environment
+    bare = name.removeprefix("paged|")
+    entry, kernel = registered_attention().get(bare), kernel_of(bare)
+    forward = entry and entry.forward
+    if qualified := getattr(forward, "__qualname__", None):
+        qualified = f"{forward.__module__}.{qualified}"
+    return {
+        **name_status(bare, report),
+        "environment": environment,
+        "forward": qualified or (forward and repr(forward)),
+        "providers": [
+            {
+                "distribution": provider.distribution,
+                "module": provider.module,
+                "version": environment.packages.get(provider.distribution),
+                "features": provider.features_in(environment),
+                "reasons": provider.unavailable_because(environment),
+                "install": provider.install,
+            }
+            for provider in (kernel.providers if kernel else ())
+        ],
+        "shims": [shim for shim in report.shims if shim.state != "not needed"],
+        "ladder": ladder(name, environment),
+    }
 
 
-def show(console: Console, found: Explained) -> None:
+def explain_type(model_type: str, name: str) -> dict[str, Any]:
+    """The entry of the table of proofs for a model type, on the installed transformers.
+
+    Args:
+        model_type: as in a config's ``model_type``.
+        name: the attention name that the ladder starts with.
+
+    Returns:
+        ``ladder``: the names that its model can be loaded with; ``model``: the worst verdict of its cases, ``equal`` if all are
+        equal, None if the type isn't in the table; and for each other verdict the cases that have it.
+    """
+    from ..proving.table import WORSE, known
+
+    environment = status().environment
+    release = environment.version("transformers")
+    cases = known(str(release)).get(model_type) if release else None
+    verdict = None if cases is None else next((one for one in (*WORSE, "no recipe") if one in cases), "equal")
+    return {
+        "ladder": ladder(name, environment, model_type=model_type),
+        "model": {
+            "model_type": model_type,
+            "transformers": str(release) if release else None,
+            "verdict": verdict,
+            "cases": cases or {},
+        },
+    }
+
+
+def show(console: Output, found: dict[str, Any]) -> None:
     """Print the explanation."""
-    name, model = found.name, found.model
-    if model is not None:
-        _show_type(console, model)
-        if name is None:
-            _print_ladder(console, model.ladder)
-            return
-        name = dataclasses.replace(name, ladder=model.ladder)
-    assert name is not None
-    _show_name(console, name)
+    if "model" in found:
+        _show_type(console, **found["model"])
+    if "name" in found:
+        _show_name(console, found)
+    _print_ladder(console, found["ladder"])
+    if found.get("kernel"):
+        print_shims(console, found["shims"])
 
 
-def _show_type(console: Console, model: TypeExplanation) -> None:
-    where = f"{model.model_type} on transformers {model.transformers or '(not installed)'}"
-    if model.verdict in (None, "no recipe"):
-        why = "no tiny model of it could be made" if model.verdict else "not in the table"
+def _show_type(
+    console: Output, model_type: str, transformers: str | None, verdict: str | None, cases: dict[str, list[str]]
+) -> None:
+    where = f"{model_type} on transformers {transformers or '(not installed)'}"
+    if verdict in (None, "no recipe"):
+        why = "no tiny model of it could be made" if verdict else "not in the table"
         print_text(console, f"{where}: {why}; proven at load.", "yellow")
         return
-    if model.verdict == "equal":
+    if verdict == "equal":
         print_text(console, f"{where}: proven equal to eager attention in every case that applies.", "green")
-    for verdict, cases in model.cases.items():
-        style = "yellow" if verdict == "refused" else "bold red"
-        print_text(console, f"{where}: {verdict}: {', '.join(cases)}.", style)
-    if model.verdict == "wrong":
+    for other, names in cases.items():
+        style = "yellow" if other == "refused" else "bold red"
+        print_text(console, f"{where}: {other}: {', '.join(names)}.", style)
+    if verdict == "wrong":
         print_text(console, "Loading it under a registered name is refused.")
-    elif "load" in model.cases.get("refused", ()):
+    elif "load" in cases.get("refused", ()):
         print_text(console, "load: one of its classes can't be loaded under a flash attention name.")
 
 
-def _show_name(console: Console, found: Explanation) -> None:
-    name = found.status
-    print_text(console, name.name, "bold")
-    if name.kernel is None:
+def _show_name(console: Output, found: dict[str, Any]) -> None:
+    name, kernel, owner, state = (found[key] for key in ("name", "kernel", "owner", "state"))
+    print_text(console, name, "bold")
+    if kernel is None:
         print_text(console, "  transformers' own: kernel-compat has no part in it and changes nothing about it.")
-        _print_ladder(console, found.ladder)
         return
-    print_text(console, f"  As attn_implementation: {_OWNERS[name.owner]}{f' ({found.state})' if found.state else ''}.")
-    if name.owner == "transformers":
-        registration = f'register_attention("my_{name.name}", kernel="{name.kernel}")'
-        print_text(console, f"  For kernel-compat's own path: {registration}.")
-    print_text(console, f"  Kernel: {name.kernel}. Forward: {found.forward or 'the default'}.")
-    print_text(console, f"  Here it is {usable_text(name.reasons)}.", COLOURS[usable_text(name.reasons)])
-    rows = [
-        (
-            provider.distribution,
-            provider.version or "-",
-            provider.module,
-            _capability(provider.features),
-            " ".join(provider.features.dtypes),
-            _head_dim(provider.features),
-            usable_text(provider.reasons),
-        )
-        for provider in found.providers
-    ]
-    heads = ("package", "version", "import", "compute capability", "dtypes", "head dim", "here")
-    print_table(console, "Providers, the first usable one is taken", heads, rows)
-    for provider in found.providers:
-        features = provider.features
-        missing = [one.name for one in dataclasses.fields(features) if getattr(features, one.name) is False]
-        print_text(console, f"{provider.distribution}")
+    print_text(console, f"  As attn_implementation: {_OWNERS[owner]}{f' ({state})' if state else ''}.")
+    if owner == "transformers":
+        print_text(console, f'  For kernel-compat\'s own path: register_attention("my_{name}", kernel="{kernel}").')
+    print_text(console, f"  Kernel: {kernel}. Forward: {found['forward'] or 'the default'}.")
+    usable = usable_text(found["reasons"])
+    print_text(console, f"  Here it is {usable}.", COLOURS[usable])
+    print_text(console, "\nProviders, the first usable one is taken", "bold")
+    for provider in found["providers"]:
+        features, usable = provider["features"], usable_text(provider["reasons"])
+        package = f"{provider['distribution']} {provider['version'] or '(not installed)'}"
+        print_text(console, f"{package}, imported as {provider['module']}: {usable}", COLOURS[usable])
+        print_text(console, f"  takes: {' '.join(features.dtypes)}; head dimensions {_head_dims(features)}")
+        print_text(console, f"  compute capability: {_capability(features)}")
         print_text(console, f"  has:   {', '.join(features.names())}")
+        missing = [one.name for one in dataclasses.fields(features) if getattr(features, one.name) is False]
         print_text(console, f"  lacks: {', '.join(missing) or 'nothing'}")
         if features.forward_only:
             print_text(console, f"  has no gradients of: {', '.join(features.forward_only)}")
-        if provider.reasons:
-            why = reasons_text(provider.reasons, provider.install if provider.version is None else "")
+        if provider["reasons"]:
+            why = reasons_text(provider["reasons"], provider["install"] if provider["version"] is None else "")
             print_text(console, f"  not usable: {why}", "yellow")
-    _print_ladder(console, found.ladder)
-    print_shims(console, found.shims)
 
 
-def _print_ladder(console: Console, steps: Sequence[Step]) -> None:
+def _print_ladder(console: Output, steps: Sequence[Step]) -> None:
     words = {True: "usable", False: "not usable", None: "not known"}
     rows = [(step.name, words[step.usable], step.reason) for step in steps]
     print_table(console, "Ladder, tried from the top", ("name", "here", "reason"), rows)
@@ -143,13 +179,12 @@ def _capability(features: Features) -> str:
     low, high = features.min_capability, features.max_capability
     if "cpu" in features.devices:
         return "any device"
-    if low is None and high is None:
+    if low is None:
         return "any"
-    text = f"{low[0]}.{low[1]}" if low else ""
-    return f"{text} to {high[0]}.{high[1]}" if high else f"{text} or greater"
+    return f"{low[0]}.{low[1]} to {high[0]}.{high[1]}" if high else f"{low[0]}.{low[1]} or greater"
 
 
-def _head_dim(features: Features) -> str:
+def _head_dims(features: Features) -> str:
     if features.max_head_dim is None:
         return "any"
     return " or ".join([f"up to {features.max_head_dim}", *map(str, features.head_dims)])

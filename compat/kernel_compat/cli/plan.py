@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from ..choosing.capabilities import require_known
-from ..choosing.preload import Preload, resolve_preload
+from ..choosing.preload import resolve_preload
 from ..errors import KernelUnavailableError
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
-from .tables import fields_of, print_text
+from .tables import Output, fields_of, print_text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["add_arguments", "as_json", "find", "show"]
-
-
-class Plan(NamedTuple):
-    """A plan, or the error that was raised instead of one."""
-
-    preload: Preload | None
-    error: KernelUnavailableError | None
-
-    @property
-    def ok(self) -> bool:
-        return self.preload is not None
+__all__ = ["add_arguments", "find", "show"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--liger", action="store_true", help="use Liger's kernels if possible")
 
 
-def find(arguments: argparse.Namespace) -> Plan:
-    """Make the plan."""
+def find(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The plan; without one, the reasons why no attention can be used."""
     if arguments.attn is not None:
         require_known(arguments.attn)
     try:
@@ -58,32 +44,21 @@ def find(arguments: argparse.Namespace) -> Plan:
             model_type=model_type(arguments.model) if arguments.model else None,
         )
     except KernelUnavailableError as error:
-        return Plan(None, error)
+        return {"ok": False, "error": str(error), "reasons": error.reasons, "install": error.install}
     except ValueError as error:
         raise BadArgumentsError(str(error)) from None
-    return Plan(preload, None)
+    return {"ok": True, **fields_of(preload)}
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as a document."""
-    if plan.preload is None:
-        assert plan.error is not None
-        return {"ok": False, "error": str(plan.error), "reasons": plan.error.reasons}
-    return {"ok": True, **fields_of(plan.preload)}
-
-
-def show(console: Console, plan: Plan) -> None:
+def show(console: Output, found: dict[str, Any]) -> None:
     """Print the plan and its reasons."""
-    if plan.preload is None:
-        assert plan.error is not None
-        print_text(console, f"No plan: {plan.error.kernel} is not usable here.", "bold red")
-        for reason in plan.error.reasons:
-            print_text(console, f"  {reason}")
-        if plan.error.install:
-            print_text(console, plan.error.install)
+    if not found["ok"]:
+        print_text(console, "No plan: no attention can be used here.", "bold red")
+        for line in (*(f"  {reason}" for reason in found["reasons"]), found["install"]):
+            print_text(console, line)
         return
-    name = plan.preload.attn_implementation
-    print_text(console, f"attn_implementation  {name or 'unset: sdpa where the model has it, else eager'}", "bold")
-    print_text(console, f"use_liger_kernel     {plan.preload.use_liger_kernel}", "bold")
-    for reason in plan.preload.reasons:
+    name = found["attn_implementation"] or "unset: sdpa where the model has it, else eager"
+    print_text(console, f"attn_implementation  {name}", "bold")
+    print_text(console, f"use_liger_kernel     {found['use_liger_kernel']}", "bold")
+    for reason in found["reasons"]:
         print_text(console, f"  {reason}")

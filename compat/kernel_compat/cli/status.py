@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from ..attention.defaults import Report, status
-from ..diagnostics.names import NameStatus, attention_names
+from ..attention.defaults import Report, registered_attention, status
+from ..choosing.capabilities import kernel_of, owner_of
+from ..kernels import known_kernels
 from .arguments import add_json
-from .tables import fields_of, print_environment, print_shims, print_table, reasons_text, usable_text
+from .tables import Output, print_environment, print_shims, print_table, reasons_text, usable_text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["add_arguments", "as_json", "find", "show"]
-
-
-class Status(NamedTuple):
-    """The report of `kernel_compat.status()` and the attention names."""
-
-    report: Report
-    names: tuple[NameStatus, ...]
-
-    @property
-    def ok(self) -> bool:
-        return self.report.ok
+__all__ = ["add_arguments", "find", "name_status", "show"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,39 +19,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def find(arguments: argparse.Namespace) -> Status:
+def find(arguments: argparse.Namespace) -> dict[str, Any]:
     """The status of this environment."""
     report = status()
-    return Status(report, attention_names(report.environment))
-
-
-def as_json(found: Status) -> dict[str, Any]:
-    """The status as a document."""
-    report = found.report
     return {
         "ok": report.ok,
         "environment": report.environment,
         "installed": report.installed,
         "shims": report.shims,
-        "attention": [{**fields_of(name), "state": report.attention.get(name.name)} for name in found.names],
+        "attention": [name_status(name, report) for name in {**known_kernels(), **registered_attention()}],
         "torch_flash_backend": report.torch_flash_backend,
     }
 
 
-def show(console: Console, found: Status) -> None:
+def name_status(name: str, report: Report) -> dict[str, Any]:
+    """An attention name that exists, and the kernel that `register_attention` would bind it to.
+
+    - ``kernel``: the name of its kernel; None if transformers computes this attention itself.
+    - ``owner``: who defines the name in transformers' tables: see `owner_of`.
+    - ``reasons``: why the kernel can't run here.
+    - ``install``: a sentence with the command that installs the kernel, if that would help.
+    - ``state``: its state in transformers' tables; None for a name that isn't registered.
+    """
+    kernel, environment = kernel_of(name), report.environment
+    return {
+        "name": name,
+        "kernel": kernel and kernel.name,
+        "owner": owner_of(name, environment) if kernel else "transformers",
+        "reasons": kernel.unavailable_because(environment) if kernel else [],
+        "install": kernel.provider(environment).install_hint(environment) if kernel else "",
+        "state": report.attention.get(name),
+    }
+
+
+def show(console: Output, found: dict[str, Any]) -> None:
     """Print the status as tables."""
-    report = found.report
-    print_environment(console, report.environment, report.torch_flash_backend)
-    print_shims(console, report.shims)
+    print_environment(console, found["environment"], found["torch_flash_backend"])
+    print_shims(console, found["shims"])
     rows = [
         (
-            name.name,
-            "" if name.kernel in (None, name.name) else str(name.kernel),
-            "its own name" if name.owner == "transformers" else report.attention.get(name.name, "pending"),
-            usable_text(name.reasons),
-            reasons_text(name.reasons, name.install),
+            name["name"],
+            "" if name["kernel"] == name["name"] else name["kernel"],
+            "its own name" if name["owner"] == "transformers" else name["state"] or "pending",
+            usable_text(name["reasons"]),
+            reasons_text(name["reasons"], name["install"]),
         )
-        for name in found.names
+        for name in found["attention"]
     ]
     heads = ("name", "kernel", "in transformers", "kernel is", "reason")
     print_table(console, "Attention names", heads, rows)

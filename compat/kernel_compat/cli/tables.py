@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..environment import DISTRIBUTIONS, Environment
 
-if TYPE_CHECKING:  # rich is imported where tables are printed, never for JSON: its import is a good part of `status`
+if TYPE_CHECKING:  # rich is imported for terminals alone: its import is a good part of `status`
     from rich.console import Console
 
     from ..patching.report import ShimReport
 
+#: A terminal, or None if stdout is none.
+Output: TypeAlias = "Console | None"
+
 __all__ = [
     "COLOURS",
+    "Output",
     "console",
     "fields_of",
     "plain",
@@ -72,52 +78,50 @@ def reasons_text(reasons: Sequence[str], install: str) -> str:
     return f"{text}. {install}" if text and install else text
 
 
-def console() -> Console:
-    """A console on stdout. If stdout isn't a terminal, a row is one line however long, for grep and for reading."""
+def console() -> Output:
+    """A console if stdout is a terminal. Otherwise None: a row is one line however long, for grep and for reading."""
+    if not sys.stdout.isatty() and not os.environ.get("FORCE_COLOR"):
+        return None
     from rich.console import Console
 
-    class Output(Console):
-        def on_broken_pipe(self) -> None:
-            # rich would exit with 1, which means here that something is wrong.
-            raise BrokenPipeError
-
-    made = Output(highlight=False, markup=False, emoji=False)
-    return made if made.is_terminal else Output(highlight=False, markup=False, emoji=False, width=10_000)
+    return Console(highlight=False, markup=False, emoji=False)
 
 
-def print_text(console: Console, text: str, style: str = "") -> None:
+def print_text(console: Output, text: str, style: str = "") -> None:
     """Print a line."""
+    if console is None:
+        print(text)
+        return
     from rich.text import Text
 
-    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+    console.print(Text(text, style=style))
 
 
-def print_table(console: Console, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table without its empty columns; on a terminal all columns but the first may wrap."""
+def print_table(console: Output, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table without its empty columns; on a terminal long columns after the first may wrap."""
+    rows = list(rows)
+    used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
+    print_text(console, "")
+    print_text(console, title, "bold")
+    if console is None:
+        widths = [max(len(row[index]) for row in (heads, *rows)) for index in used]
+        for row in (heads, *rows):
+            print("  ".join(row[index].ljust(width) for index, width in zip(used, widths, strict=True)).rstrip())
+        return
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    rows = list(rows)
-    used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
-    terminal = console.is_terminal
-    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for index in used:
-        table.add_column(heads[index], overflow="fold", no_wrap=index == used[0])
+        short = all(len(row[index]) < 12 for row in (heads, *rows))
+        table.add_column(heads[index], overflow="fold", no_wrap=short or index == used[0])
     for row in rows:
         table.add_row(*(Text(row[index], style=COLOURS.get(row[index], "")) for index in used))
-    print_text(console, "")
-    print_text(console, title, "bold")
-    if terminal:
-        console.print(table)
-    else:
-        with console.capture() as capture:
-            console.print(table)
-        text = "\n".join(line.rstrip() for line in capture.get().splitlines())
-        print(text, file=console.file)
+    console.print(table)
 
 
-def print_environment(console: Console, environment: Environment, torch_flash_backend: str | None = None) -> None:
+def print_environment(console: Output, environment: Environment, torch_flash_backend: str | None = None) -> None:
     """Print versions, devices and problems of an environment."""
     print_text(console, "Environment", "bold")
     lines = [("python", environment.python), ("system", environment.system)]
@@ -136,16 +140,17 @@ def print_environment(console: Console, environment: Environment, torch_flash_ba
         print_text(console, f"  problem: {problem}", "yellow")
 
 
-def print_shims(console: Console, shims: Sequence[ShimReport]) -> None:
+def print_shims(console: Output, shims: Sequence[ShimReport]) -> None:
     """Print shims with their states and reasons."""
-    rows = [(shim.name, shim.state, _shim_reason(shim)) for shim in shims]
+    rows = []
+    for shim in shims:
+        reason = shim.reason
+        if shim.foreign:
+            reason += f" (replaced by other code since: {', '.join(shim.foreign)})"
+        if shim.upstream and shim.state != "not needed":
+            reason += f". Upstream: {shim.upstream}. Delete when {shim.delete_when}"
+        rows.append((shim.name, shim.state, reason))
     if rows:
         print_table(console, "Shims", ("shim", "state", "reason"), rows)
     else:
         print_text(console, "\nShims: none is needed here.")
-
-
-def _shim_reason(shim: ShimReport) -> str:
-    if shim.foreign:
-        return f"{shim.reason} (replaced by other code since: {', '.join(shim.foreign)})"
-    return shim.reason

@@ -1,1 +1,1 @@
-"""Diagnoses of an environment: attention names, the numbers that kernels compute, and broken installs."""
+"""Diagnoses of an environment: the numbers that its kernels compute."""

@@ -15,21 +15,19 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
-from ..attention.registry import AttentionName
+from ..choosing.capabilities import kernel_of
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
 from ..environment import torch_flash_backend as active_backend
 from ..errors import KernelUnavailableError, UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, known_kernels
 from ..kernels.catalog import TRANSFORMERS
-from .names import attention_names
-from .packages import import_frameworks, one_line
 
 __all__ = ["CaseResult", "CheckReport", "NameResult", "run"]
 
 Verdict = Literal["right", "WRONG", "failed", "not usable"]
 CaseVerdict = Literal["right", "WRONG", "failed", "skipped"]
-#: Called with the case that runs next, the number of cases that are done, and the number of cases.
+#: Called with the name that runs next, the number of names that are done, and the number of names.
 Progress = Callable[[str, int, int], None]
 
 
@@ -99,11 +97,6 @@ class CheckReport:
     torch_flash_backend: str | None = None
 
     @property
-    def environment(self) -> Environment:
-        """The environment that the names ran in."""
-        return self.installation.environment
-
-    @property
     def ok(self) -> bool:
         """Whether every name that can run is right, every needed shim is applied and there are no problems."""
         wrong = any(result.verdict in ("WRONG", "failed") for result in self.names)
@@ -163,7 +156,7 @@ CASES = (
 
 def run(
     names: Sequence[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda name, done, total: None,
     torch_flash_backend: Literal["FA3", "FA4"] | None = None,
 ) -> CheckReport:
     """Run attention names forward and backward and compare them with float64 math.
@@ -172,7 +165,7 @@ def run(
 
     Args:
         names: attention names: of kernels, registered names, and ``sdpa`` of transformers. All of them by default.
-        progress: called before each case and after the last.
+        progress: called before each name and after the last.
         torch_flash_backend: activated for the duration of the check, as `use_torch_flash_backend` does. One that isn't
             available is a problem of the report.
 
@@ -186,130 +179,126 @@ def run(
     if isinstance(names, str):
         raise TypeError(f"names takes a list of attention names, not the string {names!r}")
     environment = Environment.detect()
-    known = [status.name for status in attention_names(environment)]
+    known = [*dict.fromkeys((*known_kernels(), *registered_attention()))]
     if unknown := [name for name in names or () if name not in (*known, "sdpa")]:
         raise UnknownNameError(f"{unknown[0]!r} can't be checked here; these can: {', '.join([*known, 'sdpa'])}")
-    imports = import_frameworks(environment)
-    problems = [*imports.problems]
+    problems: list[str] = []
+    missing: list[str] = []
+    failed = _import_frameworks(environment, problems, missing)
+    if names is None:
+        names = known if failed else [*known, "sdpa"]
+    wanted = list(dict.fromkeys(names))
+    results = []
     with ExitStack() as stack:
-        report = status() if imports.failed else _installation(stack, problems)
+        report = status()
+        if not failed and not report.installed:
+            try:
+                report = stack.enter_context(installed())
+            except Exception as error:
+                problems.append(f"install() failed ({_one_line(error)})")
         if torch_flash_backend is not None:
             try:
                 stack.enter_context(use_torch_flash_backend(torch_flash_backend))
             except KernelUnavailableError as error:
                 problems.append(str(error))
         backend = active_backend()
-        if names is None:
-            names = known if imports.failed else [*known, "sdpa"]
-        wanted = list(dict.fromkeys(names))
-        counter = _Counter(progress, len(wanted))
-        results = tuple(_check_name(name, report, imports.failed, counter) for name in wanted)
-        counter.end()
-    return CheckReport(report, results, tuple(problems), imports.missing, backend)
+        for index, name in enumerate(wanted):
+            progress(name, index, len(wanted))
+            results.append(_check_name(name, report, failed))
+        progress("", len(wanted), len(wanted))
+    return CheckReport(report, tuple(results), tuple(problems), tuple(missing), backend)
 
 
-def _installation(stack: ExitStack, problems: list[str]) -> Report:
-    """Enter `installed()` until the stack unwinds, unless `install()` is already in force."""
-    report = status()
-    if report.installed:
-        return report
-    try:
-        return stack.enter_context(installed())
-    except Exception as error:
-        problems.append(f"install() failed ({one_line(error)})")
-        return status()
+def _import_frameworks(environment: Environment, problems: list[str], missing: list[str]) -> dict[str, str]:
+    """Import torch, then transformers, which has no attention without torch.
+
+    Returns:
+        By distribution, in a few words, why it can't be imported.
+    """
+    failed: dict[str, str] = {}
+    for distribution, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
+        if distribution not in environment.packages and distribution not in environment.imports:
+            failed[distribution] = f"{distribution} is not installed"
+            missing.append(f"{distribution} is not installed: pip install {distribution}")
+        elif not failed:
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # a broken install may raise anything
+                failed[distribution] = f"{distribution} does not import"
+                problems.append(f"{distribution} is installed but does not import ({_one_line(error)})")
+    return failed
 
 
-class _Counter:
-    """Calls `progress` with the number of cases that are done."""
-
-    def __init__(self, progress: Progress | None, count: int) -> None:
-        self.progress = progress
-        self.total = count * len(CASES)
-        self.done = 0
-
-    def begin(self, case: str) -> None:
-        if self.progress is not None:
-            self.progress(case, self.done, self.total)
-        self.done += 1
-
-    def skip_name(self) -> None:
-        self.done += len(CASES)
-
-    def end(self) -> None:
-        if self.progress is not None:
-            self.progress("", self.total, self.total)
-
-
-def _check_name(name: str, report: Report, failed: Mapping[str, str], counter: _Counter) -> NameResult:
-    environment = report.environment
-    entry = registered_attention().get(name)
-    kernel = entry.kernel if entry else known_kernels().get(name)
+def _check_name(name: str, report: Report, failed: Mapping[str, str]) -> NameResult:
+    kernel = kernel_of(name)
     kernel_name = kernel.name if kernel else None
 
     def unchecked(verdict: Verdict, reasons: Sequence[str], install: str = "") -> NameResult:
-        counter.skip_name()
         return NameResult(name, kernel_name, verdict, tuple(reasons), install)
 
     state = report.attention.get(name, "pending")
     if state not in ("available", "pending"):
         return unchecked("failed", [f"refused: {name} {state}"])
-    if kernel is not None:
-        unusable = kernel.unavailable_because(environment)
-        install = kernel.provider(environment).install_hint(environment)
-        reasons = [reason for reason in unusable if reason != failed.get("torch")]
-        if "torch" in failed:
-            reasons.append(failed["torch"])
-        if reasons:
-            return unchecked("not usable", reasons, install)
-    elif failed:
+    if kernel is None and failed:
         return unchecked("not usable", list(failed.values()))
+    if kernel is not None:
+        reasons = kernel.unavailable_because(report.environment)
+        if "torch" in failed:
+            reasons = [*(reason for reason in reasons if reason != failed["torch"]), failed["torch"]]
+        if reasons:
+            provider = kernel.provider(report.environment)
+            return unchecked("not usable", reasons, provider.install_hint(report.environment))
     try:
-        subject = _Sdpa() if kernel is None else _Registered(name, kernel, entry)
+        subject = _Subject(name, kernel)
     except KernelUnavailableError as error:
         return unchecked("not usable", error.reasons, error.install)
     except Exception as error:
-        return unchecked("failed", [one_line(error)])
+        return unchecked("failed", [_one_line(error)])
     place = _place(subject.features)
-    if place is None:
-        wanted = " or ".join(subject.features.devices)
-        return unchecked("not usable", [f"it runs on {wanted}, and {_why_no_cuda()}"])
+    if isinstance(place, str):
+        return unchecked("not usable", [place])
     device, dtype = place
-    cases = []
-    for case in CASES:
-        counter.begin(f"{name}: {case.name}")
-        cases.append(_check_case(case, subject, device, dtype))
+    cases = tuple(_check_case(case, subject, device, dtype) for case in CASES)
     verdicts = {case.verdict for case in cases}
     worst_first: tuple[Literal["WRONG", "failed", "right"], ...] = ("WRONG", "failed", "right")
     verdict: Verdict = next((verdict for verdict in worst_first if verdict in verdicts), "not usable")
     why = tuple(dict.fromkeys(case.reason for case in cases)) if verdict == "not usable" else ()
-    return NameResult(name, kernel_name, verdict, why, "", device, str(dtype).removeprefix("torch."), tuple(cases))
+    dtype_name = str(dtype).removeprefix("torch.")
+    return NameResult(name, kernel_name, verdict, why, "", device, dtype_name, cases)
 
 
-class _Registered:
-    """The attention function that transformers calls for a name, with its kernel."""
+class _Subject:
+    """The attention function that transformers calls for a name: of its kernel, or without one its own for sdpa."""
 
-    def __init__(self, name: str, kernel: Kernel, entry: AttentionName | None) -> None:
-        from ..attention.forward import attention_forward
-
-        kernel.load()
+    def __init__(self, name: str, kernel: Kernel | None) -> None:
         self.name = name
-        self.features = kernel.features
-        self.forward = (entry and entry.forward) or attention_forward(kernel, name)
-        self.own_forward = bool(entry and entry.forward)
-        self.own_mask = bool(entry and entry.mask)
+        self.entry = registered_attention().get(name)
+        self.sdpa = kernel is None
+        self.forward: Callable[..., Any]
+        if kernel is None:
+            features = replace(TRANSFORMERS["sdpa"], dtypes=("float32",), devices=("cuda", "cpu"), varlen=True)
+            self.features = features
+            self.forward = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS["sdpa"]
+        else:
+            from ..attention.forward import attention_forward
+
+            kernel.load()
+            self.features = kernel.features
+            self.forward = (self.entry and self.entry.forward) or attention_forward(kernel, name)
 
     def skip_because(self, case: Case) -> str | None:
-        lacking = [feature for feature in case.needs if not getattr(self.features, feature)]
-        if lacking:
-            return f"no {lacking[0]}"
-        if self.own_mask and case.layout.startswith("padded"):
+        if self.sdpa and case.layout == "cu_seq_lens":
+            return "it takes masks only"
+        if self.entry and self.entry.mask and case.layout.startswith("padded"):
             return "its own mask function decides the mask"
-        return None
+        return next((f"no {feature}" for feature in case.needs if not getattr(self.features, feature)), None)
 
     def mask_and_options(self, case: Case, visible: Any) -> tuple[Any, dict[str, Any]]:
+        """The mask and the keywords that transformers passes for a case; `visible` is its mask of every row in full."""
         import torch
 
+        if self.sdpa:
+            return None if case.layout == "batch" and case.window is None else visible[:, None], {}
         rows, length = visible.shape[0], visible.shape[-1]
         mask = None
         options: dict[str, Any] = {"position_ids": torch.arange(length, device=visible.device)[None]}
@@ -322,38 +311,17 @@ class _Registered:
         elif case.layout == "cu_seq_lens":
             ends = [0, *(place.stop for _, place in case.places())]
             offsets = torch.tensor(ends, dtype=torch.int32, device=visible.device)
-            longest = max(case.lengths)
             options = {
-                "cu_seq_lens_q": offsets,
-                "cu_seq_lens_k": offsets,
-                "max_length_q": longest,
-                "max_length_k": longest,
+                **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets),
+                **dict.fromkeys(("max_length_q", "max_length_k"), max(case.lengths)),
             }
         if case.window is not None:
             options["sliding_window"] = case.window
         return mask, options
 
 
-class _Sdpa:
-    """transformers' own attention function over torch's scaled_dot_product_attention."""
-
-    def __init__(self) -> None:
-        self.name = "sdpa"
-        self.features = replace(TRANSFORMERS["sdpa"], dtypes=("float32",), devices=("cuda", "cpu"))
-        functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-        self.forward = functions["sdpa"]
-        self.own_forward = False
-
-    def skip_because(self, case: Case) -> str | None:
-        return "it takes masks only" if case.layout == "cu_seq_lens" else None
-
-    def mask_and_options(self, case: Case, visible: Any) -> tuple[Any, dict[str, Any]]:
-        plain = case.layout == "batch" and case.window is None
-        return None if plain else visible[:, None], {}
-
-
-def _place(features: Features) -> tuple[str, Any] | None:
-    """A device that the kernel runs on, CUDA if possible, and a dtype that it takes; None if there is no such device."""
+def _place(features: Features) -> tuple[str, Any] | str:
+    """A device that the kernel runs on, CUDA if possible, and a dtype that it takes; or why there is no such device."""
     import torch
 
     low, high = features.min_capability or (0, 0), features.max_capability or (99, 0)
@@ -362,17 +330,10 @@ def _place(features: Features) -> tuple[str, Any] | None:
             if low <= torch.cuda.get_device_capability(index) <= high:
                 return f"cuda:{index}", getattr(torch, features.dtypes[0])
     if "cpu" in features.devices:
-        dtype = "float32" if "float32" in features.dtypes else features.dtypes[0]
-        return "cpu", getattr(torch, dtype)
-    return None
-
-
-def _why_no_cuda() -> str:
-    import torch
-
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA"
-    return f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no such device: is the driver too old?"
+        return "cpu", getattr(torch, "float32" if "float32" in features.dtypes else features.dtypes[0])
+    cuda = torch.version.cuda
+    why = f"(CUDA {cuda}) finds no such device: is the driver too old?" if cuda else "is a build without CUDA"
+    return f"it runs on {' or '.join(features.devices)}, and torch {torch.__version__} {why}"
 
 
 def _tolerance(device: str, dtype: Any) -> float:
@@ -394,7 +355,7 @@ def _tolerance(device: str, dtype: Any) -> float:
     return 1e-5
 
 
-def _check_case(case: Case, subject: _Registered | _Sdpa, device: str, dtype: Any) -> CaseResult:
+def _check_case(case: Case, subject: _Subject, device: str, dtype: Any) -> CaseResult:
     import torch
 
     if reason := subject.skip_because(case):
@@ -411,27 +372,25 @@ def _check_case(case: Case, subject: _Registered | _Sdpa, device: str, dtype: An
             found, expected = _compute(case, subject, device, dtype, backward)
     except UnsupportedFeatureError as error:
         # A registered forward may refuse a feature that its kernel has; the default forward must not.
-        return CaseResult(case.name, "skipped" if subject.own_forward else "failed", reason=one_line(error))
+        return CaseResult(
+            case.name, "skipped" if subject.entry and subject.entry.forward else "failed", reason=_one_line(error)
+        )
     except Exception as error:
-        return CaseResult(case.name, "failed", reason=one_line(error))
-    errors, max_abs = {}, 0.0
-    for name, x in found.items():
-        difference = x - expected[name]
-        errors[name] = float(difference.norm() / expected[name].norm())
-        greatest = float(difference.abs().max())
-        max_abs = greatest if math.isnan(greatest) else max(max_abs, greatest)
+        return CaseResult(case.name, "failed", reason=_one_line(error))
+    differences = [x - y for x, y in zip(found, expected, strict=True)]
+    names = ("output", "dq", "dk", "dv")
+    errors = {name: float(d.norm() / y.norm()) for name, d, y in zip(names, differences, expected, strict=False)}
+    max_abs = float(torch.cat([d.flatten() for d in differences]).abs().max())
     tolerance = _tolerance(device, dtype)
     wrong = [name for name, error in errors.items() if not error <= tolerance]  # NaN is wrong
     reason = f"wrong: {', '.join(wrong)}" if wrong else "" if backward else "no backward: forward only"
     return CaseResult(case.name, "WRONG" if wrong else "right", errors, max_abs, tolerance, reason)
 
 
-def _compute(
-    case: Case, subject: _Registered | _Sdpa, device: str, dtype: Any, backward: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Output and gradients at the real tokens, by the attention function and by the reference.
+def _compute(case: Case, subject: _Subject, device: str, dtype: Any, backward: bool) -> tuple[list[Any], list[Any]]:
+    """Output and gradients (dq, dk, dv) at the real tokens, by the attention function and by the reference.
 
-    Both as float64 tensors on the CPU, of shape ``(real tokens, heads, head dim)``.
+    Float64 tensors on the CPU, of shape ``(real tokens, heads, head dim)``.
     """
     import torch
 
@@ -445,36 +404,30 @@ def _compute(
 
     inputs = random(HEADS, HEAD_DIM), random(case.kv_heads, HEAD_DIM), random(case.kv_heads, case.value_dim)
     weight = random(HEADS, case.value_dim).detach().transpose(1, 2)
-
-    visible = torch.eye(length, dtype=torch.bool, device=device).repeat(rows, 1, 1)  # padding sees itself
+    visible = torch.eye(length, dtype=torch.bool, device="cpu").repeat(rows, 1, 1)  # padding sees itself
     for row, place in places:
-        visible[row, place, place] = _visible(place.stop - place.start, case.window).to(device)
-    mask, options = subject.mask_and_options(case, visible)
+        visible[row, place, place] = _visible(place.stop - place.start, case.window)
+    mask, options = subject.mask_and_options(case, visible.to(device))
     module = _stub(subject.name, case).to(device)
-    output = subject.forward(module, *inputs, mask, scaling=HEAD_DIM**-0.5, dropout=0.0, **options)[0]
-    if output.shape != weight.shape or output.dtype != dtype:
-        raise ValueError(
-            f"the output is {output.dtype} of shape {tuple(output.shape)}, not {dtype} of shape {tuple(weight.shape)}"
-        )
 
     def joined(x: Any) -> Any:  # (rows, length, ...) to (real tokens, ...)
-        return torch.cat([x[row, place] for row, place in places]).detach().cpu().double()
+        return torch.cat([x[row, place] for row, place in places])
 
-    found = {"output": joined(output)}
-    parts: dict[str, list[Any]] = {"output": [], "dq": [], "dk": [], "dv": []}
-    if backward:
-        real = [output[row, place] for row, place in places]
-        gradients = torch.autograd.grad(real, inputs, [weight[row, place] for row, place in places])
-        found.update(zip(("dq", "dk", "dv"), (joined(x.transpose(1, 2)) for x in gradients), strict=True))
-    for row, place in places:
-        q, k, v = sequence = [x[row, :, place].detach().cpu().double().requires_grad_(backward) for x in inputs]
-        out = _reference(q, k, v, case.window)
-        parts["output"].append(out.detach())
+    def results(output: Any, inputs: Any) -> list[Any]:
+        if output.shape != weight.shape or output.dtype != inputs[0].dtype:
+            raise ValueError(
+                f"the output is {output.dtype} of shape {tuple(output.shape)}, "
+                f"not {inputs[0].dtype} of shape {tuple(weight.shape)}"
+            )
+        found = [joined(output)]
         if backward:
-            gradients = torch.autograd.grad(out, sequence, weight[row, place].cpu().double())
-            for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
-                parts[name].append(x.transpose(0, 1))
-    return found, {name: torch.cat(parts[name]) for name in found}
+            gradients = torch.autograd.grad(found[0], inputs, joined(weight).to(found[0]))
+            found += [joined(x.transpose(1, 2)) for x in gradients]
+        return [x.detach().cpu().double() for x in found]
+
+    output = subject.forward(module, *inputs, mask, scaling=HEAD_DIM**-0.5, dropout=0.0, **options)[0]
+    q, k, v = exact = [x.detach().cpu().double().requires_grad_(backward) for x in inputs]
+    return results(output, inputs), results(_reference(q, k, v, visible), exact)
 
 
 def _visible(length: int, window: int | None) -> Any:
@@ -485,23 +438,22 @@ def _visible(length: int, window: int | None) -> Any:
     return (distance >= 0) & (distance < (window or length))
 
 
-def _reference(q: Any, k: Any, v: Any, window: int | None) -> Any:
-    """Attention of one sequence by the formula. Shares no code with any kernel.
+def _reference(q: Any, k: Any, v: Any, visible: Any) -> Any:
+    """Attention by the formula. Shares no code with any kernel.
 
     Args:
-        q: of shape ``(heads, length, head dim)``.
-        k: of shape ``(key heads, length, head dim)``.
-        v: of shape ``(key heads, length, value dim)``.
-        window: the sliding window, in tokens.
+        q: of shape ``(rows, heads, length, head dim)``.
+        k: of shape ``(rows, key heads, length, head dim)``.
+        v: of shape ``(rows, key heads, length, value dim)``.
+        visible: of shape ``(rows, length, length)``: True where the query attends to the key.
 
     Returns:
-        The output, of shape ``(length, heads, value dim)``.
+        The output, of shape ``(rows, length, heads, value dim)``.
     """
-    groups = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-    scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
-    hidden = ~_visible(q.shape[1], window)
-    return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(0, 1)
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+    return (scores.masked_fill(~visible[:, None], -math.inf).softmax(-1) @ v).transpose(1, 2)
 
 
 def _stub(name: str, case: Case) -> Any:
@@ -523,3 +475,9 @@ def _stub(name: str, case: Case) -> Any:
         sliding_window=case.window,
     )
     return module
+
+
+def _one_line(error: BaseException) -> str:
+    """An exception's type and message on one line, at most 400 characters of it: kernel compilers write pages."""
+    text = " ".join(str(error).split())[:400]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

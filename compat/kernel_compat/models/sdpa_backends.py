@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,15 +31,14 @@ def use_sdpa_backends(
     the outer forward: the recomputation sees the same backends. Several calls don't nest: for each module the latest
     one that is not undone decides. In a compiled forward the backends are part of the graph.
 
-    torch has one choice for the whole process. It is ours while a forward runs, for other threads too, and what it
-    was before and after.
+    torch has one choice for the whole process: while a forward runs, it holds for other threads too.
 
     Deep copies and pickled ones keep the backends for good. Shallow ones, the replicas of ``nn.DataParallel`` included,
     run the original's forward, as with every forward that is an attribute of the instance.
 
-    Not covered: what a forward leaves to run later, such as a generator; the recomputation of a checkpointed function
-    that calls SDPA itself (give `checkpoint` a `context_fn`) and of modules added later; what a forward calls that was
-    compiled on its own before, as the rest of a forward is after a graph break.
+    Not covered: code that runs after the forward has returned, such as a generator; the recomputation of a checkpointed
+    function that calls SDPA itself (give `checkpoint` a `context_fn`) and of modules added later; functions that were
+    compiled on their own before the forward calls them, as the rest of a forward is after a graph break.
 
     Examples:
         >>> import torch
@@ -135,53 +132,38 @@ class _Backends:
                     return inner(*args, **kwargs)
                 finally:
                     del inner
-        if _here.backends == backends:
+        if getattr(_here, "backends", None) == backends:
             return inner(*args, **kwargs)
         with _in_force(backends):
             return inner(*args, **kwargs)
 
 
-class _Here(threading.local):
-    """What the innermost forward of ours in this thread has put in force."""
-
-    backends: Backends | None = None
-
-
-_here = _Here()
+#: `backends`: those that the innermost forward of ours in this thread runs with.
+_here = threading.local()
 
 
 @contextlib.contextmanager
 def _in_force(backends: Backends) -> Iterator[None]:
-    before = _here.backends
+    import torch
+
+    before = getattr(_here, "backends", None)
     _initialize_order()
     _process.enter(backends)
+    order = torch._C._get_sdp_priority_order()
     try:
         _here.backends = backends
-        with _sdpa_kernel(backends):
+        with torch.nn.attention.sdpa_kernel(list(backends), set_priority=True):
             yield
     finally:
+        torch._C._set_sdp_priority_order(order)  # sdpa_kernel restores the order of the enabled backends alone
         _here.backends = before
         _process.leave(backends)
 
 
-@contextlib.contextmanager
-def _sdpa_kernel(backends: Backends) -> Iterator[None]:
-    """torch's, which puts the order back of those backends alone that were enabled."""
-    import torch
-
-    order = torch._C._get_sdp_priority_order()
-    try:
-        with torch.nn.attention.sdpa_kernel(list(backends), set_priority=True):
-            yield
-    finally:
-        torch._C._set_sdp_priority_order(order)
-
-
 def _initialize_order() -> bool:
-    """Have torch set its own order for CUDA, once.
+    """Have torch set its own order for CUDA, once. Returns a constant that a graph can hold.
 
-    It does so when it chooses a backend for the first time, in place of an order set before; and what was the order
-    before that is then restored as if it were the process's. Answers something that a graph can hold as a constant.
+    torch does so when it first chooses a backend, and overwrites the order that was set before.
     """
     import torch
 
@@ -193,19 +175,18 @@ def _initialize_order() -> bool:
 
 
 class _Process:
-    """What the threads share: torch's choice.
-
-    Their forwards overlap in any order, so that the first to begin may not put back what it found when it ends: the
-    last to end does that.
-    """
+    """torch's one choice, which the threads share. The last forward to end restores what the first one found."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._running: list[tuple[int, Backends]] = []
-        self._restore: Callable[[], object] | None = None
+        self._before: tuple[list[SDPBackend], list[int]] = ([], [])
         self.order_is_initialized = False
 
     def enter(self, backends: Backends) -> None:
+        import torch
+        from torch.nn import attention
+
         thread = threading.get_ident()
         with self._lock:
             for other, theirs in self._running:
@@ -215,19 +196,21 @@ class _Process:
                         f"{_listed(theirs)}, so none can run with {_listed(backends)} now. Run them one after the "
                         "other, or with the same backends."
                     )
-            if self._restore is None:
-                # torch's function sets a context variable too, which can be reset in the same context alone.
-                context, kernel = contextvars.copy_context(), _sdpa_kernel(backends)
-                context.run(kernel.__enter__)
-                self._restore = functools.partial(context.run, kernel.__exit__, None, None, None)
+            if not self._running:
+                self._before = attention._cur_sdpa_kernel_backends(), torch._C._get_sdp_priority_order()
+                attention._sdpa_kernel(backends, set_priority=True)
             self._running.append((thread, backends))
 
     def leave(self, backends: Backends) -> None:
+        import torch
+        from torch.nn import attention
+
         with self._lock:
             self._running.remove((threading.get_ident(), backends))
-            if not self._running and self._restore is not None:
-                restore, self._restore = self._restore, None
-                restore()
+            if not self._running:
+                enabled, order = self._before
+                attention._sdpa_kernel(enabled)
+                torch._C._set_sdp_priority_order(order)
 
 
 _process = _Process()

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import ModuleType
 from typing import Protocol
 
@@ -244,17 +243,16 @@ class Installation:
             for name, error in broken.items()
         ]
         for shim in shims:
-            entry: Callable[..., ShimReport] = partial(ShimReport, shim.name)
+            entry = _unapplied(shim, environment)
             if applied := self._applied.get(shim.name):
                 targets = tuple(seam.seam.target for seam in applied.seams)
                 foreign = tuple(seam.seam.target for seam in applied.seams if not seam.in_place)
-                entries.append(entry("applied", shim.reason, targets, foreign))
+                entry = ShimReport(shim.name, "applied", shim.reason, targets, foreign)
             elif shim.name in self._skip:
-                entries.append(entry("skipped", "left out by install(skip=...)", _unapplied(shim, environment).seams))
+                entry = replace(entry, state="skipped", reason="left out by install(skip=...)")
             elif shim.name in self._failed:
-                entries.append(entry("failed", self._failed[shim.name], _unapplied(shim, environment).seams))
-            else:
-                entries.append(_unapplied(shim, environment))
+                entry = replace(entry, state="failed", reason=self._failed[shim.name])
+            entries.append(replace(entry, upstream=shim.upstream, delete_when=shim.delete_when))
         return Report(environment, self.active, tuple(entries))
 
 

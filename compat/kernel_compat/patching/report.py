@@ -23,6 +23,8 @@ class ShimReport:
         reason: why it exists where it is applied or pending, and why not where it isn't.
         seams: the attributes that it replaces here, or would.
         foreign: the seams that other code has overwritten since.
+        upstream: issues and pull requests, or the release and the function, that show why it is needed.
+        delete_when: the condition under which it can be deleted.
     """
 
     name: str
@@ -30,6 +32,8 @@ class ShimReport:
     reason: str
     seams: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
+    upstream: str = ""
+    delete_when: str = ""
 
 
 @dataclass(frozen=True)

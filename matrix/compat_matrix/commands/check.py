@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _show(console: Console, report: ServiceReport) -> None:
+def _show(console: Console | None, report: ServiceReport) -> None:
     tables.print_environment(console, report.environment)
     tables.print_text(console, "")
     for answer in report.answers:
