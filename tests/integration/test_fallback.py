@@ -170,6 +170,7 @@ def llava(text: str, **names: Any) -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
+@pytest.mark.usefixtures("installed")  # 4.54 and 4.55 take dicts of names with it alone
 class TestCompositeModels:
     """Each part of the model counts, with the attention that it runs."""
 
