@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kernel_compat import UnsupportedFeatureError
-from kernel_compat.ops.kernels import liger, liger_layers
+from kernel_compat.ops.kernels import liger
 from kernel_compat.ops.recognisers import norms, rotary
 
 
@@ -226,9 +226,9 @@ def test_geglu(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         return loss, *torch.autograd.grad(loss, given)
 
     expected = results(lambda gate, up: functional.gelu(gate, approximate="tanh") * up)
-    require_close(results(liger_layers.geglu()), expected)
+    require_close(results(liger.geglu()), expected)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(liger_layers.geglu()(*given).sum(), given, create_graph=True)
+        torch.autograd.grad(liger.geglu()(*given).sum(), given, create_graph=True)
 
 
 def test_layer_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_layer_norm(monkeypatch: pytest.MonkeyPatch) -> None:
         return normed, *torch.autograd.grad(normed.sin().sum(), leaves)
 
     expected = results(lambda x, weight, bias: functional.layer_norm(x, (64,), weight, bias, 1e-3))
-    require_close(results(lambda x, weight, bias: liger_layers.layer_norm()(x, weight, bias, 1e-3)), expected)
+    require_close(results(lambda x, weight, bias: liger.layer_norm()(x, weight, bias, 1e-3)), expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -255,7 +255,7 @@ def test_cross_entropy_of_logits(reduction: Literal["mean", "sum"]) -> None:
         loss = kernel(logits * 2, labels, reduction=reduction)
         return loss, *torch.autograd.grad(loss * 0.37, logits)
 
-    kernel = liger_layers.logits_cross_entropy()
+    kernel = liger.logits_cross_entropy()
     require_close(results(kernel), results(functional.cross_entropy))
     with torch.no_grad():
         require_close((kernel(logits.clone(), labels),), (functional.cross_entropy(logits, labels),))
@@ -277,5 +277,5 @@ def test_partial_rotary(size: int) -> None:
         turned = kernel(query * 1, key * 1, angles.cos(), angles.sin())
         return *turned, *torch.autograd.grad(turned[0].sin().sum() + turned[1].cos().sum(), (query, key))
 
-    require_close(results(liger_layers.partial_rotary()), results(rotary.reference))
+    require_close(results(liger.rotary()), results(rotary.reference))
     assert torch.equal(query, before)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernel_compat import UnsupportedFeatureError
-from kernel_compat.ops.kernels import liger_moe
+from kernel_compat.ops.kernels import liger
 from kernel_compat.ops.recognisers.experts import Experts, reference
 
 
@@ -21,7 +21,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def test_forward_and_every_gradient() -> None:
-    kernel, formula = liger_moe.experts(), Experts("", "", ())
+    kernel, formula = liger.experts(), Experts("", "", ())
     results = []
     for call in (kernel, lambda *given: reference(formula, *given)):
         given = inputs(torch.float32)
@@ -35,4 +35,4 @@ def test_forward_and_every_gradient() -> None:
 
 def test_float64_is_refused() -> None:
     with pytest.raises(UnsupportedFeatureError, match="float64"):
-        liger_moe.experts()(*inputs(torch.float64))
+        liger.experts()(*inputs(torch.float64))

@@ -194,7 +194,9 @@ class LazyLogits:
         """Raise for a use that needs the logits as a tensor."""
         if self.forward.done:
             raise error(f"{use!r} needs a tensor, and these logits are not computed: use logits.compute()")
-        raise refused(f"{use!r} on the logits, in the forward of {type(self.forward.model).__name__} or in a hook on its head")
+        raise refused(
+            f"{use!r} on the logits, in the forward of {type(self.forward.model).__name__} or in a hook on its head"
+        )
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -229,7 +231,13 @@ def is_freed(parameter: Tensor) -> bool:
     return not torch.compiler.is_compiling() and parameter.untyped_storage().size() == 0
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Any) -> torch.dtype | None:
     """The dtype that autocast casts the inputs of a linear layer to; None where autocast is off."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The inputs of a linear layer, cast as autocast casts them where it is on for the first one's device."""
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(None if x is None else x.to(dtype) for x in tensors)
