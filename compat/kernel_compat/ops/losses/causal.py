@@ -6,8 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +21,11 @@ from .lazy import Forward, LazyLogits, is_freed, refused
 FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", "_kernel_compat_forward"
 
 
-@dataclass(frozen=True)
-class CausalLoss:
-    """A model that computes the causal cross-entropy of its head's logits.
-
-    Attributes:
-        model: the module whose forward takes labels.
-        head: its output embeddings, a linear layer.
-        position: of `labels` among the arguments of its forward.
-    """
+class CausalLoss(NamedTuple):
+    """A module that computes the causal cross-entropy of the logits of its head, a linear layer."""
 
     model: Any
     head: nn.Linear
-    position: int
 
 
 def causal_loss(
@@ -54,8 +45,8 @@ def causal_loss(
         labels: (batch, length), shifted here by one; unused where `shift_labels` is passed.
         num_items_in_batch: the divisor of the sum over tokens; without it, the loss is their mean.
         shift_labels: labels shifted already.
-        cross_entropy: called with the logits, `vocab_size`, labels (batch * length,), `ignore_index`, and `reduction`: ``mean``
-            or ``sum``; torch's by default.
+        cross_entropy: called with the logits, `vocab_size`, labels (batch * length,), `ignore_index` and a `reduction`, ``mean`` or
+            ``sum``; torch's by default.
     """
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -144,9 +135,8 @@ def prove(module: Any) -> CausalLoss:
     head = module.get_output_embeddings()
     if head is None:
         raise Unproven(f"it has no language modelling head: its loss is of the kind {module.loss_type or 'unknown'!r}")
-    if not _is_linear(head):
-        path = f"{type(head).__module__}.{type(head).__qualname__}"
-        raise Unproven(f"its head is a {path}, and not a linear layer of torch's")
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise Unproven(f"its head is a {_path(type(head))}, and not a linear layer of torch's")
     if replaced(head) is not None:
         raise Unproven("the forward of its head has been replaced")
     with quiet() as generator:
@@ -166,8 +156,7 @@ def prove(module: Any) -> CausalLoss:
                 raise Unproven(
                     f"its loss_function differs from the causal cross-entropy by {off:.1e} with {options or 'labels'}"
                 )
-    names = list(inspect.signature(type(module).forward).parameters)
-    return CausalLoss(module, head, names.index("labels") - 1)
+    return CausalLoss(module, head)
 
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -202,7 +191,7 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
         name: the config's value for the kernel.
         inner: the model's forward so far, called with the model first.
     """
-    position = found.position
+    position = [*inspect.signature(type(found.model).forward).parameters].index("labels") - 1
 
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -243,21 +232,17 @@ def _computed_in_backward(outputs: Any) -> Any:
 
 
 def _replaced(model: Any, head: Any, name: str) -> UnsupportedFeatureError | None:
-    """The error of a forward whose head or loss has been replaced since the ops were applied."""
-    outer, of = model.get_output_embeddings(), f"of {type(model).__name__}, which"
-    if not isinstance(model.loss_function, Loss):
-        return refused(f"the loss_function {of} has been replaced since the ops were applied")
-    if outer is head:
+    """The error of a forward whose head or loss has been replaced since the ops were applied; None where neither has."""
+    loss, outer = model.loss_function, model.get_output_embeddings()
+    if isinstance(loss, Loss) and outer is head:
         return None
-    if _is_linear(outer):
-        return UnsupportedFeatureError(
-            f"the head {of} has been replaced since the ops were applied",
-            f"cross_entropy_loss {name!r}",
-            "Undo the ops, and apply them to the model as it is now.",
-        )
-    path = f"{type(outer).__module__}.{type(outer).__qualname__}"
-    return refused(f"the head {of} has been replaced by a {path} since the ops were applied")
+    part, by = ("head", type(outer)) if isinstance(loss, Loss) else ("loss_function", type(loss))
+    return UnsupportedFeatureError(
+        f"the {part} of {type(model).__name__}, which has been replaced by a {_path(by)} since the ops were applied",
+        f"cross_entropy_loss {name!r}",
+        "Undo the ops, and apply them to the model as it is now. Set cross_entropy_loss_implementation='eager' if that fails.",
+    )
 
 
-def _is_linear(head: Any) -> bool:
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
