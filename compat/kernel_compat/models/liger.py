@@ -46,8 +46,7 @@ class LigerSupport:
 
     Attributes:
         reasons: one sentence for each obstacle; empty if the model is supported.
-        options: the options with which it would: those of the call, and the refused ones turned off. None where no options
-            would do.
+        options: those of the call, with the refused ones turned off: with these it would. None where every option is refused.
     """
 
     supported: bool
@@ -90,14 +89,12 @@ def use_liger_kernel(model: Any, **options: Any) -> Handle:
     from ..ops.report import Report, lock
 
     with lock:
-        patch = _find(model)
+        patch = _find(model, chosen)
         if patch is None:
             plan = _plan(model, chosen, options)
             plan.make()
             report = Report(OpsConfig(), tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
             patch = vars(model)[RECORD] = _Patch(chosen, report)
-        elif patch.options != chosen:
-            raise ValueError(_other_options(model, patch, chosen))
         patch.report.__enter__()
         return Handle(partial(_release, weakref.ref(patch)))
 
@@ -113,12 +110,10 @@ def liger_support(model: Any, **options: Any) -> LigerSupport:
     """
     try:
         model, chosen = _chosen(model, options)
+        if _find(model, chosen) is not None:
+            return LigerSupport(True, (), options)
     except (KernelCompatError, TypeError, ValueError) as error:
         return LigerSupport(False, (str(error),))
-    if (patch := _find(model)) is not None:
-        if patch.options == chosen:
-            return LigerSupport(True, (), options)
-        return LigerSupport(False, (_other_options(model, patch, chosen),))
     on = [name for name, value in chosen.items() if value]
     refused: dict[str, str] = {}
     for option in on:
@@ -180,10 +175,9 @@ def _functions() -> Mapping[str, Callable[..., None]]:
 def _defaults(functions: Mapping[str, Callable[..., None]], model_type: str, config: Any) -> dict[str, Any]:
     """The options of a model type with their defaults; of a function with ``**kwargs``, those of the model's parts besides."""
     parameters = inspect.signature(functions[model_type]).parameters.values()
-    found = {
-        p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "model"
-    }
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    variable = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    found = {p.name: p.default for p in parameters if p not in variable and p.name != "model"}
+    if variable:
         for part in (getattr(config, "text_config", None), getattr(config, "vision_config", None)):
             name = getattr(part, "model_type", "")
             if name in functions and name != model_type:
@@ -214,9 +208,24 @@ class _Patch:
         return type(None), ()  # an unpickled model has its class's methods
 
 
-def _find(model: Any) -> _Patch | None:
+def _find(model: Any, chosen: Mapping[str, Any]) -> _Patch | None:
+    """The patch of a model.
+
+    Raises:
+        ValueError: it has other options.
+    """
     patch = vars(model).get(RECORD)
-    return patch if patch is not None and patch.report.model is model else None  # else a shallow copy's
+    if patch is None or patch.report.model is not model:  # a shallow copy has the other model's
+        return None
+    if patch.options != chosen:
+        before, now = (
+            ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
+            for options in (patch.options, chosen)
+        )
+        raise ValueError(
+            f"this {type(model).__name__} is patched already, with {before}: undo that before patching it with {now}"
+        )
+    return patch
 
 
 def _release(reference: weakref.ref[_Patch]) -> None:
@@ -266,10 +275,3 @@ def _plan(model: Any, chosen: Mapping[str, Any], explicit: Mapping[str, Any]) ->
 
 def _refused(feature: str, option: str) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(feature, NAME, f"Pass {option}=False.")
-
-
-def _other_options(model: Any, patch: _Patch, chosen: Mapping[str, Any]) -> str:
-    before, now = (
-        ", ".join(f"{name}={value!r}" for name, value in sorted(options.items())) for options in (patch.options, chosen)
-    )
-    return f"this {type(model).__name__} is patched already, with {before}: undo that before patching it with {now}"

@@ -130,7 +130,7 @@ def prove(module: Any) -> CausalLoss:
     """Prove that a module's loss is the causal cross-entropy of a plain linear head's logits.
 
     Raises:
-        Unproven: the head is no linear layer, or the loss differs.
+        Unproven: the head is no linear layer, the loss differs, or no method calls `loss_function`.
     """
     head = module.get_output_embeddings()
     if head is None:
@@ -139,6 +139,9 @@ def prove(module: Any) -> CausalLoss:
         raise Unproven(f"its head is a {_path(type(head))}, and not a linear layer of torch's")
     if replaced(head) is not None:
         raise Unproven("the forward of its head has been replaced")
+    methods = (inspect.unwrap(f) for kind in type(module).__mro__ for f in vars(kind).values() if inspect.isfunction(f))
+    if not any("loss_function" in method.__code__.co_names for method in methods):
+        raise Unproven("it computes its loss itself: none of its methods calls loss_function")
     with quiet() as generator:
         size = 7
         logits = torch.randn(2, 5, size, generator=generator)
