@@ -9,11 +9,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import interpreted
 import pytest
 import torch
 from tiny import distance
@@ -111,18 +109,4 @@ def test_the_options_of_liger_support_are_accepted(model_type: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(INTERPRETED, reason="it is what this test runs")
 def test_every_type() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "LIGER_FUSED_MOE_AUTOTUNE": "0",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=880,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    interpreted.run("tests/integration/test_liger_types.py", timeout=880)

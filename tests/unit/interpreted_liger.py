@@ -14,11 +14,13 @@ import interpreter  # noqa: F401  # repaired
 import pytest
 import torch
 import triton.language as tl
+from mixtures import plain
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kernel_compat import UnsupportedFeatureError
+from kernel_compat.environment import importable
 from kernel_compat.ops.kernels import liger
 from kernel_compat.ops.recognisers import norms, rotary
 
@@ -137,6 +139,17 @@ def test_rotary(layout: str) -> None:
         return *turned, *torch.autograd.grad(loss, (query, key))
 
     require_close(results(liger.rotary()), results(rotary.reference))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_rotary_of_which_one_result_is_used(used: int) -> None:
+    query, key, cos, sin = rotary_inputs()
+
+    def gradient(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
+        loss = kernel(query, key, cos, sin)[used].sin().sum()
+        return torch.autograd.grad(loss, (query, key)[used])[0]
+
+    require_close((gradient(liger.rotary()),), (gradient(rotary.reference),))
 
 
 def test_rotary_refuses_gradients_of_cosines() -> None:
@@ -279,3 +292,34 @@ def test_partial_rotary(size: int) -> None:
 
     require_close(results(liger.rotary()), results(rotary.reference))
     assert torch.equal(query, before)
+
+
+fused_moe = pytest.mark.skipif(not importable("liger_kernel.ops.fused_moe"), reason="liger-kernel 0.8 has it")
+
+
+def experts_inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """With ids of no expert's, and an expert that nobody chooses."""
+    torch.manual_seed(0)
+    index = torch.tensor([[0, 1, 4], [5, 2, 0], [6, -1, 6], [4, 5, 1], [2, 6, 0]])
+    sizes = ((5, 32), (5, 3), (6, 2 * 48, 32), (6, 32, 48))
+    x, weights, gate_up, down = (torch.randn(size, dtype=dtype).div(4).requires_grad_() for size in sizes)
+    return x, index, weights, gate_up, down
+
+
+@fused_moe
+def test_experts() -> None:
+    results = []
+    for call in (liger.experts(), plain):
+        given = experts_inputs(torch.float32)
+        result = call(*given)
+        result.backward(torch.randn(5, 32, generator=torch.Generator().manual_seed(1)))
+        results.append([result.detach(), *(one.grad for one in given if one.requires_grad)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert results[0][2][2].eq(0).all()
+
+
+@fused_moe
+def test_experts_in_float64_are_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="float64"):
+        liger.experts()(*experts_inputs(torch.float64))

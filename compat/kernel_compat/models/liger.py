@@ -214,7 +214,7 @@ def _find(model: Any, chosen: Mapping[str, Any]) -> _Patch | None:
     Raises:
         ValueError: it has other options.
     """
-    patch = vars(model).get(RECORD)
+    patch: _Patch | None = vars(model).get(RECORD)
     if patch is None or patch.report.model is not model:  # a shallow copy has the other model's
         return None
     if patch.options != chosen:

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 
-def first_derivative_only(option: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def first_derivative_only(option: str, *, traced: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a kernel whose backward must raise with ``create_graph=True``, where it would return gradients without a graph.
 
     Several results of a kernel must be those of one autograd function.
 
     Args:
         option: the field and its value, for the error.
+        traced: whether torch.compile may trace the kernel; where not, it calls it through a graph break, or raises with
+            ``fullgraph=True``. Traced by torch 2.11, liger-kernel 0.8's fused cross-entropy returns another loss in each
+            call: another library's kernel is traced only where a test has shown that its results stay right.
     """
 
     def refuse(gradients: tuple[Any, ...]) -> None:
@@ -32,19 +35,9 @@ def first_derivative_only(option: str) -> Callable[[Callable[..., Any]], Callabl
                     node.register_prehook(refuse)
             return results
 
-        return call
+        return call if traced else torch.compiler.disable(call)
 
     return decorate
-
-
-def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, called by torch.compile through a graph break; with ``fullgraph=True`` torch.compile raises.
-
-    Traced by torch 2.11, liger-kernel 0.8's fused cross-entropy returns another loss in each call. A library's kernel is
-    traced only where a test has shown that its results stay right.
-    """
-    wrapped: Callable[..., Any] = torch.compiler.disable(kernel)
-    return wrapped
 
 
 def operator(name: str, kernel: Callable[..., Any], outputs: Callable[..., Any]) -> Any:

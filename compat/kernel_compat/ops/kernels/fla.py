@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .backward import first_derivative_only, untraced
+from .backward import first_derivative_only
 
 
 def rms_norm_gated() -> Callable[..., Tensor]:
@@ -18,8 +18,7 @@ def rms_norm_gated() -> Callable[..., Tensor]:
     # The function in the class's module, which differs between releases.
     function: Callable[..., Any] = vars(sys.modules[FusedRMSNormGated.__module__])["rms_norm_gated"]
 
-    @untraced
-    @first_derivative_only("rms_norm_gated_implementation='fla'")
+    @first_derivative_only("rms_norm_gated_implementation='fla'", traced=False)
     def kernel(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Any:
         return function(hidden_states, gate, weight, None, activation="swish", eps=eps)
 

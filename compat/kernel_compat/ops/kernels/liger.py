@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from ...errors import UnsupportedFeatureError
 from ..losses.lazy import Pointwise, as_autocast
-from .backward import first_derivative_only, untraced
+from .backward import first_derivative_only
 from .routing import counted
 
 
@@ -140,8 +140,7 @@ def cross_entropy() -> Callable[..., Tensor]:
     """The kernel of ``cross_entropy_loss``, from hidden states."""
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
-    @untraced
-    @first_derivative_only("cross_entropy_loss_implementation='liger_kernel'")
+    @first_derivative_only("cross_entropy_loss_implementation='liger_kernel'", traced=False)
     def kernel(
         hidden_states: Tensor,
         weight: Tensor,
@@ -175,8 +174,7 @@ def logits_cross_entropy() -> Callable[..., Tensor]:
     """Cross-entropy of logits (tokens, vocabulary) that the kernel may overwrite, and labels (tokens,)."""
     from liger_kernel.ops.cross_entropy import cross_entropy_forward
 
-    @untraced
-    @first_derivative_only("cross_entropy_loss_implementation='liger_cross_entropy'")
+    @first_derivative_only("cross_entropy_loss_implementation='liger_cross_entropy'", traced=False)
     def kernel(
         logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum"] = "mean"
     ) -> Any:
@@ -243,8 +241,7 @@ def experts() -> Callable[..., Tensor]:
     """The kernel of ``moe``. Its forward reads one number back from the device."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-    @untraced
-    @first_derivative_only("moe_implementation='fused_triton'")
+    @first_derivative_only("moe_implementation='fused_triton'", traced=False)
     def kernel(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor) -> Any:
         dtype, name = hidden_states.dtype, "moe 'fused_triton'"
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):

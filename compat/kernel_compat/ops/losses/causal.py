@@ -35,6 +35,7 @@ def causal_loss(
     num_items_in_batch: Any = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    *,
     cross_entropy: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
