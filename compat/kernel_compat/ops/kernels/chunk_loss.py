@@ -69,16 +69,8 @@ def chunk_size(hidden: int, with_weight: bool) -> int:
 
 class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        ignore_index: int,
-        reduction: str,
-        pointwise: tuple[Pointwise, ...],
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        hidden_states, weight, bias, labels, ignore_index, reduction, pointwise = inputs
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         counted = labels != ignore_index

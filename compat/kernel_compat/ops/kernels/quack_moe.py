@@ -46,16 +46,9 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
     """``down(silu(gate) * up)``, weighted and summed for each token; saves the product with `gate_up` for the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        gemm: Gemm,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, gemm: Gemm, *inputs: Tensor) -> Tensor:
         """Each row times the matrix of its expert."""
+        hidden_states, top_k_index, top_k_weights, gate_up, down = inputs
         token, row, starts = routing.sort(top_k_index, len(gate_up))
         wide = gemm(hidden_states[token], gate_up.mT, cu_seqlens_m=starts)
         gate, up = wide.chunk(2, dim=-1)

@@ -46,6 +46,7 @@ class Forward:
     done: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class LazyLogits:
     """Logits (batch, length, vocabulary) that are not computed, because the loss is computed from the hidden states.
 
@@ -55,20 +56,14 @@ class LazyLogits:
     lazy logits that the loss applies them to; any other operation raises `UnsupportedFeatureError`.
     """
 
-    def __init__(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        forward: Forward,
-        pointwise: tuple[Pointwise, ...] = (),
-    ) -> None:
-        self.hidden_states = hidden_states
-        self.weight = weight
-        self.bias = bias
-        self.forward = forward
-        self.pointwise = pointwise
-        self._autocast = autocast_dtype(hidden_states)
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    forward: Forward
+    pointwise: tuple[Pointwise, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._autocast = autocast_dtype(self.hidden_states)
         self._versions = None if torch.compiler.is_compiling() else self._current_versions()
 
     def compute(self) -> Tensor:
