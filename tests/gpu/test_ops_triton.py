@@ -157,9 +157,9 @@ def test_load_balancing(dtype: torch.dtype, experts: int, top_k: int, masked: bo
 def test_load_balancing_does_not_wait_for_the_device(masked: bool) -> None:
     logits = tuple(randn(600, 60).requires_grad_() for _ in range(3))
     mask = torch.ones(2, 300, device="cuda", dtype=torch.long) if masked else None
-    load_balancing_loss(logits, 60, 4, mask).backward()  # type: ignore[union-attr]
+    load_balancing_loss(logits, 60, 4, mask).backward()
     with no_synchronization():
-        load_balancing_loss(logits, 60, 4, mask).backward()  # type: ignore[union-attr]
+        load_balancing_loss(logits, 60, 4, mask).backward()
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:

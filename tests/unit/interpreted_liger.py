@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +15,13 @@ import interpreter  # noqa: F401  # repaired
 import pytest
 import torch
 import triton.language as tl
+from mixtures import plain
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kernel_compat import UnsupportedFeatureError
-from kernel_compat.ops.kernels import liger, liger_layers
+from kernel_compat.ops.kernels import liger
 from kernel_compat.ops.recognisers import norms, rotary
 
 
@@ -139,6 +141,17 @@ def test_rotary(layout: str) -> None:
     require_close(results(liger.rotary()), results(rotary.reference))
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_rotary_of_which_one_result_is_used(used: int) -> None:
+    query, key, cos, sin = rotary_inputs()
+
+    def gradient(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
+        loss = kernel(query, key, cos, sin)[used].sin().sum()
+        return torch.autograd.grad(loss, (query, key)[used])[0]
+
+    require_close((gradient(liger.rotary()),), (gradient(rotary.reference),))
+
+
 def test_rotary_refuses_gradients_of_cosines() -> None:
     query, key, cos, sin = rotary_inputs()
     with pytest.raises(UnsupportedFeatureError, match="gradients for cos and sin"):
@@ -226,9 +239,9 @@ def test_geglu(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         return loss, *torch.autograd.grad(loss, given)
 
     expected = results(lambda gate, up: functional.gelu(gate, approximate="tanh") * up)
-    require_close(results(liger_layers.geglu()), expected)
+    require_close(results(liger.geglu()), expected)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(liger_layers.geglu()(*given).sum(), given, create_graph=True)
+        torch.autograd.grad(liger.geglu()(*given).sum(), given, create_graph=True)
 
 
 def test_layer_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +255,7 @@ def test_layer_norm(monkeypatch: pytest.MonkeyPatch) -> None:
         return normed, *torch.autograd.grad(normed.sin().sum(), leaves)
 
     expected = results(lambda x, weight, bias: functional.layer_norm(x, (64,), weight, bias, 1e-3))
-    require_close(results(lambda x, weight, bias: liger_layers.layer_norm()(x, weight, bias, 1e-3)), expected)
+    require_close(results(lambda x, weight, bias: liger.layer_norm()(x, weight, bias, 1e-3)), expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -255,7 +268,7 @@ def test_cross_entropy_of_logits(reduction: Literal["mean", "sum"]) -> None:
         loss = kernel(logits * 2, labels, reduction=reduction)
         return loss, *torch.autograd.grad(loss * 0.37, logits)
 
-    kernel = liger_layers.logits_cross_entropy()
+    kernel = liger.logits_cross_entropy()
     require_close(results(kernel), results(functional.cross_entropy))
     with torch.no_grad():
         require_close((kernel(logits.clone(), labels),), (functional.cross_entropy(logits, labels),))
@@ -277,5 +290,36 @@ def test_partial_rotary(size: int) -> None:
         turned = kernel(query * 1, key * 1, angles.cos(), angles.sin())
         return *turned, *torch.autograd.grad(turned[0].sin().sum() + turned[1].cos().sum(), (query, key))
 
-    require_close(results(liger_layers.partial_rotary()), results(rotary.reference))
+    require_close(results(liger.rotary()), results(rotary.reference))
     assert torch.equal(query, before)
+
+
+fused_moe = pytest.mark.skipif(find_spec("liger_kernel.ops.fused_moe") is None, reason="liger-kernel 0.8 has it")
+
+
+def experts_inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """With ids of no expert's, and an expert that nobody chooses."""
+    torch.manual_seed(0)
+    index = torch.tensor([[0, 1, 4], [5, 2, 0], [6, -1, 6], [4, 5, 1], [2, 6, 0]])
+    sizes = ((5, 32), (5, 3), (6, 2 * 48, 32), (6, 32, 48))
+    x, weights, gate_up, down = (torch.randn(size, dtype=dtype).div(4).requires_grad_() for size in sizes)
+    return x, index, weights, gate_up, down
+
+
+@fused_moe
+def test_experts() -> None:
+    results = []
+    for call in (liger.experts(), plain):
+        given = experts_inputs(torch.float32)
+        result = call(*given)
+        result.backward(torch.randn(5, 32, generator=torch.Generator().manual_seed(1)))
+        results.append([result.detach(), *(one.grad for one in given if one.requires_grad)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert results[0][2][2].eq(0).all()
+
+
+@fused_moe
+def test_experts_in_float64_are_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="float64"):
+        liger.experts()(*experts_inputs(torch.float64))

@@ -15,8 +15,9 @@ import kernel_compat
 LIBRARY = Path(kernel_compat.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
-#: Calls whose results don't change. Names in capitals are constants, whatever they are made by.
-UNCHANGING = {"frozenset", "re.compile", "MappingProxyType", "TypeVar", "logging.getLogger", "torch.library.custom_op"}
+#: Calls whose results don't change (`operator` makes custom operators of torch). Names in capitals are constants, whatever they
+#: are made by.
+UNCHANGING = {"frozenset", "re.compile", "MappingProxyType", "TypeVar", "logging.getLogger", "operator"}
 
 
 def mutable() -> Iterator[str]:

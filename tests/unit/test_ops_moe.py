@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,24 +92,3 @@ def test_quack_refuses_what_its_products_do_not_take() -> None:
         quack_moe._require(x, torch.zeros(2, 16, 24))
     with pytest.raises(UnsupportedFeatureError, match="16 and 20"):
         quack_moe._require(x.bfloat16(), torch.zeros(2, 16, 20))
-
-
-@pytest.mark.slow
-def test_liger() -> None:
-    """liger-kernel's own kernels by Triton's interpreter, in a process of its own."""
-    pytest.importorskip("liger_kernel.ops.fused_moe", reason="liger-kernel 0.8 has it", exc_type=ImportError)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/interpreted_liger_moe.py"],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "LIGER_FUSED_MOE_AUTOTUNE": "0",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

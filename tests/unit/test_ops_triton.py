@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interpreted
 import pytest
 import torch
 
@@ -20,19 +18,9 @@ from kernel_compat.ops.kernels import triton_load_balancing, triton_rms_norm, tr
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["interpreted_triton.py", "interpreted_liger.py"])
 def test_interpreted(file: str) -> None:
-    """In a process of its own: when triton is imported, the environment says whether its kernels are interpreted."""
     if "liger" in file:
         pytest.importorskip("liger_kernel")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/unit/{file}"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    interpreted.run(f"tests/unit/{file}")
 
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.metadata
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +28,7 @@ MODULE, TABLE = "liger_kernel.transformers.monkey_patch", "MODEL_TYPE_TO_APPLY_L
 RECORD = "_kernel_compat_liger"
 
 #: Liger's options: the op of each, the value of the op's field, and the variant that a module must be of; empty for any.
+#: Losses come last: they wrap the forward.
 _OPTIONS = {
     "rope": ("rotary_pos_emb", "liger_kernel", ""),
     "rms_norm": ("rms_norm", "liger_kernel", ""),
@@ -47,8 +46,7 @@ class LigerSupport:
 
     Attributes:
         reasons: one sentence for each obstacle; empty if the model is supported.
-        options: the options with which it would: those of the call, and the refused ones turned off. None where no options
-            would do.
+        options: those of the call, with the refused ones turned off: with these it would. None where every option is refused.
     """
 
     supported: bool
@@ -91,18 +89,13 @@ def use_liger_kernel(model: Any, **options: Any) -> Handle:
     from ..ops.report import Report, lock
 
     with lock:
-        patch = _find(model)
+        patch = _find(model, chosen)
         if patch is None:
             plan = _plan(model, chosen, options)
             plan.make()
-            values = {f"{binding.op}_implementation": binding.kernel for binding in plan.bindings}
-            report = Report(
-                OpsConfig.from_dict(values), tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes)
-            )
+            report = Report(OpsConfig(), tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
             patch = vars(model)[RECORD] = _Patch(chosen, report)
-        elif patch.options != chosen:
-            raise ValueError(_other_options(model, patch, chosen))
-        patch.holders += 1
+        patch.report.__enter__()
         return Handle(partial(_release, weakref.ref(patch)))
 
 
@@ -117,12 +110,10 @@ def liger_support(model: Any, **options: Any) -> LigerSupport:
     """
     try:
         model, chosen = _chosen(model, options)
+        if _find(model, chosen) is not None:
+            return LigerSupport(True, (), options)
     except (KernelCompatError, TypeError, ValueError) as error:
         return LigerSupport(False, (str(error),))
-    if (patch := _find(model)) is not None:
-        if patch.options == chosen:
-            return LigerSupport(True, (), options)
-        return LigerSupport(False, (_other_options(model, patch, chosen),))
     on = [name for name, value in chosen.items() if value]
     refused: dict[str, str] = {}
     for option in on:
@@ -150,7 +141,7 @@ def _chosen(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
         raise TypeError(f"{type(model).__name__} has no config.model_type, by which Liger knows its options")
     functions = _functions()
     if model_type not in functions:
-        known = f"liger-kernel {_version()} supports: {', '.join(sorted(functions))}."
+        known = f"{_version()} supports: {', '.join(sorted(functions))}."
         raise UnsupportedFeatureError(f"the model type {model_type!r}", NAME, known)
     defaults = _defaults(functions, model_type, model.config)
     if unknown := sorted(options.keys() - defaults.keys()):
@@ -173,21 +164,20 @@ def _functions() -> Mapping[str, Callable[..., None]]:
     try:
         found = getattr(importlib.import_module(MODULE), TABLE, None)
     except Exception as error:  # no triton, another transformers than it was written for, ...
-        reason = f"liger-kernel {_version()} is installed but does not import ({type(error).__name__}: {error})"
+        reason = f"{_version()} is installed but does not import ({type(error).__name__}: {error})"
         raise KernelUnavailableError(NAME, [reason], LIGER_INSTALL) from error
     if not isinstance(found, Mapping):
         what = "nothing of that name" if found is None else type(found).__name__
-        raise SeamError(f"{MODULE}:{TABLE}", "functions by model type", what, f"liger-kernel {_version()}")
+        raise SeamError(f"{MODULE}:{TABLE}", "functions by model type", what, _version())
     return found
 
 
 def _defaults(functions: Mapping[str, Callable[..., None]], model_type: str, config: Any) -> dict[str, Any]:
     """The options of a model type with their defaults; of a function with ``**kwargs``, those of the model's parts besides."""
     parameters = inspect.signature(functions[model_type]).parameters.values()
-    found = {
-        p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "model"
-    }
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    variable = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    found = {p.name: p.default for p in parameters if p not in variable and p.name != "model"}
+    if variable:
         for part in (getattr(config, "text_config", None), getattr(config, "vision_config", None)):
             name = getattr(part, "model_type", "")
             if name in functions and name != model_type:
@@ -196,10 +186,9 @@ def _defaults(functions: Mapping[str, Callable[..., None]], model_type: str, con
 
 
 def _version() -> str:
-    for name in ("liger-kernel", "liger-kernel-nightly"):
-        with suppress(Exception):  # no metadata, or broken metadata: it is for messages only
-            return importlib.metadata.version(name)
-    return "of an unknown version"
+    from ..ops import registry
+
+    return f"liger-kernel {registry.detect().version('liger-kernel') or 'without metadata'}"
 
 
 # The patch of one model.
@@ -207,16 +196,10 @@ def _version() -> str:
 
 @dataclass(eq=False)
 class _Patch:
-    """The kernels in force on one model.
-
-    Attributes:
-        options: all of Liger's options, defaults included.
-        holders: the number of handles that haven't been undone.
-    """
+    """All of Liger's options for a model, and the report of its kernels, in which each handle is a ``with`` block."""
 
     options: dict[str, Any]
     report: Report
-    holders: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
         return _Patch(self.options, copy.deepcopy(self.report, memo))
@@ -225,9 +208,24 @@ class _Patch:
         return type(None), ()  # an unpickled model has its class's methods
 
 
-def _find(model: Any) -> _Patch | None:
-    patch = vars(model).get(RECORD)
-    return patch if patch is not None and patch.report.model is model else None  # else a shallow copy's
+def _find(model: Any, chosen: Mapping[str, Any]) -> _Patch | None:
+    """The patch of a model.
+
+    Raises:
+        ValueError: it has other options.
+    """
+    patch: _Patch | None = vars(model).get(RECORD)
+    if patch is None or patch.report.model is not model:  # a shallow copy has the other model's
+        return None
+    if patch.options != chosen:
+        before, now = (
+            ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
+            for options in (patch.options, chosen)
+        )
+        raise ValueError(
+            f"this {type(model).__name__} is patched already, with {before}: undo that before patching it with {now}"
+        )
+    return patch
 
 
 def _release(reference: weakref.ref[_Patch]) -> None:
@@ -238,10 +236,10 @@ def _release(reference: weakref.ref[_Patch]) -> None:
         patch = reference()
         if patch is None:
             return
-        patch.holders -= 1
-        if not patch.holders:
-            vars(patch.report.model).pop(RECORD, None)
-            patch.report.undo()
+        model = patch.report.model
+        patch.report.__exit__(None, None, None)
+        if not patch.report.active:
+            vars(model).pop(RECORD, None)
 
 
 def _plan(model: Any, chosen: Mapping[str, Any], explicit: Mapping[str, Any]) -> Plan:
@@ -249,11 +247,11 @@ def _plan(model: Any, chosen: Mapping[str, Any], explicit: Mapping[str, Any]) ->
     from ..ops.plan import Plan, refusal
 
     plan = Plan(model, {})
-    on = sorted((name for name, value in chosen.items() if value), key=_order)
-    for option in on:
-        if option not in _OPTIONS:
-            raise _refused(f"{option}, which can't be bound to one model alone", option)
-        op, value, variant = _OPTIONS[option]
+    for option in (name for name, value in chosen.items() if value and name not in _OPTIONS):
+        raise _refused(f"{option}, which can't be bound to one model alone", option)
+    for option, (op, value, variant) in _OPTIONS.items():
+        if not chosen.get(option):
+            continue
         try:
             found = plan.add(op, value)
             if option == "swiglu" and not refusal(model, "moe", "fused_triton"):
@@ -275,20 +273,5 @@ def _plan(model: Any, chosen: Mapping[str, Any], explicit: Mapping[str, Any]) ->
     return plan
 
 
-def _order(option: str) -> int:
-    """Losses last: they wrap the forward."""
-    return [*_OPTIONS].index(option) if option in _OPTIONS else -1
-
-
 def _refused(feature: str, option: str) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(feature, NAME, f"Pass {option}=False.")
-
-
-def _other_options(model: Any, patch: _Patch, chosen: Mapping[str, Any]) -> str:
-    def written(options: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
-
-    return (
-        f"this {type(model).__name__} is patched already, with {written(patch.options)}: "
-        f"undo that before patching it with {written(chosen)}"
-    )

@@ -16,7 +16,6 @@ from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatu
 from . import hub, registry, rewriting
 from .instances import Change, ops_of, ours, replaced, require_module, require_unreplaced
 from .losses import causal as losses
-from .losses.over_logits import LogitsLoss
 from .op_slot import OpSlot
 from .recognisers import balancing, experts, gated, layer_norms, mlps, norms, rotary
 from .recognisers.probing import Unproven, kind
@@ -231,7 +230,7 @@ class Plan:
         spec = self._spec(op, value, "causal_logits" if over_logits else "causal", path, module)
         kernel = self._kernel(spec)
         if over_logits:
-            self.changes.append(Change(module, "_loss_function", ours(LogitsLoss(kernel), op, value)))
+            self.changes.append(Change(module, "_loss_function", ours(losses.over_logits(kernel), op, value)))
             self.bindings.append(Binding(path, op, spec.variant, value, "causal cross-entropy"))
         else:
             self._fuse(path, module, loss, spec, kernel)
@@ -252,7 +251,7 @@ class Plan:
             Change(loss.head, "forward", ours(losses.head_forward(kernel), spec.op, spec.name)),
             Change(loss.head, losses.FORWARD, None),
             Change(module, losses.HEAD, (loss.head,)),
-            Change(module, "_loss_function", losses.Loss(module)),
+            Change(module, "_loss_function", losses.Loss(losses.over_hidden_states)),
         ]
         self._bind(path, module, spec, losses.model_forward(loss, spec.name, inner), "causal cross-entropy")
 

@@ -1,39 +1,56 @@
-"""Errors of kernels that have no second derivative, and kernels that torch.compile must not trace."""
+"""Kernels without a second derivative, and kernels that torch.compile calls as an operator or doesn't trace."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def refuse_second_derivative(out: Any, option: str) -> None:
-    """Make the backward of a kernel raise with ``create_graph=True``, where it would return gradients without a graph.
+def first_derivative_only(option: str, *, traced: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a kernel whose backward must raise with ``create_graph=True``, where it would return gradients without a graph.
+
+    Several results of a kernel must be those of one autograd function.
 
     Args:
-        out: a tensor that the kernel's autograd function has returned; nothing is done for one without a graph.
         option: the field and its value, for the error.
+        traced: whether torch.compile may trace the kernel; where not, it calls it through a graph break, or raises with
+            ``fullgraph=True``. Traced by torch 2.11, liger-kernel 0.8's fused cross-entropy returns another loss in each
+            call: another library's kernel is traced only where a test has shown that its results stay right.
     """
-    node = None if torch.compiler.is_compiling() else out.grad_fn
-    if node is None:
-        return
 
-    def before(gradients: tuple[Any, ...]) -> None:
+    def refuse(gradients: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(f"{option} has no second derivative (create_graph=True)")
 
-    node.register_prehook(before)
+    def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(kernel)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            results = kernel(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                node = getattr(results[0] if isinstance(results, tuple) else results, "grad_fn", None)
+                if node is not None:
+                    node.register_prehook(refuse)
+            return results
+
+        return call if traced else torch.compiler.disable(call)
+
+    return decorate
 
 
-def untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, called by torch.compile through a graph break; with ``fullgraph=True`` torch.compile raises.
+def operator(name: str, kernel: Callable[..., Any], outputs: Callable[..., Any]) -> Any:
+    """A kernel as a custom operator: for torch.compile, and for tensors on the meta device.
 
-    Traced by torch 2.11, liger-kernel 0.8's fused cross-entropy returns another loss in each call. A library's kernel is
-    traced only where a test has shown that its results stay right.
+    `torch.library.triton_op` would work as well, but its `wrap_triton` refuses interpreted kernels, and inductor fuses nothing
+    with a Triton kernel that is not its own. Eager code calls an autograd.Function: dispatching a custom operator with a
+    gradient takes longer than a small kernel. Dynamo must not trace that function: it mixes up its arguments, or refuses the
+    same tensor twice.
+
+    Args:
+        outputs: takes the kernel's arguments and returns results of its shapes, dtypes and strides.
     """
-    wrapped: Callable[..., Any] = torch.compiler.disable(kernel)
-    return wrapped
-
-
-__all__ = ["refuse_second_derivative", "untraced"]
+    made = torch.library.custom_op(f"kernel_compat::{name}", kernel, mutates_args=())
+    made.register_fake(outputs)
+    return made

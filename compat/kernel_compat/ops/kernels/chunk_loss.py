@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..losses.lazy import Pointwise
+from ..losses.lazy import Pointwise, as_autocast
+from .backward import first_derivative_only
 
 #: The fewest and the most tokens in a chunk. Fewer would leave a GPU's matrix units idle.
 SMALLEST, LARGEST = 256, 2048
 
 
+@first_derivative_only("cross_entropy_loss_implementation='chunk_loss'")
 def chunk_loss(
     hidden_states: Tensor,
     weight: Tensor,
@@ -49,15 +51,10 @@ def chunk_loss(
     if hidden_states.dim() != 2 or labels.shape != hidden_states.shape[:1]:
         shapes = f"{tuple(hidden_states.shape)} and {tuple(labels.shape)}"
         raise ValueError(f"hidden_states must be (tokens, hidden) and labels (tokens,), not {shapes}")
-    kind = hidden_states.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    inputs = as_autocast(hidden_states, weight, bias)
     if not torch.is_grad_enabled():
-        hidden_states, weight = hidden_states.detach(), weight.detach()
-        bias = None if bias is None else bias.detach()
-    loss: Tensor = _ChunkLoss.apply(hidden_states, weight, bias, labels, ignore_index, reduction, tuple(pointwise))
+        inputs = tuple(None if x is None else x.detach() for x in inputs)
+    loss: Tensor = _ChunkLoss.apply(*inputs, labels, ignore_index, reduction, tuple(pointwise))
     return loss
 
 
@@ -72,16 +69,8 @@ def chunk_size(hidden: int, with_weight: bool) -> int:
 
 class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        ignore_index: int,
-        reduction: str,
-        pointwise: tuple[Pointwise, ...],
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        hidden_states, weight, bias, labels, ignore_index, reduction, pointwise = inputs
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         counted = labels != ignore_index
@@ -126,10 +115,7 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
         return loss if divisor is None else loss / divisor
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            raise RuntimeError("chunk_loss has no second derivative: its gradients are computed with the loss")
-        (factor,) = gradients
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
         divisor, *saved = ctx.saved_tensors
         if divisor is not None:
             factor = factor / divisor.clamp_min(1)  # of no tokens the loss is NaN, and the gradient 0
@@ -142,10 +128,6 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _backward(one: Pointwise, gradient: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    if one.kind == "times":
-        return gradient * one.value
-    if one.kind == "over":
-        return gradient / one.value
     if one.kind == "tanh":
         return gradient * (1 - after * after)
-    return gradient.to(before.dtype)
+    return gradient.to(before.dtype) if one.kind == "to" else one(gradient)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .backward import refuse_second_derivative, untraced
+from .backward import first_derivative_only
 
 
 def rms_norm_gated() -> Callable[..., Tensor]:
@@ -18,9 +18,8 @@ def rms_norm_gated() -> Callable[..., Tensor]:
     # The function in the class's module, which differs between releases.
     function: Callable[..., Any] = vars(sys.modules[FusedRMSNormGated.__module__])["rms_norm_gated"]
 
-    def kernel(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed: Tensor = function(hidden_states, gate, weight, None, activation="swish", eps=eps)
-        refuse_second_derivative(normed, "rms_norm_gated_implementation='fla'")
-        return normed
+    @first_derivative_only("rms_norm_gated_implementation='fla'", traced=False)
+    def kernel(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Any:
+        return function(hidden_states, gate, weight, None, activation="swish", eps=eps)
 
-    return untraced(kernel)
+    return kernel

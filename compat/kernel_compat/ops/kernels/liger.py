@@ -14,30 +14,38 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...errors import UnsupportedFeatureError
-from ..losses.lazy import Pointwise
-from .backward import refuse_second_derivative, untraced
+from ..losses.lazy import Pointwise, as_autocast
+from .backward import first_derivative_only
+from .routing import counted
 
 
-def rms_norm(offset: float = 0.0) -> Callable[..., Tensor]:
-    """The kernel of ``rms_norm``; the weight is multiplied as ``offset + weight``."""
+def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
+    """The kernel of ``rms_norm``; with `offset`, of weights that are stored minus one."""
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
+    @first_derivative_only("rms_norm_implementation='liger_kernel'")
+    def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Any:
         dtype = hidden_states.dtype
-        wide = torch.promote_types(dtype, weight.dtype)
         if weight.dtype != dtype:
+            wide = torch.promote_types(dtype, weight.dtype)
             hidden_states, weight = hidden_states.to(wide), weight.to(wide)
         # In place, it would write over gradients that another branch may need: Gemma 2 norms a layer's result, too.
-        normed: Tensor = liger_rms_norm(hidden_states, weight, eps, offset, casting, in_place=False)
-        refuse_second_derivative(normed, "rms_norm_implementation='liger_kernel'")
+        normed = liger_rms_norm(hidden_states, weight, eps, float(offset), casting, in_place=False)
         return normed.to(dtype) if casting == "gemma" else normed  # transformers' product has the wider dtype
 
     return kernel
 
 
-def rms_norm_offset() -> Callable[..., Tensor]:
-    """The kernel of ``rms_norm`` for weights that are stored minus one."""
-    return rms_norm(1.0)
+def layer_norm() -> Callable[..., Tensor]:
+    """The kernel of ``layer_norm``, over the last dimension."""
+    from liger_kernel.ops import LigerLayerNormFunction
+
+    @first_derivative_only("layer_norm_implementation='liger_kernel'")
+    def kernel(hidden_states: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
+        return LigerLayerNormFunction.apply(hidden_states.to(dtype), weight.to(dtype), bias.to(dtype), eps)
+
+    return kernel
 
 
 def swiglu() -> Callable[..., Tensor]:
@@ -54,58 +62,74 @@ def swiglu() -> Callable[..., Tensor]:
             gate, up = ctx.saved_tensors
             return tuple(found.view(gradient.shape) for found in swiglu_backward(gate, up, gradient))
 
-    def kernel(gate: Tensor, up: Tensor) -> Tensor:
+    @first_derivative_only("swiglu_mlp_implementation='liger_kernel'")
+    def kernel(gate: Any, up: Any) -> Any:
         if hasattr(gate, "to_local"):  # a DTensor
             local = kernel(gate.to_local(), up.to_local())
             return type(gate).from_local(local, gate.device_mesh, gate.placements)
         if torch.compiler.is_compiling():  # which removes copies that make no difference
-            traced: Tensor = LigerSiLUMulFunction.apply(gate.clone(), up.clone())
-            return traced
-        product: Tensor = SiLUMul.apply(gate, up)
-        refuse_second_derivative(product, "swiglu_mlp_implementation='liger_kernel'")
-        return product
+            return LigerSiLUMulFunction.apply(gate.clone(), up.clone())
+        return SiLUMul.apply(gate, up)
 
     return kernel
 
 
+def geglu() -> Callable[..., Tensor]:
+    """The kernel of ``swiglu_mlp`` for ``gelu(gate) * up`` with the approximation by tanh."""
+    from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward
+
+    class GeluMul(LigerGELUMulFunction):  # type: ignore[misc]
+        """Liger's forward; its backward writes the gradients over gate and up."""
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            gate, up = ctx.saved_tensors
+            return geglu_backward(gate.clone(), up.clone(), gradient.contiguous())
+
+    return first_derivative_only("swiglu_mlp_implementation='liger_kernel'")(GeluMul.apply)
+
+
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel of ``rotary_pos_emb``."""
+    """The kernel of ``rotary_pos_emb``; channels beyond the cosines' pass."""
     from liger_kernel.transformers.functional import liger_rope
 
-    def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-            feature, option = "gradients for cos and sin", "rotary_pos_emb_implementation='liger_kernel'"
-            raise UnsupportedFeatureError(feature, option, "Detach them, or use eager.")
+    option = "rotary_pos_emb_implementation='liger_kernel'"
+
+    @first_derivative_only(option)
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         if torch.compiler.is_compiling():  # a graph has no writes in place; it removes copies that make no difference
             query, key = liger_rope(query, key, cos, sin)
             return _ClonedGradient.apply(query), _ClonedGradient.apply(key)
         query, key = liger_rope(_copied(query), _copied(key), cos, sin)
-        refuse_second_derivative(query, "rotary_pos_emb_implementation='liger_kernel'")
-        return _CopiedGradient.apply(query), _CopiedGradient.apply(key)
+        if query.grad_fn is not None:
+            query.grad_fn.register_prehook(lambda gradients: tuple(map(_copied, gradients)))
+        return query, key
+
+    def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+            raise UnsupportedFeatureError("gradients for cos and sin", option, "Detach them, or use eager.")
+        size = cos.shape[-1]
+        if size == query.shape[-1]:
+            return rotate(query, key, cos, sin)
+        turned = rotate(query[..., :size], key[..., :size], cos, sin)
+        return tuple(torch.cat((new, x[..., size:]), dim=-1) for new, x in zip(turned, (query, key), strict=True))
 
     return kernel
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copied(x: Tensor | None) -> Tensor | None:
     """A copy, where Liger would rotate in place: it copies other layouts itself."""
-    by_position = x.transpose(1, 2)
-    return by_position.clone().transpose(1, 2) if by_position.is_contiguous() else x
+    if x is None or not x.transpose(1, 2).is_contiguous():
+        return x
+    return x.transpose(1, 2).clone().transpose(1, 2)
 
 
-class _CopiedGradient(Function):  # type: ignore[misc]
-    """The identity, with a copy of the gradient for the rotation's backward, which works in place."""
+class _ClonedGradient(Function):  # type: ignore[misc]
+    """The identity in a graph, with a copy of the gradient for the rotation's backward, which works in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _copied(gradient)
-
-
-class _ClonedGradient(_CopiedGradient):
-    """The same in a graph, where the layout of the gradient is not known."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -116,6 +140,7 @@ def cross_entropy() -> Callable[..., Tensor]:
     """The kernel of ``cross_entropy_loss``, from hidden states."""
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
+    @first_derivative_only("cross_entropy_loss_implementation='liger_kernel'", traced=False)
     def kernel(
         hidden_states: Tensor,
         weight: Tensor,
@@ -125,46 +150,52 @@ def cross_entropy() -> Callable[..., Tensor]:
         ignore_index: int = -100,
         reduction: Literal["mean", "sum"] = "mean",
         pointwise: Sequence[Pointwise] = (),
-    ) -> Tensor:
+    ) -> Any:
         factor, softcap = _factor_and_softcap(pointwise)
         if factor != 1.0:
             hidden_states = hidden_states * factor
             bias = None if bias is None else bias * factor
-        kind = hidden_states.device.type
-        if torch.is_autocast_enabled(kind):  # casts as it does for a linear layer
-            dtype = torch.get_autocast_dtype(kind)
-            hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        hidden_states, weight, bias = as_autocast(hidden_states, weight, bias)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         if torch.is_grad_enabled() and trained and not hidden_states.requires_grad:
             hidden_states = hidden_states.detach().requires_grad_()  # Liger computes no gradient otherwise
         options = {"target": labels, "ignore_index": ignore_index, "reduction": reduction, "softcap": softcap}
-        loss: Tensor = _LinearCrossEntropy.apply(
-            fused_linear_cross_entropy_forward, options, hidden_states, weight, bias
-        )
-        refuse_second_derivative(loss, "cross_entropy_loss_implementation='liger_kernel'")
-        return loss
 
-    return untraced(kernel)
+        def compute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
+            results = fused_linear_cross_entropy_forward(_input=hidden_states, weight=weight, bias=bias, **options)
+            return _nan_over_no_tokens(results[0], labels, ignore_index, reduction), results[-3:]
+
+        return _ComputedLoss.apply(compute, "liger_kernel", hidden_states, weight, bias)
+
+    return kernel
 
 
-class _LinearCrossEntropy(Function):  # type: ignore[misc]
+def logits_cross_entropy() -> Callable[..., Tensor]:
+    """Cross-entropy of logits (tokens, vocabulary) that the kernel may overwrite, and labels (tokens,)."""
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    @first_derivative_only("cross_entropy_loss_implementation='liger_cross_entropy'", traced=False)
+    def kernel(
+        logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum"] = "mean"
+    ) -> Any:
+        def compute(logits: Tensor) -> tuple[Tensor, Any]:
+            own = logits.detach().requires_grad_(logits.requires_grad)
+            options = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "softcap": None, "return_z_loss": False}
+            results = cross_entropy_forward(own, labels, None, ignore_index, reduction=reduction, **options)
+            return _nan_over_no_tokens(results[0], labels, ignore_index, reduction), (results[-1].detach(),)
+
+        return _ComputedLoss.apply(compute, "liger_cross_entropy", logits)
+
+    return kernel
+
+
+class _ComputedLoss(Function):  # type: ignore[misc]
     """Liger's loss, whose gradients are computed with it. They are kept out of `save_for_backward`: no hook sees them."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        compute: Callable[..., tuple[Any, ...]],
-        options: dict[str, Any],
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        results = compute(_input=hidden_states, weight=weight, bias=bias, **options)
-        loss: Tensor = results[0]
-        ctx.computed = results[-3:]  # the gradients of hidden states, weight and bias
-        if options["reduction"] == "mean":  # over no tokens it is NaN, where Liger returns 0
-            loss = loss.masked_fill((options["target"] == options["ignore_index"]).all(), torch.nan)
+    def forward(ctx: Any, compute: Callable[..., tuple[Tensor, Any]], value: str, *inputs: Tensor | None) -> Tensor:
+        ctx.value = value
+        loss, ctx.computed = compute(*inputs)
         return loss
 
     @staticmethod
@@ -172,7 +203,7 @@ class _LinearCrossEntropy(Function):  # type: ignore[misc]
         gradients, ctx.computed = ctx.computed, None
         if gradients is None:
             raise RuntimeError(
-                "cross_entropy_loss_implementation='liger_kernel' computes its gradients once: a second backward "
+                f"cross_entropy_loss_implementation={ctx.value!r} computes its gradients once: a second backward "
                 "(retain_graph=True) needs another forward"
             )
         # Scaled on the device: Liger's own backward waits for the factor. Of one dimension, it is not rounded to half precision.
@@ -182,26 +213,45 @@ class _LinearCrossEntropy(Function):  # type: ignore[misc]
         return (None, None, *gradients)
 
 
+def _nan_over_no_tokens(loss: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The loss; NaN as the mean over no tokens, where Liger returns 0."""
+    return loss.masked_fill((labels == ignore_index).all(), torch.nan) if reduction == "mean" else loss
+
+
 def _factor_and_softcap(pointwise: Sequence[Pointwise]) -> tuple[float, float | None]:
     """The factor of the logits and the softcap after it. Casts are left out: Liger computes the loss in float32."""
-    steps = [one for one in pointwise if one.kind != "to"]
     factor, softcap = 1.0, None
-    if len(steps) >= 3 and [one.kind for one in steps[-2:]] == ["tanh", "times"]:
+    steps = [one for one in pointwise if one.kind != "to"]
+    if [one.kind for one in steps[-3:]] == ["over", "tanh", "times"] and steps[-3].value == steps[-1].value:
         softcap = float(steps[-1].value)
-        before, steps = steps[-3], steps[:-3]
-        if before != Pointwise("over", softcap):
-            raise _unknown(pointwise)
+        steps = steps[:-3]
     for one in steps:
         if one.kind == "tanh":
-            raise _unknown(pointwise)
+            written = ", ".join(f"{step.kind} {step.value}" for step in pointwise)
+            raise UnsupportedFeatureError(
+                f"this model's operations on its logits ({written})",
+                "cross_entropy_loss 'liger_kernel'",
+                "chunk_loss supports them.",
+            )
         factor *= float(one.value) if one.kind == "times" else 1 / float(one.value)
     return factor, softcap
 
 
-def _unknown(pointwise: Sequence[Pointwise]) -> UnsupportedFeatureError:
-    steps = ", ".join(f"{one.kind} {one.value}".strip() for one in pointwise)
-    return UnsupportedFeatureError(
-        f"this model's operations on its logits ({steps})",
-        "cross_entropy_loss 'liger_kernel'",
-        "chunk_loss supports them.",
-    )
+def experts() -> Callable[..., Tensor]:
+    """The kernel of ``moe``. Its forward reads one number back from the device."""
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    @first_derivative_only("moe_implementation='fused_triton'", traced=False)
+    def kernel(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+        dtype, name = hidden_states.dtype, "moe 'fused_triton'"
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise UnsupportedFeatureError(str(dtype), name, "It takes float16, bfloat16 and float32.")
+        if dtype == torch.float32 and hidden_states.is_cuda and torch.get_float32_matmul_precision() == "highest":
+            way = "It multiplies in TF32: allow that by torch.set_float32_matmul_precision('high')."
+            raise UnsupportedFeatureError("float32 to full precision", name, way)
+        # Liger writes past the end of its tables for an id out of range.
+        there = counted(top_k_index, len(gate_up))
+        index = top_k_index.where(there, 0).to(torch.int32)
+        return LigerFusedMoEFunction.apply(hidden_states, gate_up, down, index, top_k_weights.where(there, 0))
+
+    return kernel

@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from ...errors import UnsupportedFeatureError
 from . import routing
-from .backward import refuse_second_derivative
+from .backward import first_derivative_only
 
 #: quack's ``gemm``: with ``cu_seqlens_m`` the rows of the first matrix are in groups, each with its own second matrix; with
 #: ``cu_seqlens_k`` the inner dimension is in groups, each with its own result.
@@ -26,13 +26,10 @@ def experts() -> Callable[..., Tensor]:
     # With tuning, it measures all its configurations again for every number of tokens.
     product = partial(gemm, tuned=False)
 
-    def kernel(
-        hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor
-    ) -> Tensor:
+    @first_derivative_only("moe_implementation='fused_quack'")
+    def kernel(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor) -> Any:
         _require(hidden_states, down)
-        result: Tensor = SwiGluExperts.apply(product, hidden_states, top_k_index, top_k_weights, gate_up, down)
-        refuse_second_derivative(result, "moe_implementation='fused_quack'")
-        return result
+        return SwiGluExperts.apply(product, hidden_states, top_k_index, top_k_weights, gate_up, down)
 
     return kernel
 
@@ -49,16 +46,9 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
     """``down(silu(gate) * up)``, weighted and summed for each token; saves the product with `gate_up` for the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        gemm: Gemm,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, gemm: Gemm, *inputs: Tensor) -> Tensor:
         """Each row times the matrix of its expert."""
+        hidden_states, top_k_index, top_k_weights, gate_up, down = inputs
         token, row, starts = routing.sort(top_k_index, len(gate_up))
         wide = gemm(hidden_states[token], gate_up.mT, cu_seqlens_m=starts)
         gate, up = wide.chunk(2, dim=-1)

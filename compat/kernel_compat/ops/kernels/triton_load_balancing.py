@@ -6,7 +6,7 @@ probabilities torch.topk takes any; this kernel takes the first. The sums over t
 upstream's since 5.16; before, it rounds each expert's mean probability to the logits' dtype. The gradient is computed
 in float32 and rounded once, where upstream rounds it before the softmax's backward as well.
 
-Every program sums a fixed share of the tokens, and the shares are summed in a fixed order: results are deterministic.
+Every program sums a fixed share of the tokens, and the sums are added in a fixed order: results are deterministic.
 Nothing waits for the device.
 """
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
-from .backward import refuse_second_derivative
+from .backward import first_derivative_only, operator
 
 __all__ = ["load_balancing_loss"]
 
@@ -31,6 +31,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TILE, _PROGRAMS = 2048, 256
 
 
+@first_derivative_only(_NAME)
 def load_balancing_loss(
     gate_logits: tuple[Tensor, ...] | Tensor | None,
     num_experts: int | None = None,
@@ -56,31 +57,26 @@ def load_balancing_loss(
         return 0
     if not gate_logits:
         raise ValueError("gate_logits is empty: there is no layer to balance")
+    if attention_mask is not None and torch.is_grad_enabled() and attention_mask.requires_grad:
+        raise UnsupportedFeatureError("a gradient for attention_mask", _NAME, "Detach it, or use eager.")
     for layer in gate_logits:
         if layer.dtype not in _DTYPES:
             raise UnsupportedFeatureError(str(layer.dtype), _NAME, "Use float16, bfloat16 or float32, or eager.")
         if layer.dim() != 2 or layer.shape[1] != num_experts:
             raise ValueError(f"gate_logits of shape {tuple(layer.shape)}, not (batch * length, {num_experts})")
+        if attention_mask is not None and layer.shape[0] != attention_mask.numel():
+            raise ValueError(f"attention_mask of shape {tuple(attention_mask.shape)} for {layer.shape[0]} tokens")
     if not 1 <= top_k <= gate_logits[0].shape[1]:
         raise ValueError(f"top_k is {top_k} of {num_experts} experts")
     device = gate_logits[0].device
-    if attention_mask is not None:
-        if torch.is_grad_enabled() and attention_mask.requires_grad:
-            raise UnsupportedFeatureError("a gradient for attention_mask", _NAME, "Detach it, or use eager.")
-        for layer in gate_logits:
-            if layer.shape[0] != attention_mask.numel():
-                raise ValueError(f"attention_mask of shape {tuple(attention_mask.shape)} for {layer.shape[0]} tokens")
-        attention_mask = attention_mask.reshape(-1).to(device, torch.float32)
+    mask = None if attention_mask is None else attention_mask.reshape(-1).to(device, torch.float32)
     # Autocast makes a softmax float32 on some devices, whatever the logits are.
     sample = gate_logits[0][:0].detach()
     rounded = sample.softmax(-1).dtype == sample.dtype
     logits = [layer.to(device) for layer in gate_logits]
-    if torch.compiler.is_compiling() or logits[0].is_meta:
-        loss, _ = _forward_op(logits, attention_mask, top_k, rounded)
-        return loss
-    balancing: Tensor = _Loss.apply(attention_mask, top_k, rounded, *logits)
-    refuse_second_derivative(balancing, "load_balancing_loss_implementation='triton'")
-    return balancing
+    graph = torch.compiler.is_compiling() or logits[0].is_meta
+    loss: Tensor = _forward_op(logits, mask, top_k, rounded)[0] if graph else _Loss.apply(mask, top_k, rounded, *logits)
+    return loss
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -108,7 +104,6 @@ def _sums_kernel(
     mask: tl.tensor,
     partial: tl.tensor,
     rows: tl.tensor,
-    share: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
     EXPERTS: tl.constexpr,
@@ -123,7 +118,7 @@ def _sums_kernel(
     expert = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in range(program * share, tl.minimum((program + 1) * share, rows), ROWS):
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         probability = _probabilities(logits, row, rows, row_stride, column_stride, EXPERTS, BLOCK)
         if ROUNDED:
@@ -176,79 +171,43 @@ def _blocks(experts: int) -> dict[str, Any]:
     return {"EXPERTS": experts, "BLOCK": block, "ROWS": max(_TILE // block, 1), "enable_fp_fusion": False}
 
 
-# torch.compile calls a custom operator, eager code an autograd.Function: see triton_rms_norm.py.
-
-
 def _forward(logits: list[Tensor], mask: Tensor | None, top_k: int, rounded: bool) -> tuple[Tensor, Tensor]:
     """The loss, and its derivative by the sum of each expert's probability."""
-    experts, device = logits[0].shape[1], logits[0].device
+    experts = logits[0].shape[1]
     blocks = _blocks(experts)
-    shares = [triton.cdiv(triton.cdiv(len(layer), blocks["ROWS"]), _PROGRAMS) * blocks["ROWS"] for layer in logits]
-    programs = [triton.cdiv(len(layer), max(share, 1)) for layer, share in zip(logits, shares, strict=True)]
-    partial = torch.empty((sum(programs), 2, experts), dtype=torch.float32, device=device)
+    programs = min(_PROGRAMS, triton.cdiv(max(1, *map(len, logits)), blocks["ROWS"]))
+    partial = logits[0].new_empty((len(logits), programs, 2, experts), dtype=torch.float32)
+    constants = {"TOP_K": top_k, "MASKED": mask is not None, "ROUNDED": rounded, **blocks}
     with torch.cuda.device_of(partial):
-        for layer, share, count, own in zip(logits, shares, programs, partial.split(programs), strict=True):
-            if count:
-                _sums_kernel[(count,)](
-                    layer,
-                    mask,
-                    own,
-                    len(layer),
-                    share,
-                    *layer.stride(),
-                    TOP_K=top_k,
-                    MASKED=mask is not None,
-                    ROUNDED=rounded,
-                    **blocks,
-                )
-    tokens = sum(len(layer) for layer in logits) if mask is None else mask.sum() * len(logits)
-    routed, probability = partial.sum(0) / tokens
+        for layer, own in zip(logits, partial, strict=True):
+            _sums_kernel[(programs,)](layer, mask, own, len(layer), *layer.stride(), **constants)
+    tokens = sum(map(len, logits)) if mask is None else mask.sum() * len(logits)
+    routed, probability = partial.flatten(0, 1).sum(0) / tokens
     return (routed * probability).sum() * experts, routed * experts / tokens
 
 
 def _forward_outputs(logits: list[Tensor], mask: Tensor | None, top_k: int, rounded: bool) -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = {"dtype": torch.float32, "device": logits[0].device}
-    return torch.empty((), **options), torch.empty(logits[0].shape[1], **options)
+    first = logits[0]
+    return first.new_empty((), dtype=torch.float32), first.new_empty(first.shape[1], dtype=torch.float32)
 
 
 def _backward(grad: Tensor, logits: list[Tensor], mask: Tensor | None, slope: Tensor) -> list[Tensor]:
     grads = _backward_outputs(grad, logits, mask, slope)
-    blocks = _blocks(slope.shape[0])
+    constants = {"MASKED": mask is not None, **_blocks(len(slope))}
     with torch.cuda.device_of(slope):
         for layer, out in zip(logits, grads, strict=True):
-            if len(layer):
-                _gradient_kernel[(triton.cdiv(len(layer), blocks["ROWS"]),)](
-                    grad,
-                    layer,
-                    mask,
-                    slope,
-                    out,
-                    len(layer),
-                    *layer.stride(),
-                    MASKED=mask is not None,
-                    **blocks,
-                )
+            if rows := len(layer):
+                grid = (triton.cdiv(rows, constants["ROWS"]),)
+                _gradient_kernel[grid](grad, layer, mask, slope, out, rows, *layer.stride(), **constants)
     return grads
 
 
 def _backward_outputs(grad: Tensor, logits: list[Tensor], mask: Tensor | None, slope: Tensor) -> list[Tensor]:
-    return [torch.empty(layer.shape, dtype=layer.dtype, device=layer.device) for layer in logits]
+    return [layer.new_empty(layer.shape) for layer in logits]
 
 
-_forward_op = torch.library.custom_op(
-    "kernel_compat::triton_load_balancing_loss",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor[] logits, Tensor? mask, int top_k, bool rounded) -> (Tensor, Tensor)",
-)
-_forward_op.register_fake(_forward_outputs)
-_backward_op = torch.library.custom_op(
-    "kernel_compat::triton_load_balancing_loss_backward",
-    _backward,
-    mutates_args=(),
-    schema="(Tensor grad, Tensor[] logits, Tensor? mask, Tensor slope) -> Tensor[]",
-)
-_backward_op.register_fake(_backward_outputs)
+_forward_op = operator("triton_load_balancing_loss", _forward, _forward_outputs)
+_backward_op = operator("triton_load_balancing_loss_backward", _backward, _backward_outputs)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -256,12 +215,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(mask, output[1], *logits)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[list[Tensor] | None, ...]:
+def _gradients(backward: Any, ctx: Any, grad: Tensor) -> list[Tensor]:
     mask, slope, *logits = ctx.saved_tensors
-    return _backward_op(grad, logits, mask, slope), None, None, None
+    found: list[Tensor] = backward(grad, logits, mask, slope)
+    return found
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_keep)
+_forward_op.register_autograd(
+    lambda ctx, grad, _: (_gradients(_backward_op, ctx, grad), None, None, None), setup_context=_keep
+)
 
 
 class _Loss(torch.autograd.Function):  # type: ignore[misc]
@@ -274,5 +236,4 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, slope, *logits = ctx.saved_tensors
-        return None, None, None, *_backward(grad, logits, mask, slope)
+        return None, None, None, *_gradients(_backward, ctx, grad)

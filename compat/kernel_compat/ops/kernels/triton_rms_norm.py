@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
-from .backward import refuse_second_derivative
+from .backward import first_derivative_only, operator
 
 __all__ = ["MAX_HIDDEN", "rms_norm"]
 
@@ -33,6 +33,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WARPS = 4096
 
 
+@first_derivative_only(_NAME)
 def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, offset: bool, casting: str) -> Tensor:
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension.
 
@@ -61,11 +62,10 @@ def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, offset: bool,
         raise UnsupportedFeatureError(
             f"a hidden size of {weight.shape[0]}", _NAME, f"Use up to {MAX_HIDDEN}, or eager."
         )
-    if torch.compiler.is_compiling() or hidden_states.is_meta:
-        out, _ = _forward_op(hidden_states, weight, eps, offset, casting == "gemma")
-        return out
-    normed: Tensor = _RmsNorm.apply(hidden_states, weight, eps, offset, casting == "gemma")
-    refuse_second_derivative(normed, _NAME)
+    inputs = hidden_states, weight, eps, offset, casting == "gemma"
+    normed: Tensor = (
+        _forward_op(*inputs)[0] if torch.compiler.is_compiling() or weight.is_meta else _RmsNorm.apply(*inputs)
+    )
     return normed
 
 
@@ -162,12 +162,6 @@ def _constants(hidden: int, offset: bool, gemma: bool) -> dict[str, Any]:
     }
 
 
-# torch.compile calls an opaque custom operator. `torch.library.triton_op` would work as well, but its `wrap_triton` refuses
-# interpreted kernels, and inductor fuses nothing with a Triton kernel that is not its own. Eager code calls an
-# autograd.Function: dispatching a custom operator with a gradient takes longer than a small kernel. Dynamo never traces
-# that function: it mixes up its arguments, or refuses the same tensor twice. The operator also runs on the meta device.
-
-
 def _forward(x: Tensor, weight: Tensor, eps: float, offset: bool, gemma: bool) -> tuple[Tensor, Tensor]:
     out, rstd = _forward_outputs(x, weight, eps, offset, gemma)
     if out.numel():
@@ -179,71 +173,43 @@ def _forward(x: Tensor, weight: Tensor, eps: float, offset: bool, gemma: bool) -
 
 def _forward_outputs(x: Tensor, weight: Tensor, eps: float, offset: bool, gemma: bool) -> tuple[Tensor, Tensor]:
     dtype = x.dtype if gemma else torch.promote_types(x.dtype, weight.dtype)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return out, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: bool, gemma: bool
 ) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight = _backward_outputs(grad, x, weight, rstd, offset, gemma)
-    rows, hidden = rstd.numel(), x.shape[-1]
+    grad_x, grad_weight = _backward_outputs(grad, x, weight)
     if not x.numel():
         return grad_x, grad_weight.zero_()
+    rows, hidden = rstd.numel(), x.shape[-1]
     constants = _constants(hidden, offset, gemma)
     share = triton.cdiv(rows, _WARPS // constants["num_warps"])
-    partial = torch.empty((triton.cdiv(rows, share), hidden), dtype=torch.float32, device=x.device)
+    partial = x.new_empty((triton.cdiv(rows, share), hidden), dtype=torch.float32)
+    inputs = (*map(_aligned, (grad, x, weight)), rstd, grad_x, partial, rows, share)
     with torch.cuda.device_of(x):
-        _backward_kernel[(partial.shape[0],)](
-            _aligned(grad),
-            _aligned(x),
-            _aligned(weight),
-            rstd,
-            grad_x,
-            partial,
-            rows,
-            share,
-            **constants,
-        )
+        _backward_kernel[(partial.shape[0],)](*inputs, **constants)
     return grad_x, partial.sum(0).to(weight.dtype)
 
 
-def _backward_outputs(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: bool, gemma: bool
-) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        torch.empty(weight.shape, dtype=weight.dtype, device=x.device),
-    )
+def _backward_outputs(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-_forward_op = torch.library.custom_op(
-    "kernel_compat::triton_rms_norm",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, float eps, bool offset, bool gemma) -> (Tensor, Tensor)",
-)
-_forward_op.register_fake(_forward_outputs)
-_backward_op = torch.library.custom_op(
-    "kernel_compat::triton_rms_norm_backward",
-    _backward,
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, Tensor rstd, bool offset, bool gemma) -> (Tensor, Tensor)",
-)
-_backward_op.register_fake(_backward_outputs)
+_forward_op = operator("triton_rms_norm", _forward, _forward_outputs)
+_backward_op = operator("triton_rms_norm_backward", _backward, _backward_outputs)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.offset, ctx.gemma = inputs
+    x, weight, _, *ctx.formula = inputs
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, rstd = ctx.saved_tensors
-    return (*_backward_op(grad, x, weight, rstd, ctx.offset, ctx.gemma), None, None, None)
+def _gradients(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*backward(grad, *ctx.saved_tensors, *ctx.formula), None, None, None)
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_keep)
+_forward_op.register_autograd(lambda ctx, grad, _: _gradients(_backward_op, ctx, grad), setup_context=_keep)
 
 
 class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
@@ -255,5 +221,4 @@ class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        return (*_backward(grad, x, weight, rstd, ctx.offset, ctx.gemma), None, None, None)
+        return _gradients(_backward, ctx, grad)

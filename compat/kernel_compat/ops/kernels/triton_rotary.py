@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
+from .backward import operator
 
 __all__ = ["rotary_pos_emb"]
 
@@ -118,9 +119,6 @@ def _rotate_kernel(
         tl.store(out + rest * out_channel, tl.load(x + rest * x_channel, mask=there, other=0.0).to(dtype), mask=there)
 
 
-# torch.compile calls a custom operator, eager code an autograd.Function: see triton_rms_norm.py.
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
     """The product with the matrix that rotates, or with the transposed one: the backward."""
     out = _output(x, cos, sin, dtype, transposed)
@@ -130,17 +128,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed:
     rotary = cos.shape[-1]
     half = triton.next_power_of_2(max(rotary // 2, 1))
     block_heads = min(triton.next_power_of_2(heads), max(_TILE // half, 1))
+    sizes = heads, length, *x.stride(), *out.stride(), 0 if cos.shape[0] == 1 else length * rotary
     with torch.cuda.device_of(x):
         _rotate_kernel[(batch * length, triton.cdiv(heads, block_heads))](
             x,
             cos.contiguous(),
             sin.contiguous(),
             out,
-            heads,
-            length,
-            *x.stride(),
-            *out.stride(),
-            0 if cos.shape[0] == 1 else length * rotary,
+            *sizes,
             ROTARY=rotary,
             REST=head_dim - rotary,
             TRANSPOSED=transposed,
@@ -157,27 +152,20 @@ def _output(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed:
     return torch.empty_like(x, dtype=dtype)
 
 
-_rotate_op = torch.library.custom_op(
-    "kernel_compat::triton_rotary",
-    _rotate,
-    mutates_args=(),
-    schema="(Tensor x, Tensor cos, Tensor sin, ScalarType dtype, bool transposed) -> Tensor",
-)
-_rotate_op.register_fake(_output)
+_rotate_op = operator("triton_rotary", _rotate, _output)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, _, ctx.transposed = inputs
-    ctx.dtype = x.dtype
+    x, cos, sin, _, transposed = inputs
+    ctx.rest = x.dtype, not transposed
     ctx.save_for_backward(cos, sin)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    return _rotate_op(grad, cos, sin, ctx.dtype, not ctx.transposed), None, None, None, None
+def _gradients(rotate: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return rotate(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
-_rotate_op.register_autograd(_differentiate, setup_context=_keep)
+_rotate_op.register_autograd(lambda ctx, grad: _gradients(_rotate_op, ctx, grad), setup_context=_keep)
 
 
 class _Rotate(torch.autograd.Function):  # type: ignore[misc]
@@ -189,5 +177,4 @@ class _Rotate(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _Rotate.apply(grad, cos, sin, ctx.dtype, not ctx.transposed), None, None, None, None
+        return _gradients(_Rotate.apply, ctx, grad)

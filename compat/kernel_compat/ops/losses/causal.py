@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +15,28 @@ from torch.nn import functional
 from ...errors import UnsupportedFeatureError
 from ..instances import replaced
 from ..recognisers.probing import Unproven, quiet
-from .lazy import Forward, LazyLogits, is_freed
+from .lazy import Forward, LazyLogits, is_freed, refused
 
 #: Attributes: of the head, the `Forward` that it is called in; of the model, its head and the forward of its instance.
 FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", "_kernel_compat_forward"
 
 
-@dataclass(frozen=True)
-class CausalLoss:
-    """A model that computes the causal cross-entropy of its head's logits.
-
-    Attributes:
-        model: the module whose forward takes labels.
-        head: its output embeddings, a linear layer.
-        position: of `labels` among the arguments of its forward.
-    """
+class CausalLoss(NamedTuple):
+    """A module that computes the causal cross-entropy of the logits of its head, a linear layer."""
 
     model: Any
     head: nn.Linear
-    position: int
-
-
-def takes_labels(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers whose forward computes a loss."""
-    loss = inspect.getattr_static(type(module), "loss_function", None)
-    return isinstance(loss, property) and "labels" in inspect.signature(type(module).forward).parameters
 
 
 def causal_loss(
-    logits: Tensor,
+    logits: Any,
     labels: Tensor | None,
     vocab_size: int,
     num_items_in_batch: Any = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    *,
+    cross_entropy: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """The causal cross-entropy, as transformers' ``ForCausalLMLoss``.
@@ -60,50 +46,103 @@ def causal_loss(
         labels: (batch, length), shifted here by one; unused where `shift_labels` is passed.
         num_items_in_batch: the divisor of the sum over tokens; without it, the loss is their mean.
         shift_labels: labels shifted already.
+        cross_entropy: called with the logits, `vocab_size`, labels (batch * length,), `ignore_index` and a `reduction`, ``mean`` or
+            ``sum``; torch's by default.
     """
-    flat = targets(labels, shift_labels, ignore_index, logits.device)
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    logits = logits.to(wide).view(-1, vocab_size)
-    return divided(
-        functional.cross_entropy(logits, flat, ignore_index=ignore_index, reduction=reduction), num_items_in_batch
-    )
-
-
-def targets(labels: Any, shift_labels: Any, ignore_index: int, device: Any) -> Tensor:
-    """The label of each token, flat: `shift_labels`, or `labels` (batch, length) shifted by one."""
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    flat: Tensor = shift_labels.reshape(-1).to(device)
-    return flat
-
-
-def divided(loss: Tensor, items: Any) -> Tensor:
-    """A sum of losses, divided by the number of tokens in the whole batch, where it is passed."""
-    if items is None:
+    loss = (cross_entropy or _of_logits)(
+        logits,
+        vocab_size,
+        labels=shift_labels.reshape(-1),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    if num_items_in_batch is None:
         return loss
-    return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+    return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+
+
+class Loss:
+    """The ``loss_function`` of a model: `causal_loss` by another `cross_entropy`. Pickled, it becomes `causal_loss`."""
+
+    def __init__(self, cross_entropy: Callable[..., Tensor]) -> None:
+        self._cross_entropy = cross_entropy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss, with the parameters of transformers' ``ForCausalLMLoss``."""
+        return causal_loss(*args, cross_entropy=self._cross_entropy, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (causal_loss,)
+
+
+def _of_logits(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return functional.cross_entropy(logits.to(wide).view(-1, vocab_size), labels.to(logits.device), **options)
+
+
+def over_logits(kernel: Callable[..., Tensor]) -> Loss:
+    """The loss by a kernel that takes logits (tokens, vocabulary) in float32 or wider, which it may overwrite."""
+
+    def cross_entropy(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        own = logits.clone() if logits.dtype == wide else logits.to(wide)
+        return kernel(own.reshape(-1, vocab_size), labels.to(logits.device), **options)
+
+    return Loss(cross_entropy)
+
+
+def over_hidden_states(logits: Any, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
+    """The cross-entropy by the kernel of the head that made the logits, where they are lazy; by torch's where not.
+
+    Raises:
+        ValueError: `vocab_size` or the number of labels doesn't fit the head and the hidden states.
+    """
+    if not isinstance(logits, LazyLogits):
+        return _of_logits(logits, vocab_size, labels=labels, **options)
+    if vocab_size != logits.weight.shape[0]:
+        raise ValueError(f"the head returns {logits.weight.shape[0]} logits a token, and vocab_size is {vocab_size}")
+    rows = logits.hidden_states.reshape(-1, logits.hidden_states.shape[-1])
+    if labels.shape[0] != rows.shape[0]:
+        raise ValueError(f"there are labels for {labels.shape[0]} tokens, and hidden states of {rows.shape[0]}")
+    logits.forward.taken = True
+    head, outer = logits.forward.head, logits.forward.model.get_output_embeddings()
+    # Parameters in shards are gathered by hooks of their module, which otherwise have run already.
+    sharded = hasattr(head.weight, "full_tensor") or is_freed(head.weight)
+    call = outer if outer is not head or sharded else head.forward
+    loss: Tensor = call(rows, {**options, "labels": labels.to(rows.device), "pointwise": logits.pointwise})
+    return loss
 
 
 def find(model: nn.Module) -> tuple[str, Any] | None:
-    """The path and module of the outermost part of a model that takes labels; None where there is none."""
-    return next(((path, module) for path, module in model.named_modules() if takes_labels(module)), None)
+    """The path and module of the outermost part of a model that computes a loss from labels; None where there is none."""
+    for path, module in model.named_modules():
+        loss = inspect.getattr_static(type(module), "loss_function", None)
+        if isinstance(loss, property) and "labels" in inspect.signature(type(module).forward).parameters:
+            return path, module
+    return None
 
 
 def prove(module: Any) -> CausalLoss:
     """Prove that a module's loss is the causal cross-entropy of a plain linear head's logits.
 
     Raises:
-        Unproven: the head is no linear layer, or the loss differs.
+        Unproven: the head is no linear layer, the loss differs, or no method calls `loss_function`.
     """
     head = module.get_output_embeddings()
     if head is None:
         raise Unproven(f"it has no language modelling head: its loss is of the kind {module.loss_type or 'unknown'!r}")
-    if not _is_linear(head):
-        path = f"{type(head).__module__}.{type(head).__qualname__}"
-        raise Unproven(f"its head is a {path}, and not a linear layer of torch's")
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise Unproven(f"its head is a {_path(type(head))}, and not a linear layer of torch's")
     if replaced(head) is not None:
         raise Unproven("the forward of its head has been replaced")
+    methods = (inspect.unwrap(f) for kind in type(module).__mro__ for f in vars(kind).values() if inspect.isfunction(f))
+    if not any("loss_function" in method.__code__.co_names for method in methods):
+        raise Unproven("it computes its loss itself: none of its methods calls loss_function")
     with quiet() as generator:
         size = 7
         logits = torch.randn(2, 5, size, generator=generator)
@@ -121,8 +160,7 @@ def prove(module: Any) -> CausalLoss:
                 raise Unproven(
                     f"its loss_function differs from the causal cross-entropy by {off:.1e} with {options or 'labels'}"
                 )
-    names = list(inspect.signature(type(module).forward).parameters)
-    return CausalLoss(module, head, names.index("labels") - 1)
+    return CausalLoss(module, head)
 
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -143,59 +181,11 @@ def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.11 fails to trace the raise
 def _refuse_backward_hooks() -> NoReturn:
-    raise _refused("a backward hook on the head, since no gradient of logits is computed")
+    raise refused("a backward hook on the head, since no gradient of logits is computed")
 
 
 #: The forward with labels and gradients that this thread runs. Traced code reads the head's attribute instead.
 _current: ContextVar[Forward | None] = ContextVar("kernel_compat_current_forward", default=None)
-
-
-class Loss:
-    """The ``loss_function`` of a model with a kernel. Pickled, it becomes `causal_loss`."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(
-        self,
-        logits: Any,
-        labels: Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The loss, with the parameters of transformers' ``ForCausalLMLoss``."""
-        if not isinstance(logits, LazyLogits):
-            return causal_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
-        if vocab_size != logits.weight.shape[0]:
-            raise ValueError(
-                f"the head returns {logits.weight.shape[0]} logits a token, and vocab_size is {vocab_size}"
-            )
-        rows = logits.hidden_states.reshape(-1, logits.hidden_states.shape[-1])
-        request = {
-            "labels": targets(labels, shift_labels, ignore_index, rows.device),
-            "ignore_index": ignore_index,
-            "reduction": "mean" if num_items_in_batch is None else "sum",
-            "pointwise": logits.pointwise,
-        }
-        if request["labels"].shape[0] != rows.shape[0]:
-            raise ValueError(
-                f"there are labels for {request['labels'].shape[0]} tokens, and hidden states of {rows.shape[0]}"
-            )
-        logits.forward.taken = True
-        head, outer = getattr(self.model, HEAD)[0], self.model.get_output_embeddings()
-        # Parameters in shards are gathered by hooks of their module, which otherwise have run already.
-        sharded = hasattr(head.weight, "full_tensor") or is_freed(head.weight)
-        call = outer if outer is not head or sharded else head.forward
-        return divided(call(rows, request), num_items_in_batch)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
-        return Loss(copy.deepcopy(self.model, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (causal_loss,)
 
 
 def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +195,7 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
         name: the config's value for the kernel.
         inner: the model's forward so far, called with the model first.
     """
-    position = found.position
+    position = [*inspect.signature(type(found.model).forward).parameters].index("labels") - 1
 
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +215,7 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
             if token is not None:
                 _current.reset(token)
         if not current.taken:
-            raise _replaced(self, head, name) or _refused(
+            raise _replaced(self, head, name) or refused(
                 f"the forward of {type(self).__name__}, which computes its loss from the logits itself or from a hook's"
             )
         current.done = True
@@ -246,27 +236,17 @@ def _computed_in_backward(outputs: Any) -> Any:
 
 
 def _replaced(model: Any, head: Any, name: str) -> UnsupportedFeatureError | None:
-    """The error of a forward whose head or loss has been replaced since the ops were applied."""
-    outer, of = model.get_output_embeddings(), f"of {type(model).__name__}, which"
-    if not isinstance(model.loss_function, Loss):
-        return _refused(f"the loss_function {of} has been replaced since the ops were applied")
-    if outer is head:
+    """The error of a forward whose head or loss has been replaced since the ops were applied; None where neither has."""
+    loss, outer = model.loss_function, model.get_output_embeddings()
+    if isinstance(loss, Loss) and outer is head:
         return None
-    if _is_linear(outer):
-        return UnsupportedFeatureError(
-            f"the head {of} has been replaced since the ops were applied",
-            f"cross_entropy_loss {name!r}",
-            "Undo the ops, and apply them to the model as it is now.",
-        )
-    path = f"{type(outer).__module__}.{type(outer).__qualname__}"
-    return _refused(f"the head {of} has been replaced by a {path} since the ops were applied")
-
-
-def _refused(feature: str) -> UnsupportedFeatureError:
+    part, by = ("head", type(outer)) if isinstance(loss, Loss) else ("loss_function", type(loss))
     return UnsupportedFeatureError(
-        feature, "a cross_entropy_loss over hidden states", "Set cross_entropy_loss_implementation='eager'."
+        f"the {part} of {type(model).__name__}, which has been replaced by a {_path(by)} since the ops were applied",
+        f"cross_entropy_loss {name!r}",
+        "Undo the ops, and apply them to the model as it is now. Set cross_entropy_loss_implementation='eager' if that fails.",
     )
 
 
-def _is_linear(head: Any) -> bool:
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

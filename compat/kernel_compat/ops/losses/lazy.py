@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ class Pointwise(NamedTuple):
     value: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the step to a tensor."""
+        """Apply the operation to a tensor."""
         if self.kind == "times":
             return x * self.value
         if self.kind == "over":
@@ -28,6 +29,7 @@ class Pointwise(NamedTuple):
         return torch.tanh(x) if self.kind == "tanh" else x.to(self.value)
 
 
+@dataclass(eq=False)
 class Forward:
     """One forward with labels and gradients, whose loss takes the hidden states.
 
@@ -38,13 +40,13 @@ class Forward:
         done: whether the forward has returned.
     """
 
-    def __init__(self, model: Any, head: Any) -> None:
-        self.model = model
-        self.head = head
-        self.taken = False
-        self.done = False
+    model: Any
+    head: Any
+    taken: bool = False
+    done: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class LazyLogits:
     """Logits (batch, length, vocabulary) that are not computed, because the loss is computed from the hidden states.
 
@@ -54,20 +56,14 @@ class LazyLogits:
     lazy logits that the loss applies them to; any other operation raises `UnsupportedFeatureError`.
     """
 
-    def __init__(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        forward: Forward,
-        pointwise: tuple[Pointwise, ...] = (),
-    ) -> None:
-        self.hidden_states = hidden_states
-        self.weight = weight
-        self.bias = bias
-        self.forward = forward
-        self.pointwise = pointwise
-        self._autocast = _autocast_dtype(hidden_states.device.type)
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    forward: Forward
+    pointwise: tuple[Pointwise, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._autocast = autocast_dtype(self.hidden_states)
         self._versions = None if torch.compiler.is_compiling() else self._current_versions()
 
     def compute(self) -> Tensor:
@@ -85,7 +81,6 @@ class LazyLogits:
         Raises:
             RuntimeError: the hidden states or the head have been changed since the forward, as by the optimizer's step.
         """
-        device = self.hidden_states.device.type
         if self._versions is not None:
             for name, before, now in zip(_NAMES, self._versions, self._current_versions(), strict=True):
                 if before != now and now is not None:
@@ -93,10 +88,8 @@ class LazyLogits:
                         f"these logits can't be computed any more: the {name} changed after the forward. "
                         "Call compute() before the optimizer's step"
                     )
-        autocast = (
-            nullcontext() if device == "meta" else torch.autocast(device, self._autocast, self._autocast is not None)
-        )
-        with autocast:
+        device, dtype = self.hidden_states.device.type, self._autocast
+        with nullcontext() if device == "meta" else torch.autocast(device, dtype, dtype is not None):
             logits = self._linear()
             for step in self.pointwise:
                 logits = step(logits)
@@ -149,13 +142,14 @@ class LazyLogits:
 
     def contiguous(self) -> LazyLogits:
         """The logits themselves."""
-        self._require_forward("contiguous", AttributeError)
+        self._require_forward("contiguous")
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
         """The logits in another dtype; a device must be their own."""
-        given = (*args, *(value for name, value in kwargs.items() if name != "non_blocking"))
-        if len(given) == 1 and kwargs.keys() <= {"dtype", "device", "non_blocking"}:
+        kwargs.pop("non_blocking", None)
+        given = (*args, *kwargs.values())
+        if len(given) == 1 and kwargs.keys() <= {"dtype", "device"}:
             if isinstance(given[0], torch.dtype):
                 return self._then("to", Pointwise("to", given[0]))
             if isinstance(given[0], str | int | torch.device) and torch.device(given[0]) == self.device:
@@ -163,12 +157,12 @@ class LazyLogits:
         self.refuse("to")
 
     def __mul__(self, other: Any) -> LazyLogits:
-        return self._then("*", Pointwise("times", other), _is_number(other))
+        return self._then("*", Pointwise("times", other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> LazyLogits:
-        return self._then("/", Pointwise("over", other), _is_number(other))
+        return self._then("/", Pointwise("over", other))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,9 +171,9 @@ class LazyLogits:
         found = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, LazyLogits)]
         found[0].refuse(getattr(function, "__name__", str(function)))
 
-    def _then(self, use: str, step: Pointwise, supported: bool = True) -> LazyLogits:
+    def _then(self, use: str, step: Pointwise) -> LazyLogits:
         self._require_forward(use)
-        if not supported:
+        if step.kind in ("times", "over") and (isinstance(step.value, bool) or not isinstance(step.value, int | float)):
             self.refuse(use)
         other = LazyLogits(self.hidden_states, self.weight, self.bias, self.forward, (*self.pointwise, step))
         other._autocast, other._versions = self._autocast, self._versions
@@ -189,32 +183,23 @@ class LazyLogits:
 
     def _require_forward(self, use: str, error: type[Exception] = TypeError) -> None:
         if self.forward.done:
-            self.refuse(use, error)
+            self.refuse(use, error=error)
 
-    def refuse(self, use: str, error: type[Exception] = TypeError) -> NoReturn:
+    def refuse(self, use: str, *args: Any, error: type[Exception] = TypeError) -> NoReturn:
         """Raise for a use that needs the logits as a tensor."""
         if self.forward.done:
             raise error(f"{use!r} needs a tensor, and these logits are not computed: use logits.compute()")
-        raise UnsupportedFeatureError(
-            f"{use!r} on the logits, in the forward of {type(self.forward.model).__name__} or in a hook on its head",
-            "a cross_entropy_loss over hidden states",
-            "Set cross_entropy_loss_implementation='eager'.",
+        raise refused(
+            f"{use!r} on the logits, in the forward of {type(self.forward.model).__name__} or in a hook on its head"
         )
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        self.refuse(name, AttributeError)
+        self.refuse(name, error=AttributeError)
 
     def __repr__(self) -> str:
         return "LazyLogits: not computed, since the loss is computed from the hidden states. compute() returns them"
-
-
-def _refused(name: str) -> Callable[..., NoReturn]:
-    def method(self: LazyLogits, *args: Any) -> NoReturn:
-        self.refuse(name)
-
-    return method
 
 
 #: The operators and conversions that need a tensor.
@@ -223,10 +208,17 @@ _REFUSED = """
     eq ne lt le gt ge getitem setitem contains len iter bool int float complex index array reduce_ex
 """
 for _name in _REFUSED.split():
-    setattr(LazyLogits, f"__{_name}__", _refused(f"__{_name}__"))
+    setattr(LazyLogits, f"__{_name}__", partialmethod(LazyLogits.refuse, f"__{_name}__"))
 LazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 _NAMES = ("hidden states", "head's weight", "head's bias")
+
+
+def refused(feature: str) -> UnsupportedFeatureError:
+    """The error of a model whose loss can't be computed from the hidden states."""
+    return UnsupportedFeatureError(
+        feature, "a cross_entropy_loss over hidden states", "Set cross_entropy_loss_implementation='eager'."
+    )
 
 
 def is_freed(parameter: Tensor) -> bool:
@@ -234,12 +226,13 @@ def is_freed(parameter: Tensor) -> bool:
     return not torch.compiler.is_compiling() and parameter.untyped_storage().size() == 0
 
 
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of autocast, where that is on for a type of device that has it."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
+def autocast_dtype(x: Any) -> torch.dtype | None:
+    """The dtype that autocast casts the inputs of a linear layer to; None where autocast is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The inputs of a linear layer, cast as autocast casts them where it is on for the first one's device."""
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(None if x is None else x.to(dtype) for x in tensors)

@@ -221,6 +221,8 @@ def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) ->
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *more: Any) -> tuple[Tensor, Tensor]:
         dtype = q.dtype
+        if unsqueeze_dim == 0 and cos.dim() == 2:  # Pixtral's (length, channels), without a batch
+            cos, sin, unsqueeze_dim = cos[None], sin[None], 1
         if full and cos.shape[-1] != q.shape[-1]:
             raise UnsupportedFeatureError(
                 f"cosines for {cos.shape[-1]} of {q.shape[-1]} channels",
