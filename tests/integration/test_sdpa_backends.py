@@ -552,10 +552,25 @@ def test_a_forward_over_ours_stays(wraps: bool, seen: list[list[str]]) -> None:
         attention.forward = ours  # type: ignore[method-assign]
         attention(x)
         assert seen.pop() == TORCH
-        with use_sdpa_backends(attention, CHOSEN):
-            attention(x)
-            assert seen.pop() == CHOSEN
+        first.undo()  # ours is back
         assert attributes(attention) == before
+        first.undo()
+        assert attributes(attention) == before
+
+
+def test_a_forward_over_ours_that_is_taken_off_before_the_next_call(seen: list[list[str]]) -> None:
+    attention, x = Attention(), inputs()
+    before = attributes(attention)
+    first = use_sdpa_backends(attention, CHOSEN)
+    ours = attention.forward
+    attention.forward = lambda x: ours(x)  # type: ignore[method-assign,assignment,misc]
+    first.undo()
+    attention.forward = ours  # type: ignore[method-assign]
+    with use_sdpa_backends(attention, "MATH"):
+        first.undo()
+        attention(x)
+        assert seen.pop() == ["MATH"]
+    assert attributes(attention) == before
 
 
 def test_a_forward_over_ours_that_goes_with_what_is_over_it(seen: list[list[str]]) -> None:
@@ -624,16 +639,17 @@ def test_unusual_forwards(seen: list[list[str]]) -> None:
         def forward(x: torch.Tensor) -> torch.Tensor:
             return F.scaled_dot_product_attention(x, x, x)
 
-    class Plain(nn.Module):
+    class Partial(nn.Module):
         forward = functools.partialmethod(lambda self, x, n: Static.forward(x) * n, n=2)
 
-    for kind in (Static, Plain):
-        module, x = kind(), inputs()
-        before, expected = attributes(module), module(x)
-        with use_sdpa_backends(module, CHOSEN):
-            assert torch.allclose(module(x), expected, atol=1e-6)
-        assert attributes(module) == before
-    assert seen == [TORCH, CHOSEN] * 2
+    with pytest.raises(TypeError, match=r"the original takes \(x.*its replacement \(\)"):
+        use_sdpa_backends(Static())
+    module, x = Partial(), inputs()
+    before, expected = attributes(module), module(x)
+    with use_sdpa_backends(module, CHOSEN):
+        assert torch.allclose(module(x), expected, atol=1e-6)
+    assert attributes(module) == before
+    assert seen == [TORCH, CHOSEN]
 
 
 def test_a_signature_that_would_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import product
 from types import ModuleType
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from ..errors import KernelCompatError, SeamError
 from .report import Report, ShimReport
 from .seam import Located
 from .shim import Shim, discover
-from .swap import make, reclaim, swap, undo
+from .swap import Change, make, swap, undo
 
 __all__ = ["Installation", "Participant"]
 
@@ -33,11 +33,11 @@ class Participant(Protocol):
         """Called by `uninstall()` before the shims are undone; returns the values that other code has overwritten."""
 
 
+@dataclass
 class _Applied:
-    def __init__(self, shim: Shim, seams: list[Located]) -> None:
-        self.shim = shim
-        self.seams = seams
-        self.undo: Callable[[], None] = lambda: None
+    seams: list[Located]
+    #: Undoes what the shim's `complete` did, and returns the changes that other code has overwritten.
+    undo: Callable[[], Iterable[Change] | None] = lambda: ()
 
 
 class Installation:
@@ -64,8 +64,8 @@ class Installation:
         self._skip: frozenset[str] = frozenset()
         self._applied: dict[str, _Applied] = {}
         self._failed: dict[str, str] = {}
-        # By shim, the seams that other code had overwritten when they were undone.
-        self._left: list[tuple[str, Located]] = []
+        # Changes that other code had overwritten when they were undone, and their shims.
+        self._left: dict[Change, str] = {}
         # `installed()` blocks that are open, and whether the first found nothing installed.
         self._blocks = 0
         self._blocks_own = False
@@ -95,19 +95,18 @@ class Installation:
         # Imports the modules before the lock is taken: an import waits for other threads' imports, and one of those may
         # wait for the lock. Seams are located again under the lock.
         for shim in needed:
-            _locate(shim, environment)
+            with suppress(SeamError):
+                _locate(shim, environment)
         with self._lock:
-            self._undo([name for name in self._applied if name in skip])
-            self._reclaim()
-            self._skip = skip
-            self._failed = {}
+            self._undo(skip)
+            self._skip, self._failed = skip, {}
             before = set(self._applied)
             try:
                 for shim in needed:
                     if shim.name not in self._applied:
                         self._apply(shim, environment)
             finally:  # after Ctrl-C too: the next call takes every applied shim for whole
-                self._rebind([name for name in self._applied if name not in before])
+                self._rebind(self._applied.keys() - before)
             self.active = True
             for participant in self._participants:
                 participant.publish(environment)
@@ -123,11 +122,9 @@ class Installation:
         with self._lock:
             self.active = False
             left = [name for participant in self._participants for name in participant.withdraw()]
-            self._undo(list(self._applied))
-            self._reclaim()
-            left += dict.fromkeys(f"{seam.seam.target} (shim {name})" for name, seam in self._left)
-            self._skip = frozenset()
-            self._failed = {}
+            self._undo(self._applied)
+            left += dict.fromkeys(f"{change.target} (shim {name})" for change, name in self._left.items())
+            self._skip, self._failed = frozenset(), {}
             return replace(self._report(environment, shims, broken), left_alone=tuple(left))
 
     def status(self) -> Report:
@@ -165,78 +162,48 @@ class Installation:
         """Apply a shim, or note why that failed."""
         try:
             located = _locate(shim, environment)
-            if isinstance(located, SeamError):
-                raise located
-            self._replace(shim, located)
-        except KernelCompatError as error:
-            self._failed[shim.name] = str(error)
-        except Exception as error:
-            self._failed[shim.name] = f"{type(error).__name__}: {error}"
-
-    def _replace(self, shim: Shim, located: list[Located]) -> None:
-        for seam in located:
-            for other in self._applied.values():
-                # Under another name too: undoing one of the two would leave its replacement inside the other's.
-                if any(
-                    seam.original is theirs.replacement
-                    or (seam.seam.holds is None and seam.original is theirs.original)
-                    or (seam.owner is theirs.owner and seam.name == theirs.name)
-                    for theirs in other.seams
-                ):
-                    raise KernelCompatError(f"{seam.seam.target} is replaced by the shim {other.shim.name} already")
-        expected = {seam.name for seam in located}
-        if len(expected) < len(located):
+            self._require_untouched(located)
+            replacements = shim.replace({seam.name: seam.original for seam in located})
             names = sorted(seam.name for seam in located)
-            raise KernelCompatError(f"shim {shim.name} has several seams of one name: {names}")
-        replacements = shim.replace({seam.name: seam.original for seam in located})
-        if set(replacements) != expected:
-            raise KernelCompatError(
-                f"shim {shim.name} replaces {sorted(replacements)} where its seams are {sorted(expected)}"
-            )
-        for seam in located:
-            seam.replacement = replacements[seam.name]
-        make(located)
-        self._applied[shim.name] = applied = _Applied(shim, located)
-        try:
-            applied.undo = shim.complete()
-        except BaseException:
-            self._undo([shim.name])
-            raise
+            if sorted(replacements) != names:
+                raise KernelCompatError(f"shim {shim.name} replaces {sorted(replacements)} where its seams are {names}")
+            for seam in located:
+                seam.replacement = replacements[seam.name]
+            make(located)
+            self._applied[shim.name] = _Applied(located)
+            try:
+                self._applied[shim.name].undo = shim.complete()
+            except BaseException:
+                self._undo([shim.name])
+                raise
+        except Exception as error:
+            self._failed[shim.name] = _message(error)
 
-    def _rebind(self, shims: list[str]) -> None:
+    def _require_untouched(self, located: list[Located]) -> None:
+        """Refuse seams that another shim has replaced, under other names too: undoing one would leave it inside the other's."""
+        for name, applied in self._applied.items():
+            for seam, theirs in product(located, applied.seams):
+                same = seam.seam.holds is None and seam.original in (theirs.original, theirs.replacement)
+                if same or (seam.owner is theirs.owner and seam.name == theirs.name):
+                    raise KernelCompatError(f"{seam.target} is replaced by the shim {name} already")
+
+    def _rebind(self, shims: Collection[str]) -> None:
         """Rebind the names that other modules have imported of these shims' seams: one search of all modules for all of them."""
-        try:
-            swap((), self._aliases(shims))
-        except Exception:  # a module refuses: that shim fails, and the others don't
-            for name in shims:
-                try:
-                    swap((), self._aliases([name]))
-                except Exception as error:
-                    self._undo([name])
-                    self._failed[name] = f"{type(error).__name__}: {error}"
-        except BaseException:
-            self._undo(shims)
-            raise
-
-    def _aliases(self, shims: list[str]) -> list[tuple[object, object]]:
         seams = [seam for name in shims for seam in self._applied[name].seams]
-        return [(seam.original, seam.replacement) for seam in seams if isinstance(seam.owner, ModuleType)]
+        try:
+            swap((), [(seam.original, seam.replacement) for seam in seams if isinstance(seam.owner, ModuleType)])
+        except BaseException as error:  # a module that refuses, or Ctrl-C
+            self._undo(shims)
+            self._failed |= dict.fromkeys(shims, _message(error))
+            if not isinstance(error, Exception):
+                raise
 
-    def _undo(self, shims: list[str]) -> None:
-        """Restore the seams of these shims, last applied first, and note the ones that other code has overwritten."""
-        undone = [name for name in reversed(list(self._applied)) if name in shims]
-        for name in undone:
-            self._applied[name].undo()
-            self._applied[name].undo = lambda: None  # it isn't undone twice if the rest fails
-        seams = {seam: name for name in undone for seam in self._applied[name].seams}
-        left = undo(seams)
-        for name in undone:
-            del self._applied[name]
-        self._left += [(seams[seam], seam) for seam in left]
-
-    def _reclaim(self) -> None:
-        still = reclaim([seam for _, seam in self._left])
-        self._left = [(name, seam) for name, seam in self._left if seam in still]
+    def _undo(self, shims: Collection[str]) -> None:
+        """Restore the seams of these shims, last applied first, and those left by earlier calls that are ours again."""
+        for name in [name for name in reversed(self._applied) if name in shims]:
+            left = self._applied[name].undo() or ()
+            self._left |= dict.fromkeys([*left, *self._applied.pop(name).seams], name)
+        self._left = {change: self._left[change] for change in undo(self._left)}
 
     def _report(self, environment: Environment, shims: list[Shim], broken: dict[str, str]) -> Report:
         entries = [
@@ -244,26 +211,26 @@ class Installation:
             for name, error in broken.items()
         ]
         for shim in shims:
-            entry: Callable[..., ShimReport] = partial(ShimReport, shim.name)
+            entry = _unapplied(shim, environment)
             if applied := self._applied.get(shim.name):
-                targets = tuple(seam.seam.target for seam in applied.seams)
-                foreign = tuple(seam.seam.target for seam in applied.seams if not seam.in_place)
-                entries.append(entry("applied", shim.reason, targets, foreign))
+                foreign = tuple(seam.target for seam in applied.seams if not seam.in_place)
+                seams = tuple(seam.target for seam in applied.seams)
+                entry = ShimReport(shim.name, "applied", shim.reason, seams, foreign)
             elif shim.name in self._skip:
-                entries.append(entry("skipped", "left out by install(skip=...)", _unapplied(shim, environment).seams))
+                entry = replace(entry, state="skipped", reason="left out by install(skip=...)")
             elif shim.name in self._failed:
-                entries.append(entry("failed", self._failed[shim.name], _unapplied(shim, environment).seams))
-            else:
-                entries.append(_unapplied(shim, environment))
+                entry = replace(entry, state="failed", reason=self._failed[shim.name])
+            entries.append(entry)
         return Report(environment, self.active, tuple(entries))
 
 
-def _locate(shim: Shim, environment: Environment) -> list[Located] | SeamError:
+def _locate(shim: Shim, environment: Environment) -> list[Located]:
     version = environment.packages[shim.distribution]
-    try:
-        return [seam.locate(version) for seam in shim.seams_for(version)]
-    except SeamError as error:
-        return error
+    return [seam.locate(version) for seam in shim.seams_for(version)]
+
+
+def _message(error: BaseException) -> str:
+    return str(error) if isinstance(error, KernelCompatError) else f"{type(error).__name__}: {error}"
 
 
 def _unapplied(shim: Shim, environment: Environment) -> ShimReport:
@@ -275,4 +242,4 @@ def _unapplied(shim: Shim, environment: Environment) -> ShimReport:
         targets = tuple(seam.target for seam in shim.seams_for(environment.packages[shim.distribution]))
         return ShimReport(shim.name, "pending", shim.reason, targets)
     except Exception as error:  # a specifier that is none, a check of its own that fails
-        return ShimReport(shim.name, "failed", f"{type(error).__name__}: {error}")
+        return ShimReport(shim.name, "failed", _message(error))

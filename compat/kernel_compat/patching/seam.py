@@ -59,33 +59,31 @@ class Seam:
         Raises:
             SeamError: the module can't be imported, the attribute isn't there, or its parameters or type differ.
         """
-        if self.holds is None:
-            expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
-        else:
+        expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
+        if self.holds is not None:
             expected = f"a value of type {self.holds.__name__}"
+        missing = "a module that can't be imported"
+        *parents, name = self.attribute.split(".")
         try:
             owner: Any = importlib.import_module(self.module)
-        except Exception as error:  # a broken install raises any error
-            found = f"a module that can't be imported ({type(error).__name__}: {error})"
-            raise SeamError(self.target, expected, found, version) from error
-        *parents, name = self.attribute.split(".")
-        for part in parents:
-            try:
-                owner = getattr(owner, part, None)
-            except Exception as error:  # transformers imports its parts on first access
-                found = f"nothing of that name ({type(error).__name__}: {error})"
-                raise SeamError(self.target, expected, found, version) from error
-        own = name in getattr(owner, "__dict__", ())
-        if not own and not (self.inherited and hasattr(owner, name)):
-            raise SeamError(self.target, expected, "nothing of that name", version)
-        original = vars(owner)[name] if own else getattr(owner, name)
-        if self.holds is None:
-            problem = parameter_problem(getattr(owner, name), self.parameters)
+            missing = "nothing of that name"
+            for part in parents:
+                owner = getattr(owner, part)
+            value = getattr(owner, name)
+        except Exception as error:  # a broken install raises any error; transformers imports its parts on first access
+            raise SeamError(self.target, expected, f"{missing} ({type(error).__name__}: {error})", version) from error
+        original = getattr(owner, "__dict__", {}).get(name, ABSENT)
+        if original is ABSENT and self.inherited:
+            original = value
+        if original is ABSENT:
+            problem: str | None = missing
+        elif self.holds is None:
+            problem = parameter_problem(value, self.parameters)
         else:
             problem = None if type(original) is self.holds else f"a value of type {type(original).__name__}"
         if problem:
             raise SeamError(self.target, expected, problem, version)
-        return Located(owner, name, before=original if own else ABSENT, original=original, seam=self)
+        return Located(owner, name, original=original, seam=self)
 
 
 def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
@@ -107,12 +105,11 @@ def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
 
 @dataclass(eq=False)
 class Located(Change):
-    """A seam found in this process.
-
-    Attributes:
-        original: the attribute, of which the replacement is made; `before` is `ABSENT` where a class inherits it.
-        seam: the seam.
-    """
+    """A seam found in this process, with the attribute of which the replacement is made."""
 
     original: Any = None
     seam: Seam = field(kw_only=True)
+
+    @property
+    def target(self) -> str:
+        return self.seam.target

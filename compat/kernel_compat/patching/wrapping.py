@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import threading
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .handle import Handle
@@ -20,16 +18,19 @@ from .swap import ABSENT, swap
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Layer", "assert_same_signature", "covered", "put_beneath", "slip_beneath", "wrap"]
+__all__ = ["assert_same_signature", "covered", "put_beneath", "wrap"]
 
 #: Called as ``around(inner, args, kwargs)``; returns the result of the forward. Must be picklable.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: A forward beneath ours that was an attribute of the instance. None: the class's forward of the moment, since FSDP swaps the
+#: class of a module and transformers' checkpointing looks up whether it was called through that class.
+Inner: TypeAlias = Callable[..., Any] | None
 
 #: The attribute of a module that holds its `_Wrapped`.
 STATE = "_kernel_compat_wrapped"
 
 _lock = threading.RLock()
-_numbers = itertools.count()
 
 
 def wrap(modules: Sequence[nn.Module], around: Around) -> Handle:
@@ -42,18 +43,18 @@ def wrap(modules: Sequence[nn.Module], around: Around) -> Handle:
         ours stays, and `around` has no effect in it any more.
 
     Raises:
-        TypeError: the forward of a module has no signature.
+        TypeError: the forward of a module has no signature, or is a static method.
     """
     with _lock:
-        layers = [_layer_over(module) for module in modules]
-        number = next(_numbers)
+        for module in modules:
+            assert_same_signature(module.forward, _method(module, vars(module).get("forward"), 0))
         try:
-            for module, layer in zip(modules, layers, strict=True):
-                _place(module, layer, number, around)
+            for module in modules:
+                _place(module, around)
         except BaseException:
-            _take_back(modules, number)
+            _take_back(modules, around)
             raise
-    return Handle(lambda: _take_back(modules, number))
+    return Handle(lambda: _take_back(modules, around))
 
 
 def assert_same_signature(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -65,8 +66,14 @@ def assert_same_signature(original: Callable[..., Any], replacement: Callable[..
         TypeError: they differ, which the message shows, or one has no signature.
     """
     taken, found = _signature(original), _signature(replacement)
-    pairs = itertools.zip_longest(taken.parameters.values(), found.parameters.values())
-    if not all(one and other and _same_parameter(one, other) for one, other in pairs):
+    one, other = (
+        [(p.name, p.kind, type(p.default), p.default) for p in each.parameters.values()] for each in (taken, found)
+    )
+    try:
+        same = one == other
+    except Exception:  # a default may be anything: == of two tensors is no truth value
+        same = False
+    if not same:
         raise TypeError(f"the original takes {taken}, its replacement {found}")
 
 
@@ -77,31 +84,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         raise TypeError(f"{function!r} has no signature: {error}") from error
 
 
-def _same_parameter(one: inspect.Parameter, other: inspect.Parameter) -> bool:
-    if (one.name, one.kind) != (other.name, other.kind):
-        return False
-    if one.default is other.default:
-        return True
-    try:
-        return type(one.default) is type(other.default) and bool(one.default == other.default)
-    except Exception:  # a default may be anything: == of two tensors is no truth value
-        return False
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The forward beneath one of ours.
-
-    Attributes:
-        inner: the function that ours calls. None: the class's forward of the moment, since FSDP swaps the class of a
-            module and transformers' checkpointing looks up whether it was called through that class.
-        in_instance: whether `inner` was an attribute of the instance, to be put back.
-    """
-
-    inner: Callable[..., Any] | None
-    in_instance: bool
-
-
 class _Wrapped:
     """Our forwards on one module, and the calls of `wrap` that are not undone on it.
 
@@ -110,57 +92,38 @@ class _Wrapped:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        #: By the number of the call of `wrap`, the latest last.
-        self.calls: dict[int, Around] = {}
+        #: The functions of `wrap`, the latest last.
+        self.arounds: list[Around] = []
         #: More than one if other code's forward is between two of ours.
-        self.layers: list[Layer] = []
-        self.around: Around | None = None
-
-    def settle(self) -> None:
-        self.around = next(reversed(self.calls.values()), None)
+        self.inners: list[Inner] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.module, self.calls, self.layers)
+        return _unpickle, (self.module, self.arounds, self.inners)
 
 
-def _unpickle(module: nn.Module, calls: dict[int, Around], layers: list[Layer]) -> _Wrapped:
+def _unpickle(module: nn.Module, arounds: list[Around], inners: list[Inner]) -> _Wrapped:
     """The state of a module that is being unpickled or deep-copied, and its forward.
 
     A method is pickled as the look-up of its name. The state comes before the forward in the module's __dict__, so
     that the look-up finds the forward placed here, not the class's.
     """
     state = _Wrapped(module)
-    state.calls.update(calls)
-    state.layers.extend(layers)
-    state.settle()
-    vars(module)["forward"] = _method(module, layers[-1], len(layers) - 1)
+    state.arounds.extend(arounds)
+    state.inners.extend(inners)
+    vars(module)["forward"] = _method(module, inners[-1], len(inners) - 1)
     return state
 
 
-def _layer_over(module: nn.Module) -> Layer:
-    """The layer of a new forward of ours, having checked that it would take the same arguments."""
-    present = vars(module).get("forward")
-    if present is not None:
-        layer = Layer(present, in_instance=True)
-    elif isinstance(inspect.getattr_static(module, "forward"), types.FunctionType):
-        layer = Layer(None, in_instance=False)
-    else:  # a static method or the like
-        layer = Layer(module.forward, in_instance=False)
-    assert_same_signature(module.forward, _method(module, layer, 0))
-    return layer
-
-
-def _method(module: nn.Module, layer: Layer, index: int) -> types.MethodType:
+def _method(module: nn.Module, inner: Inner, index: int) -> types.MethodType:
     """Our forward, bound: a deep copy of a method belongs to the copied module, one of a closure to the original."""
     forward = _function(index)
-    original = layer.inner or type(module).forward
     # Without its attributes: torch.compile leaves some on functions, which say what to call in their place.
-    functools.update_wrapper(forward, original, updated=())
+    functools.update_wrapper(forward, inner or type(module).forward, updated=())
     forward.__name__ = "forward"  # by which it is pickled
-    if layer.inner is not None:
+    if inner is not None:
         # It is bound already, which __wrapped__ would hide; and copies share this function, which must not hold it.
         del forward.__wrapped__  # type: ignore[attr-defined]
-        signature, this = _signature(original), inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature, this = _signature(inner), inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [this, *signature.parameters.values()]
         forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return types.MethodType(forward, module)
@@ -178,14 +141,14 @@ _CODE = _function(0).__code__
 
 def _run(module: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     state = module.__dict__.get(STATE)
-    if state is None or index >= len(state.layers):  # other code kept the method from before it was taken back
+    if state is None or index >= len(state.inners):  # other code kept the method from before it was taken back
         return module.forward(*args, **kwargs)
-    inner, around = state.layers[index].inner, state.around
+    inner = state.inners[index]
     if inner is None:
         inner, args = type(module).forward, (module, *args)
-    if around is None:
+    if not state.arounds:
         return inner(*args, **kwargs)
-    return around(inner, args, kwargs)
+    return state.arounds[-1](inner, args, kwargs)
 
 
 def _state_of(module: nn.Module) -> _Wrapped | None:
@@ -203,60 +166,49 @@ def _index_in_place(module: nn.Module) -> int | None:
     return int(present.__func__.__closure__[0].cell_contents)  # type: ignore[index]
 
 
-def _place(module: nn.Module, layer: Layer, number: int, around: Around) -> None:
+def _place(module: nn.Module, around: Around) -> None:
     attributes = vars(module)
     state = _state_of(module) or _Wrapped(module)
     if _index_in_place(module) is None:
-        method = _method(module, layer, len(state.layers))
-        state.layers.append(layer)
+        inner = attributes.get("forward")
+        method = _method(module, inner, len(state.inners))
+        state.inners.append(inner)
         # The state comes before the forward, as _unpickle needs it.
         swap([(attributes, "forward", ABSENT), (attributes, STATE, state), (attributes, "forward", method)])
-    state.calls[number] = around
-    state.settle()
+    state.arounds.append(around)
 
 
-def _take_back(modules: Sequence[nn.Module], number: int) -> None:
+def _take_back(modules: Sequence[nn.Module], around: Around) -> bool:
+    """Undo a call of `wrap`. Returns whether other code's forward is over one of ours."""
+    left = False
     with _lock:
         for module in modules:
             state = _state_of(module)
-            if state is None or state.calls.pop(number, None) is None:
+            if state is None:
                 continue
-            state.settle()
-            while not state.calls and (index := _index_in_place(module)) is not None:
-                layer = state.layers[index]
-                del state.layers[index:]
-                swap([(vars(module), "forward", layer.inner if layer.in_instance else ABSENT)])
-            if not state.layers:
+            state.arounds = [other for other in state.arounds if other is not around]
+            while not state.arounds and (index := _index_in_place(module)) is not None:
+                inner = state.inners[index]
+                del state.inners[index:]
+                swap([(vars(module), "forward", ABSENT if inner is None else inner)])
+            if not state.inners:
                 swap([(vars(module), STATE, ABSENT)])
+            left |= bool(state.inners and not state.arounds)
+    return left
 
 
-def put_beneath(module: nn.Module, old: object, new: Callable[..., Any] | None) -> bool:
-    """Have the forward of ours that is over `old` be over `new`, None for the class's; False where none is."""
+def covered(module: nn.Module) -> Any:
+    """The forward beneath ours: one of the instance, None for the class's, `ABSENT` where ours isn't in place."""
+    state, index = _state_of(module), _index_in_place(module)
+    return ABSENT if state is None or index is None else state.inners[index]
+
+
+def put_beneath(module: nn.Module, old: Inner, new: Inner) -> bool:
+    """Replace the forward `old` beneath one of ours by `new`; False where none of ours is over it. None: the class's."""
     with _lock:
         state = _state_of(module)
-        for index, layer in enumerate(state.layers if state is not None else ()):
-            if layer.in_instance and layer.inner == old:
-                _relay(module, index, Layer(new, in_instance=new is not None))
-                return True
-    return False
-
-
-def covered(module: nn.Module) -> Layer | None:
-    """The layer of the forward of ours that is in place; None where none is."""
-    state, index = _state_of(module), _index_in_place(module)
-    return state.layers[index] if state is not None and index is not None else None
-
-
-def slip_beneath(module: nn.Module, new: Callable[..., Any]) -> None:
-    """Have the forward of ours that is in place be over `new`. The way back is `put_beneath`."""
-    with _lock:
-        index = _index_in_place(module)
-        assert index is not None
-        _relay(module, index, Layer(new, in_instance=True))
-
-
-def _relay(module: nn.Module, index: int, layer: Layer) -> None:
-    """Put one of our forwards over another layer."""
-    vars(module)[STATE].layers[index] = layer
-    if _index_in_place(module) == index:
-        swap([(vars(module), "forward", _method(module, layer, index))])
+        inners = state.inners if state is not None else []
+        if old not in inners:
+            return False
+        inners[inners.index(old)] = new
+        return True
