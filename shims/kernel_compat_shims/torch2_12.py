@@ -1,24 +1,14 @@
 """torch 2.12 and later: its FlashAttention-4 backend fails or returns wrong gradients with the current flash-attn-4.
 
-2.12 and 2.13 unpack two results of a forward that returns four (pytorch/pytorch#190212, Dao-AILab/flash-attention#2674; 2.14 takes any
-number). Every release passes on head dimensions for which flash-attn-4's backward is silently wrong on sm_90
-(Dao-AILab/flash-attention#2896, open).
-Delete `torch2_12_fa4` when the oldest supported torch is 2.14, and `torch2_14_fa4` when the oldest supported flash-attn-4 has #2896.
+2.12 and 2.13 unpack two results of a forward that returns four; 2.14 takes any number. Every release passes on head dimensions
+for which flash-attn-4's backward is silently wrong on sm_90.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from kernel_compat.patching.shim import Shim
+from kernel_compat.patching.shim import Shim, each
 
 from ._torch_fa4 import IMPORT, deactivate_when_undone, not_installed, replace_import
-
-
-def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: replace_import(original) for name, original in originals.items()}
-
 
 SHIMS = (
     Shim(
@@ -32,7 +22,7 @@ SHIMS = (
         upstream="pytorch/pytorch#190212, Dao-AILab/flash-attention#2674",
         delete_when="the oldest supported torch is 2.14",
         seams=(IMPORT,),
-        replace=_replace,
+        replace=each(replace_import),
         unneeded_because=not_installed,
         complete=deactivate_when_undone,
     ),
@@ -47,7 +37,7 @@ SHIMS = (
         upstream="Dao-AILab/flash-attention#2896",
         delete_when="the oldest supported flash-attn-4 has the fix of Dao-AILab/flash-attention#2896",
         seams=(IMPORT,),
-        replace=_replace,
+        replace=each(replace_import),
         unneeded_because=not_installed,
     ),
 )

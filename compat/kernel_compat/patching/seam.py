@@ -112,4 +112,5 @@ class Located(Change):
 
     @property
     def target(self) -> str:
+        """The seam's: where it was looked up."""
         return self.seam.target
