@@ -22,24 +22,9 @@ UTILS = "transformers.modeling_flash_attention_utils"
 FORWARD = Seam(
     f"{UTILS}:_flash_attention_forward",
     (
-        "query_states",
-        "key_states",
-        "value_states",
-        "attention_mask",
-        "query_length",
-        "is_causal",
-        "dropout",
-        "position_ids",
-        "softmax_scale",
-        "sliding_window",
-        "use_top_left_mask",
-        "softcap",
-        "deterministic",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-        "target_dtype",
+        *("query_states", "key_states", "value_states", "attention_mask", "query_length", "is_causal", "dropout"),
+        *("position_ids", "softmax_scale", "sliding_window", "use_top_left_mask", "softcap", "deterministic"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "target_dtype"),
     ),
 )
 
@@ -124,11 +109,11 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
     return _check_and_adjust_attn_implementation
 
 
-def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+def with_globals(original: Any, **names: Any) -> Callable[..., Any]:
     """A copy of a function with globals of its own: a copy of the function's, and `names`."""
-    code, globals_ = function.__code__, {**function.__globals__, **names}  # type: ignore[attr-defined]
-    copy = FunctionType(code, globals_, function.__name__, function.__defaults__, function.__closure__)  # type: ignore[attr-defined]
-    copy.__kwdefaults__ = function.__kwdefaults__  # type: ignore[attr-defined]
+    globals_ = {**original.__globals__, **names}
+    copy = FunctionType(original.__code__, globals_, original.__name__, original.__defaults__, original.__closure__)
+    copy.__kwdefaults__ = original.__kwdefaults__
     return copy
 
 

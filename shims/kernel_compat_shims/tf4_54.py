@@ -12,6 +12,7 @@ from kernel_compat.errors import KernelUnavailableError
 from kernel_compat.kernels import known_kernels
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
+from kernel_compat.patching.swap import Change, make, undo
 
 from ._dispatch import FORWARD, UTILS, by_implementation, forward_of, with_globals, with_implementation
 
@@ -40,15 +41,13 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
         if resolve(self.config._attn_implementation) is None:
             return original(self, *args, **kwargs)
-        flag = "_supports_attention_backend"
-        own = vars(self).get(flag)
-        vars(self)[flag] = False  # for a model with this flag upstream makes up cu_seq_lens_*
+        # For a model with this flag upstream makes up cu_seq_lens_*.
+        without = [Change(vars(self), "_supports_attention_backend", False)]
+        make(without)
         try:
             return original(self, *args, **kwargs)
         finally:
-            vars(self).pop(flag, None)
-            if own is not None:
-                vars(self)[flag] = own
+            undo(without)
 
     return prepare_inputs_for_generation
 

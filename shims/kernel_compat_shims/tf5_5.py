@@ -51,13 +51,14 @@ def _set_on(klass: type) -> None:
         _flags.add(klass, FLAG, FlashFlag(klass))
 
 
-def _init_subclass(original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+def _init_subclass(original: Any) -> Any:
     @wraps(original.__func__)
-    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
         original.__func__(cls, **kwargs)
         _set_on(cls)
 
-    return classmethod(__init_subclass__)
+    hook: Any = __init_subclass__
+    return classmethod(hook)
 
 
 SHIM = Shim(

@@ -14,10 +14,10 @@ from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
 
-def _setter(original: Callable[..., Any]) -> Callable[..., Any]:
+def _setter(original: Any) -> Callable[..., Any]:
     @wraps(original)
     def __setattr__(self: Any, key: str, value: Any) -> None:
-        config = original.__globals__["GptOssConfig"]  # type: ignore[attr-defined]
+        config = original.__globals__["GptOssConfig"]
         if key in ("_attn_implementation", "_attn_implementation_internal") and resolve(value) is not None:
             super(config, self).__setattr__(key, value)  # the check is all that the class's own method adds
         else:

@@ -108,18 +108,6 @@ def test_what_does_not_fit(module: Any, attribute: str, parameters: tuple[str, .
         assert parameter in error.expected
 
 
-def test_a_value(module: Any) -> None:
-    located = Seam("upstream_of_seams:constant", holds=int).locate("1.0")
-    assert (located.owner, located.name, located.original) == (module, "constant", 5)
-
-
-@pytest.mark.parametrize(("value", "found"), [(True, "type bool"), ("5", "type str"), (property(), "type property")])
-def test_a_value_of_another_type(module: Any, value: Any, found: str) -> None:
-    module.constant = value
-    with pytest.raises(SeamError, match=f"expected a value of type int, found a value of {found}"):
-        Seam("upstream_of_seams:constant", holds=int).locate("1.0")
-
-
 @pytest.mark.parametrize("content", ["raise RuntimeError('built for another torch')", "1 +", "import not_there_at_all"])
 def test_a_module_that_does_not_import(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "upstream_that_breaks.py").write_text(content)

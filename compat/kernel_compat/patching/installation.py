@@ -183,8 +183,8 @@ class Installation:
         """Refuse seams that another shim has replaced, under other names too: undoing one would leave it inside the other's."""
         for name, applied in self._applied.items():
             for seam, theirs in product(located, applied.seams):
-                same = seam.seam.holds is None and seam.original in (theirs.original, theirs.replacement)
-                if same or (seam.owner is theirs.owner and seam.name == theirs.name):
+                same = seam.owner is theirs.owner and seam.name == theirs.name
+                if same or seam.original in (theirs.original, theirs.replacement):
                     raise KernelCompatError(f"{seam.target} is replaced by the shim {name} already")
 
     def _rebind(self, shims: Collection[str]) -> None:

@@ -24,14 +24,12 @@ class Seam:
         parameters: the names its leading parameters must have, in order. Parameters after these are accepted
             if they have defaults: a release that adds an option doesn't break a replacement that passes it on.
         versions: releases of the shim's distribution that have this seam; it is left alone on the others.
-        holds: for an attribute that is a value, not a function: the type it must have.
         inherited: for a class that inherits the attribute: it gets one of its own, which `undo` deletes.
     """
 
     target: str
     parameters: tuple[str, ...] = ()
     versions: str = ""
-    holds: type | None = None
     inherited: bool = False
 
     @property
@@ -57,32 +55,25 @@ class Seam:
         """Import the module, find the attribute and verify its parameters.
 
         Raises:
-            SeamError: the module can't be imported, the attribute isn't there, or its parameters or type differ.
+            SeamError: the module can't be imported, the attribute isn't there, or its parameters differ.
         """
-        expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
-        if self.holds is not None:
-            expected = f"a value of type {self.holds.__name__}"
-        missing = "a module that can't be imported"
-        *parents, name = self.attribute.split(".")
+        problem: str | None = "a module that can't be imported"
+        cause: Exception | None = None
         try:
             owner: Any = importlib.import_module(self.module)
-            missing = "nothing of that name"
+            problem = "nothing of that name"
+            *parents, name = self.attribute.split(".")
             for part in parents:
                 owner = getattr(owner, part)
             value = getattr(owner, name)
+            original = getattr(owner, "__dict__", {}).get(name, value if self.inherited else ABSENT)
+            if original is not ABSENT:
+                problem = parameter_problem(value, self.parameters)
         except Exception as error:  # a broken install raises any error; transformers imports its parts on first access
-            raise SeamError(self.target, expected, f"{missing} ({type(error).__name__}: {error})", version) from error
-        original = getattr(owner, "__dict__", {}).get(name, ABSENT)
-        if original is ABSENT and self.inherited:
-            original = value
-        if original is ABSENT:
-            problem: str | None = missing
-        elif self.holds is None:
-            problem = parameter_problem(value, self.parameters)
-        else:
-            problem = None if type(original) is self.holds else f"a value of type {type(original).__name__}"
+            problem, cause = f"{problem} ({type(error).__name__}: {error})", error
         if problem:
-            raise SeamError(self.target, expected, problem, version)
+            expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
+            raise SeamError(self.target, expected, problem, version) from cause
         return Located(owner, name, original=original, seam=self)
 
 
