@@ -5,11 +5,10 @@ The wrapped forward is an attribute of the instance. Other projects may put thei
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .handle import Handle
@@ -23,11 +22,7 @@ __all__ = ["assert_same_signature", "covered", "put_beneath", "wrap"]
 #: Called as ``around(inner, args, kwargs)``; returns the result of the forward. Must be picklable.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: A forward beneath ours that was an attribute of the instance. None: the class's forward of the moment, since FSDP swaps the
-#: class of a module and transformers' checkpointing looks up whether it was called through that class.
-Inner: TypeAlias = Callable[..., Any] | None
-
-#: The attribute of a module that holds its `_Wrapped`.
+#: The attribute of a module that lists its `_Forward`s. More than one if other code's forward is between two of ours.
 STATE = "_kernel_compat_wrapped"
 
 _lock = threading.RLock()
@@ -47,7 +42,7 @@ def wrap(modules: Sequence[nn.Module], around: Around) -> Handle:
     """
     with _lock:
         for module in modules:
-            assert_same_signature(module.forward, _method(module, vars(module).get("forward"), 0))
+            assert_same_signature(module.forward, _Forward(module, vars(module).get("forward"), []))
         try:
             for module in modules:
                 _place(module, around)
@@ -84,98 +79,48 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         raise TypeError(f"{function!r} has no signature: {error}") from error
 
 
-class _Wrapped:
-    """Our forwards on one module, and the calls of `wrap` that are not undone on it.
+class _Forward:
+    """Our forward on one module, an attribute of the instance, with which it is copied and pickled.
 
-    In the module's __dict__, so that it is copied with the module and the copy is independent.
+    Attributes:
+        module: the module.
+        inner: the forward that it replaced in the instance. None: the class's of the moment, since FSDP swaps the class of a
+            module and transformers' checkpointing looks up whether it was called through that class.
+        arounds: the functions of the calls of `wrap` that are not undone, the latest last. All forwards of a module share it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, arounds: list[Around]) -> None:
         self.module = module
-        #: The functions of `wrap`, the latest last.
-        self.arounds: list[Around] = []
-        #: More than one if other code's forward is between two of ours.
-        self.inners: list[Inner] = []
+        self.inner = inner
+        self.arounds = arounds
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.module, self.arounds, self.inners)
+    #: As of every forward; code that wraps this one takes it over.
+    __name__ = "forward"
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward beneath, with the signature of which this one is called."""
+        return MethodType(type(self.module).forward, self.module) if self.inner is None else self.inner
 
-def _unpickle(module: nn.Module, arounds: list[Around], inners: list[Inner]) -> _Wrapped:
-    """The state of a module that is being unpickled or deep-copied, and its forward.
-
-    A method is pickled as the look-up of its name. The state comes before the forward in the module's __dict__, so
-    that the look-up finds the forward placed here, not the class's.
-    """
-    state = _Wrapped(module)
-    state.arounds.extend(arounds)
-    state.inners.extend(inners)
-    vars(module)["forward"] = _method(module, inners[-1], len(inners) - 1)
-    return state
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner
+        if inner is None:  # not `__wrapped__`: torch.compile knows no MethodType
+            inner, args = type(self.module).forward, (self.module, *args)
+        return self.arounds[-1](inner, args, kwargs) if self.arounds else inner(*args, **kwargs)
 
 
-def _method(module: nn.Module, inner: Inner, index: int) -> types.MethodType:
-    """Our forward, bound: a deep copy of a method belongs to the copied module, one of a closure to the original."""
-    forward = _function(index)
-    # Without its attributes: torch.compile leaves some on functions, which say what to call in their place.
-    functools.update_wrapper(forward, inner or type(module).forward, updated=())
-    forward.__name__ = "forward"  # by which it is pickled
-    if inner is not None:
-        # It is bound already, which __wrapped__ would hide; and copies share this function, which must not hold it.
-        del forward.__wrapped__  # type: ignore[attr-defined]
-        signature, this = _signature(inner), inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [this, *signature.parameters.values()]
-        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return types.MethodType(forward, module)
-
-
-def _function(index: int) -> Callable[..., Any]:
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, index, args, kwargs)
-
-    return forward
-
-
-_CODE = _function(0).__code__
-
-
-def _run(module: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    state = module.__dict__.get(STATE)
-    if state is None or index >= len(state.inners):  # other code kept the method from before it was taken back
-        return module.forward(*args, **kwargs)
-    inner = state.inners[index]
-    if inner is None:
-        inner, args = type(module).forward, (module, *args)
-    if not state.arounds:
-        return inner(*args, **kwargs)
-    return state.arounds[-1](inner, args, kwargs)
-
-
-def _state_of(module: nn.Module) -> _Wrapped | None:
-    state = vars(module).get(STATE)
-    return state if state is not None and state.module is module else None  # a shallow copy has the original's
-
-
-def _index_in_place(module: nn.Module) -> int | None:
-    """Which of our forwards is in place; None: none of ours."""
-    present = vars(module).get("forward")
-    if not isinstance(present, types.MethodType) or present.__self__ is not module:
-        return None
-    if getattr(present.__func__, "__code__", None) != _CODE:
-        return None
-    return int(present.__func__.__closure__[0].cell_contents)  # type: ignore[index]
+def _forwards(module: nn.Module) -> list[_Forward]:
+    """Our forwards on a module. A shallow copy has the original's, which are not its own."""
+    return [forward for forward in vars(module).get(STATE, ()) if forward.module is module]
 
 
 def _place(module: nn.Module, around: Around) -> None:
-    attributes = vars(module)
-    state = _state_of(module) or _Wrapped(module)
-    if _index_in_place(module) is None:
-        inner = attributes.get("forward")
-        method = _method(module, inner, len(state.inners))
-        state.inners.append(inner)
-        # The state comes before the forward, as _unpickle needs it.
-        swap([(attributes, "forward", ABSENT), (attributes, STATE, state), (attributes, "forward", method)])
-    state.arounds.append(around)
+    forwards, present = _forwards(module), vars(module).get("forward")
+    arounds = forwards[0].arounds if forwards else []
+    if present not in forwards:
+        forwards.append(_Forward(module, present, arounds))
+        swap([(vars(module), "forward", forwards[-1]), (vars(module), STATE, forwards)])
+    arounds.append(around)
 
 
 def _take_back(modules: Sequence[nn.Module], around: Around) -> bool:
@@ -183,32 +128,28 @@ def _take_back(modules: Sequence[nn.Module], around: Around) -> bool:
     left = False
     with _lock:
         for module in modules:
-            state = _state_of(module)
-            if state is None:
-                continue
-            state.arounds = [other for other in state.arounds if other is not around]
-            while not state.arounds and (index := _index_in_place(module)) is not None:
-                inner = state.inners[index]
-                del state.inners[index:]
-                swap([(vars(module), "forward", ABSENT if inner is None else inner)])
-            if not state.inners:
-                swap([(vars(module), STATE, ABSENT)])
-            left |= bool(state.inners and not state.arounds)
+            forwards = _forwards(module)
+            arounds = forwards[0].arounds if forwards else []
+            arounds[:] = [other for other in arounds if other is not around]
+            while not arounds and (present := vars(module).get("forward")) in forwards:
+                swap([(vars(module), "forward", ABSENT if present.inner is None else present.inner)])
+                del forwards[forwards.index(present) :]
+            if not arounds:
+                swap([(vars(module), STATE, forwards or ABSENT)])
+                left |= bool(forwards)
     return left
 
 
 def covered(module: nn.Module) -> Any:
     """The forward beneath ours: one of the instance, None for the class's, `ABSENT` where ours isn't in place."""
-    state, index = _state_of(module), _index_in_place(module)
-    return ABSENT if state is None or index is None else state.inners[index]
+    present = vars(module).get("forward")
+    return present.inner if isinstance(present, _Forward) and present.module is module else ABSENT
 
 
-def put_beneath(module: nn.Module, old: Inner, new: Inner) -> bool:
+def put_beneath(module: nn.Module, old: Any, new: Callable[..., Any] | None) -> bool:
     """Replace the forward `old` beneath one of ours by `new`; False where none of ours is over it. None: the class's."""
     with _lock:
-        state = _state_of(module)
-        inners = state.inners if state is not None else []
-        if old not in inners:
-            return False
-        inners[inners.index(old)] = new
-        return True
+        found = next((forward for forward in _forwards(module) if forward.inner == old), None)
+        if found is not None:
+            found.inner = new
+    return found is not None
