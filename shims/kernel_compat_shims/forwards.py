@@ -142,10 +142,7 @@ SHIMS = (
         name="model_forward",
         distribution="transformers",
         versions=">=4.54,<6",
-        reason=(
-            "models don't pass packed positions, lengths and masks to layers that don't read them upstream: gpt2, opt and "
-            "whisper to their attention, most hybrid models to their linear attention"
-        ),
+        reason="models don't pass positions, lengths and masks to layers that don't read them upstream (gpt2, hybrid models)",
         upstream="huggingface/transformers#32937, huggingface/transformers#44717",
         delete_when="every model passes these arguments to its layers",
         seams=(Seam(f"{MODEL}.__call__", ("self",), inherited=True),),
@@ -155,10 +152,7 @@ SHIMS = (
         name="packed_mixers",
         distribution="transformers",
         versions=">=4.54,<6",
-        reason=(
-            "linear attention, SSMs, recurrences and short convolutions run on from one packed sequence into the next, under "
-            "every attn_implementation"
-        ),
+        reason="linear attention, SSMs, recurrences and convolutions run on from one packed sequence into the next",
         upstream="huggingface/transformers#44717, huggingface/transformers#46588",
         delete_when="every model separates packed sequences in these layers",
         seams=(Seam(f"{MODEL}.post_init", ("self",)),),
@@ -193,10 +187,7 @@ SHIMS = (
         name="own_attention",
         distribution="transformers",
         versions=">=4.54,<6",
-        reason=(
-            "models that choose their attention class from a table of their own don't know registered names, and call "
-            "_flash_attention_forward without a name, or without having imported it"
-        ),
+        reason="models with a table of attention classes of their own know no registered names",
         upstream="huggingface/transformers#38301, huggingface/transformers#43030; in remote code on every release",
         delete_when="no supported model, remote code included, has attention classes of its own",
         seams=(),

@@ -48,10 +48,7 @@ SHIMS = (
         name="tf4_flash_forward",
         distribution="transformers",
         versions=">=4.55,<5",
-        reason=(
-            "transformers passes the attention name to a parameter that is ignored, so that the first flash "
-            "implementation loaded serves every model; 4.55 also makes sliding windows one token too wide"
-        ),
+        reason="the first flash implementation loaded serves every model; 4.55 also makes sliding windows one token too wide",
         upstream="huggingface/transformers#41347, huggingface/transformers#39408, huggingface/transformers#40163",
         delete_when="the oldest supported transformers is 5.0",
         seams=(FORWARD,),
@@ -71,10 +68,7 @@ SHIMS = (
         name="tf4_check",
         distribution="transformers",
         versions=">=4.54,<5",
-        reason=(
-            "transformers 4.57 replaces every name that starts with flash_attention by a hub kernel if the kernels "
-            "package is installed and FlashAttention is not; the kernel of a registered name is checked at load time"
-        ),
+        reason="4.57 replaces names that start with flash_attention by a hub kernel where FlashAttention is not installed",
         upstream="huggingface/transformers#40178, huggingface/transformers#41010",
         delete_when="the oldest supported transformers is 5.0",
         seams=(

@@ -57,10 +57,7 @@ SHIMS = (
         name="tf4_54_flash_forward",
         distribution="transformers",
         versions="==4.54.*",
-        reason=(
-            "the first flash implementation loaded in the process serves every later name, and sliding windows are "
-            "one token too wide"
-        ),
+        reason="the first flash implementation loaded serves every model, and sliding windows are one token too wide",
         upstream="huggingface/transformers#41427, huggingface/transformers#39408, huggingface/transformers#40163",
         delete_when="the oldest supported transformers is 4.55",
         seams=(FORWARD,),
@@ -70,7 +67,7 @@ SHIMS = (
         name="tf4_54_loader",
         distribution="transformers",
         versions="==4.54.*",
-        reason="if flash_attn does not import, the loader prompts on the terminal for permission to download, which hangs a job",
+        reason="if flash_attn does not import, the loader prompts on the terminal, which hangs a job",
         upstream="transformers 4.54.1, modeling_flash_attention_utils._lazy_imports",
         delete_when="the oldest supported transformers is 4.55",
         seams=(Seam(f"{UTILS}:_lazy_imports", ("impl",)),),
@@ -80,10 +77,7 @@ SHIMS = (
         name="tf4_54_generate",
         distribution="transformers",
         versions="==4.54.*",
-        reason=(
-            "generate makes up cu_seq_lens_* for every name with flash in it, and counts wrong for a batch: queries of "
-            "one sequence attend to another's keys"
-        ),
+        reason="generate makes up cu_seq_lens_* that are wrong for a batch: queries of one sequence attend to another's keys",
         upstream="huggingface/transformers#40424",
         delete_when="the oldest supported transformers is 4.55",
         seams=(

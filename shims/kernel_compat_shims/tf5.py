@@ -57,12 +57,9 @@ SHIMS = (
         name="tf5_flash_forward",
         distribution="transformers",
         versions=">=5.0,<6",
-        reason=(
-            "transformers reloads the flash implementation whenever two models alternate, drops attention sinks "
-            "and passes FlashAttention-4 the maximum length as a tensor, which raises"
-        ),
+        reason="transformers drops attention sinks, and passes FlashAttention-4 the maximum length as a tensor, which raises",
         upstream="huggingface/transformers#41427, huggingface/transformers#42736, huggingface/transformers#48353",
-        delete_when="the oldest supported transformers calls the functions of a registered name and refuses arguments that they lack",
+        delete_when="the oldest supported transformers calls the functions of a registered name with all arguments, or refuses",
         seams=(FORWARD,),
         replace=each(lambda original: forward_of(original, original)),
     ),
@@ -70,10 +67,7 @@ SHIMS = (
         name="tf5_loader",
         distribution="transformers",
         versions=">=5.0,<6",
-        reason=(
-            "transformers looks up every unknown name with flash in it on the hub, and marks a name as loaded even if "
-            "loading it fails (up to 5.22)"
-        ),
+        reason="names with flash in them are looked up on the hub, and up to 5.22 count as loaded even if that fails",
         upstream="huggingface/transformers#41427; lazy_import_flash_attention of 5.22.2 and of 5.23.0",
         delete_when="the oldest supported transformers loads the functions of a registered name without the hub",
         seams=(Seam(f"{UTILS}:lazy_import_flash_attention", ("implementation", "attention_wrapper")),),
@@ -83,10 +77,7 @@ SHIMS = (
         name="tf5_check",
         distribution="transformers",
         versions=">=5.0,<6",
-        reason=(
-            "transformers treats a name as FlashAttention-2 by a part of it (5.0 to 5.3), and replaces it if a model "
-            "lists compatible implementations (5.2 and later)"
-        ),
+        reason="a name is taken for FlashAttention-2 by a part of it (5.0 to 5.3) or replaced by a compatible one (from 5.2)",
         upstream="huggingface/transformers#44177; PreTrainedModel._check_and_adjust_attn_implementation of 5.3.0",
         delete_when="the oldest supported transformers keeps registered names as they are",
         seams=(

@@ -1,7 +1,7 @@
-"""transformers 5.4 and later (the boundary is often said to be 5.5): the flag `_supports_flash_attn_2` is no longer read.
+"""transformers 5.4 and later (often said to be 5.5): the flag `_supports_flash_attn_2` is no longer read.
 
-huggingface/transformers#38974 renamed it to `_supports_flash_attn` in 4.54. `PreTrainedModel._flash_attn_2_can_dispatch` of 5.3.0
-reads both, `_flash_attn_can_dispatch` of 5.4.0 the new one.
+It became `_supports_flash_attn` in 4.54. `PreTrainedModel._flash_attn_2_can_dispatch` of 5.3.0 reads both,
+`_flash_attn_can_dispatch` of 5.4.0 the new one.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ SHIM = Shim(
     name="tf5_5_legacy_flag",
     distribution="transformers",
     versions=">=5.4,<6",
-    reason=(
-        "transformers no longer reads _supports_flash_attn_2, and refuses flash attention to models that set it alone, such as "
-        "those with remote code for older releases"
-    ),
+    reason="models that set _supports_flash_attn_2 alone, such as those with older remote code, are refused flash attention",
     upstream="huggingface/transformers#38974; PreTrainedModel._flash_attn_can_dispatch of 5.4.0",
     delete_when="models that set the old flag alone need no support any more",
     seams=(Seam(f"{MODEL}.__init_subclass__"),),

@@ -1,8 +1,7 @@
 """transformers 5.4 and later: continuous batching passes its block table to kernels by their name.
 
-`is_flash_attention_requested` decides: a name with a 3 in it gets the table, from 5.13 on a name with a 2 as well (for XPU),
-whether or not its kernel has a paged cache. From 5.9 to 5.15 models with sliding windows, for which there is no block table,
-fail in the first step.
+`is_flash_attention_requested` decides: a name with a 3 in it gets the table, from 5.13 on a name with a 2 as well (for XPU).
+From 5.9 to 5.15 models with sliding windows, for which there is no block table, fail in the first step.
 """
 
 from __future__ import annotations
@@ -84,10 +83,7 @@ SHIM = Shim(
     name="tf5_decode_fast_path",
     distribution="transformers",
     versions=">=5.4,<6",
-    reason=(
-        "transformers passes the block table of continuous batching to names with a 3 in them, from 5.13 on with a 2 too, "
-        "whether or not their kernel has a paged cache"
-    ),
+    reason="names with a 3 in them, from 5.13 on a 2 too, get a block table whether or not their kernel has a paged cache",
     upstream="huggingface/transformers#44379, huggingface/transformers#46028, huggingface/transformers#48701",
     delete_when="the oldest supported transformers decides by the kernel's functions",
     seams=(

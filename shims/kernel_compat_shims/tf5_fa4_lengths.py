@@ -1,8 +1,6 @@
 """transformers 5.4 and later: its own ``flash_attention_4`` calls FlashAttention-4 with arguments that it refuses.
 
-The maximum length of packed ``position_ids`` is a tensor, and FlashAttention-4 takes integers. Up to 5.18 continuous
-batching also passes lengths by position, in the order of FlashAttention-2; FlashAttention-4 has another argument, ``qv``,
-in fourth place.
+FlashAttention-4 takes maximum lengths as integers, and another argument, ``qv``, in fourth place.
 """
 
 from __future__ import annotations
@@ -57,10 +55,7 @@ SHIM = Shim(
     name="tf5_fa4_lengths",
     distribution="transformers",
     versions=">=5.4,<6",
-    reason=(
-        "transformers passes its own flash_attention_4 the maximum length of packed sequences as a tensor, which raises, and in "
-        "continuous batching (up to 5.18) lengths by position, in the order of FlashAttention-2"
-    ),
+    reason="flash_attention_4 gets maximum lengths as tensors, and lengths by position in continuous batching (up to 5.18)",
     upstream="huggingface/transformers#48353, allenai/OLMo-core#857",
     delete_when="the oldest supported transformers has the fix of huggingface/transformers#48353",
     seams=(Seam(f"{UTILS}:_lazy_imports", ("implementation", "attention_wrapper")),),

@@ -1,6 +1,6 @@
 """transformers 5.0 to 5.2: GPT-OSS's config refuses every flash attention name but that of one hub kernel.
 
-FlashAttention-2 and -3 drop attention sinks. Registered kernels without sinks refuse the model themselves.
+Its reason: FlashAttention-2 and -3 drop attention sinks. Registered kernels without sinks refuse the model themselves.
 """
 
 from __future__ import annotations

@@ -61,10 +61,7 @@ SHIM = Shim(
     name="torch2_11_fa4",
     distribution="torch",
     versions=">=2.11,<2.12",
-    reason=(
-        "torch's FA4 backend unpacks two results of flash-attn-4's forward, which returns more since 4.0.0b19: once it is "
-        "active every attention call of the process raises, SDPA's included; its varlen backward refuses every call"
-    ),
+    reason="with torch's FA4 backend active every attention call raises, SDPA's included; its varlen backward always does",
     upstream="pytorch/pytorch#190212, Dao-AILab/flash-attention#2674",
     delete_when="the oldest supported torch is 2.12",
     seams=(

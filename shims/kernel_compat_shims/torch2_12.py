@@ -1,7 +1,7 @@
 """torch 2.12 and later: its FlashAttention-4 backend fails or returns wrong gradients with the current flash-attn-4.
 
-2.12 and 2.13 unpack two results of a forward that returns four; 2.14 takes any number. Every release passes on head dimensions
-for which flash-attn-4's backward is silently wrong on sm_90.
+2.12 and 2.13 unpack two results of a forward that returns four since 4.0.0b19; 2.14 takes any number. Every release passes on
+head dimensions for which flash-attn-4's backward is silently wrong on sm_90.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ SHIMS = (
         name="torch2_12_fa4",
         distribution="torch",
         versions=">=2.12,<2.14",
-        reason=(
-            "torch's FA4 backend unpacks two results of flash-attn-4's forward, which returns more since 4.0.0b19: once it "
-            "is active every attention call of the process raises, SDPA's included"
-        ),
+        reason="with torch's FA4 backend active every attention call raises, SDPA's included",
         upstream="pytorch/pytorch#190212, Dao-AILab/flash-attention#2674",
         delete_when="the oldest supported torch is 2.14",
         seams=(IMPORT,),
@@ -30,10 +27,7 @@ SHIMS = (
         name="torch2_14_fa4",
         distribution="torch",
         versions=">=2.14,<3",
-        reason=(
-            "flash-attn-4's backward is silently wrong on sm_90 for head dimensions that are no multiple of 32, and torch's "
-            "FA4 backend, SDPA's included, passes them on"
-        ),
+        reason="gradients of torch's FA4 backend are silently wrong on sm_90 for head dimensions that are no multiple of 32",
         upstream="Dao-AILab/flash-attention#2896",
         delete_when="the oldest supported flash-attn-4 has the fix of Dao-AILab/flash-attention#2896",
         seams=(IMPORT,),

@@ -46,18 +46,18 @@ class Installation:
     Args:
         participants: called by `install` and `uninstall`, in this order.
         discover: returns the shims, and the errors by name of the entry points that could not be loaded.
-        detect: returns the environment, given further distributions to look at; None for `Environment.detect`.
+        detect: returns the environment, given further distributions to look at.
     """
 
     def __init__(
         self,
         participants: Sequence[Participant] = (),
         discover: Callable[[], tuple[list[Shim], dict[str, str]]] = discover,
-        detect: Callable[[Iterable[str]], Environment] | None = None,
+        detect: Callable[[Iterable[str]], Environment] = Environment.detect,
     ) -> None:
         self._participants = participants
         self._discover = discover
-        self._detecting = detect
+        self._detect = detect
         self._lock = threading.RLock()
         #: Whether `install()` is in force.
         self.active = False
@@ -83,12 +83,11 @@ class Installation:
         if isinstance(skip, str):
             raise TypeError(f"skip takes a list of shim names, not the string {skip!r}")
         skip = frozenset(skip)
-        shims, broken = self._discover()
+        found = environment, shims, broken = self._look()
         unknown = sorted(map(repr, skip - {shim.name for shim in shims} - set(broken)))
         if unknown:
             known = ", ".join(shim.name for shim in shims)
             raise ValueError(f"skip names unknown shims: {', '.join(unknown)}; there are: {known or 'none'}")
-        environment = self._detect(shims)
         for participant in self._participants:
             participant.prepare(environment)
         needed = [shim for shim in shims if shim.name not in skip and _unapplied(shim, environment).state == "pending"]
@@ -110,29 +109,27 @@ class Installation:
             self.active = True
             for participant in self._participants:
                 participant.publish(environment)
-            return self._report(environment, shims, broken)
+            return self._report(*found)
 
     def uninstall(self) -> Report:
         """Call the participants, and restore the objects that were there before `install()`.
 
         A value that other code has overwritten stays theirs; the report's `left_alone` names it.
         """
-        shims, broken = self._discover()
-        environment = self._detect(shims)
+        found = self._look()
         with self._lock:
             self.active = False
             left = [name for participant in self._participants for name in participant.withdraw()]
             self._undo(self._applied)
             left += dict.fromkeys(f"{change.target} (shim {name})" for change, name in self._left.items())
             self._skip, self._failed = frozenset(), {}
-            return replace(self._report(environment, shims, broken), left_alone=tuple(left))
+            return replace(self._report(*found), left_alone=tuple(left))
 
     def status(self) -> Report:
         """The report of `install()` as of now; changes nothing and imports no other project."""
-        shims, broken = self._discover()
-        environment = self._detect(shims)
+        found = self._look()
         with self._lock:
-            return self._report(environment, shims, broken)
+            return self._report(*found)
 
     @contextmanager
     def installed(self, *, skip: Collection[str] = ()) -> Iterator[Report]:
@@ -155,8 +152,9 @@ class Installation:
                 elif outer is not None and outer != self._skip:
                     self.install(skip=outer)
 
-    def _detect(self, shims: list[Shim]) -> Environment:
-        return (self._detecting or Environment.detect)([shim.distribution for shim in shims])
+    def _look(self) -> tuple[Environment, list[Shim], dict[str, str]]:
+        shims, broken = self._discover()
+        return self._detect([shim.distribution for shim in shims]), shims, broken
 
     def _apply(self, shim: Shim, environment: Environment) -> None:
         """Apply a shim, or note why that failed."""
@@ -206,10 +204,8 @@ class Installation:
         self._left = {change: self._left[change] for change in undo(self._left)}
 
     def _report(self, environment: Environment, shims: list[Shim], broken: dict[str, str]) -> Report:
-        entries = [
-            ShimReport(name, "failed", f"its entry point could not be loaded: {error}")
-            for name, error in broken.items()
-        ]
+        problem = "its entry point could not be loaded"
+        entries = [ShimReport(name, "failed", f"{problem}: {error}") for name, error in broken.items()]
         for shim in shims:
             entry = _unapplied(shim, environment)
             if applied := self._applied.get(shim.name):
@@ -234,10 +230,9 @@ def _message(error: BaseException) -> str:
 
 
 def _unapplied(shim: Shim, environment: Environment) -> ShimReport:
-    """The state of a shim that isn't applied: not needed, pending, or failed by its own fault."""
+    """The report of a shim that isn't applied: not needed, pending, or failed by its own fault."""
     try:
-        reason = shim.not_needed(environment)
-        if reason is not None:
+        if (reason := shim.not_needed(environment)) is not None:
             return ShimReport(shim.name, "not needed", reason)
         targets = tuple(seam.target for seam in shim.seams_for(environment.packages[shim.distribution]))
         return ShimReport(shim.name, "pending", shim.reason, targets)

@@ -34,17 +34,17 @@ class Seam:
 
     @property
     def module(self) -> str:
-        """The module that has the attribute."""
+        """The part before the colon."""
         return self.target.partition(":")[0]
 
     @property
     def attribute(self) -> str:
-        """The attribute, with its class if it has one."""
+        """The part after the colon."""
         return self.target.partition(":")[2]
 
     @property
     def name(self) -> str:
-        """The last component: the key of the original in the mapping that a shim's `replace` takes."""
+        """The last part: the key of the original in the mapping that a shim's `replace` takes."""
         return self.attribute.rpartition(".")[2]
 
     def applies_to(self, version: str) -> bool:
