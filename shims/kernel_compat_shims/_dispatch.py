@@ -36,12 +36,7 @@ def namespace(entry: AttentionName) -> SimpleNamespace:
 
 
 def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
-    """A `_flash_attention_forward` that computes registered names by their kernels.
-
-    Args:
-        original: upstream's function, whose name and signature the result has.
-        others: called with the same arguments if the name isn't registered.
-    """
+    """A `_flash_attention_forward` that computes registered names by their kernels, and calls `others` for other names."""
 
     @wraps(original)
     def _flash_attention_forward(*args: Any, **kwargs: Any) -> Any:
@@ -84,12 +79,7 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
 
 
 def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lambda name: None) -> Callable[..., Any]:
-    """A method that checks a requested attention name: registered names by the library's rules, others by `original`.
-
-    Args:
-        original: upstream's method.
-        preload: called with a registered name that passes the checks.
-    """
+    """A method that checks a requested attention name: others by `original`, registered ones by the library, and preloads them."""
 
     @wraps(original)
     def _check_and_adjust_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,12 +121,7 @@ def with_implementation(kwargs: dict[str, Any]) -> dict[str, Any]:
 def by_implementation(
     original: Callable[..., Any], forget: Callable[[dict[str, Any]], object]
 ) -> Callable[[Any], Callable[..., Any]]:
-    """Copies of a function that keeps in its module's globals what it loads first, one for each implementation.
-
-    Args:
-        original: upstream's function.
-        forget: removes from a copy's globals what `original` has loaded.
-    """
+    """Copies, one for each implementation, of a function that keeps in its globals what it loads first; `forget` removes that."""
     copies: dict[Any, tuple[Any, Callable[..., Any]]] = {}
     lock = threading.Lock()
 

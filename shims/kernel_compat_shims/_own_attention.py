@@ -1,7 +1,7 @@
 """Registered names in models with attention classes of their own, which call `_flash_attention_forward` without a name.
 
-Such a model chooses its class from a table, ``TABLE[config._attn_implementation]``, as all models did before transformers had an
-attention interface. Each release has fewer of them; models with remote code can be among them on every release.
+Such a model chooses its class from a table, ``TABLE[config._attn_implementation]``. Each release of transformers has fewer of
+them; models with remote code can be among them on every release.
 """
 
 from __future__ import annotations
@@ -85,21 +85,12 @@ def activate() -> Callable[[], list[Change]]:
 
 
 def prepare(model: type, name: str) -> None:
-    """Prepare the modules that define a model class and its bases for a registered name.
-
-    Raises:
-        UnsupportedFeatureError: the model chooses among attention functions of its own, or its class for FlashAttention-2
-            is broken.
-    """
-    if not _changes.active:
-        return
-    for klass in takewhile(lambda klass: not is_base(klass), model.__mro__):
-        if (module := sys.modules.get(klass.__module__)) is None:
-            continue
+    """Prepare a model class for a registered name, in the modules of its bases too; refuses a class that can't compute it."""
+    classes = takewhile(lambda klass: not is_base(klass), model.__mro__ if _changes.active else ())
+    for module in filter(None, (sys.modules.get(klass.__module__) for klass in classes)):
         _prepare(module)
         for value in vars(module).values():
-            flash = value.get(_FLASH) if isinstance(value, ClassTable) else None
-            if flash is not None and (problem := _unusable(flash)):
+            if isinstance(value, ClassTable) and _FLASH in value and (problem := _unusable(value[_FLASH])):
                 raise value.refusal(name, problem)
             if _is_table(value, FunctionType) and _FLASH in value:  # ModernBERT up to 5.2
                 raise ClassTable(value).refusal(name, f"one of the attention functions of {model.__name__}")
@@ -126,9 +117,6 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
 
     Returns:
         A tensor of shape (batch, length, heads, head_dim); None if no module is running under a registered name.
-
-    Raises:
-        UnsupportedFeatureError: the name spreads sequences over ranks, or the model's window depends on its attention class.
     """
     module = _running.module
     entry = None if module is None else resolve(module.config._attn_implementation)
@@ -162,11 +150,7 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
 
 
 def require_whole_sequences(entry: AttentionName) -> None:
-    """Refuse sequence parallelism, which is part of attention functions and not of `_flash_attention_forward`.
-
-    Raises:
-        UnsupportedFeatureError: the name spreads sequences over ranks.
-    """
+    """Refuse sequence parallelism, which is part of attention functions and not of `_flash_attention_forward`."""
     if entry.sequence_parallel is not False:
         raise UnsupportedFeatureError(
             f"sequence parallelism (attn_implementation={entry.name!r})",
@@ -176,11 +160,7 @@ def require_whole_sequences(entry: AttentionName) -> None:
 
 
 def _require_same_window(module: Any, passed: int | None, kv_len: int, name: str) -> None:
-    """Refuse a window that either the flash class or the eager masks of a model have, but not both.
-
-    Raises:
-        UnsupportedFeatureError: the two differ, as in Moshi and Kyutai from 5.0 to 5.2 and in Mimi up to 5.2.
-    """
+    """Refuse a window that a model's flash class or its eager masks have, but not both: Moshi, Kyutai and Mimi up to 5.2."""
     makers = vars(sys.modules[type(module).__module__])
     configured = getattr(module.config, "sliding_window", None)
     if passed and passed < kv_len:

@@ -98,11 +98,7 @@ def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _prove_checkpoint() -> Callable[[], None]:
-    """Check that torch recomputes layers through the replaced attributes.
-
-    Raises:
-        SeamError: a recomputed layer doesn't get the arguments of the forward; its gradients could be wrong.
-    """
+    """Check that torch recomputes layers through the replaced attributes: else gradients could be wrong."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
