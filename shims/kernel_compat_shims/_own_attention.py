@@ -1,7 +1,7 @@
 """Registered names in models with attention classes of their own, which call `_flash_attention_forward` without a name.
 
-Such a model chooses its class from a table, ``TABLE[config._attn_implementation]``, as all models did before transformers had an
-attention interface. Each release has fewer of them; models with remote code can be among them on every release.
+Such a model chooses its class from a table, ``TABLE[config._attn_implementation]``. Each release of transformers has fewer of
+them; models with remote code can be among them on every release.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
 from inspect import unwrap
+from itertools import takewhile
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from kernel_compat.attention.defaults import resolve
 from kernel_compat.attention.registry import AttentionName
 from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import UnsupportedFeatureError
-from kernel_compat.patching.swap import ABSENT, swap
+from kernel_compat.patching.swap import Change, Changes
 
 _FORWARD = "_flash_attention_forward"
 #: Functions that models import only where a FlashAttention is installed, and the modules that have them.
@@ -60,7 +61,7 @@ class ClassTable(dict[str, Any]):
             raise self.refusal(name, "which keeps no config to read the name from")
         projection = getattr(module, "q_proj", None)
         if hasattr(projection, "linear") and not hasattr(projection, "weight"):  # Moshi, which reads its dtype
-            own_attention.set(type(projection), "weight", property(lambda self: self.linear.weight))
+            _changes.add(type(projection), "weight", property(lambda self: self.linear.weight))
         return module
 
     def refusal(self, name: str, problem: str) -> UnsupportedFeatureError:
@@ -70,74 +71,44 @@ class ClassTable(dict[str, Any]):
         )
 
 
-class OwnAttention:
-    """Replaces class tables, forwards and missing imports in the modules of models, and restores them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._active = False
-        #: (owner, attribute, the value set, the value before) by owner and attribute.
-        self._replaced: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
-
-    def activate(self) -> Callable[[], None]:
-        """Prepare the models that are imported already. Returns the undo of this and of all later preparation."""
-        with self._lock:
-            self._active = True
-            for name, module in list(sys.modules.items()):
-                if name.startswith(("transformers.models.", "transformers_modules.")) and ".modeling_" in name:
-                    self._prepare(module)
-        return self.deactivate
-
-    def prepare(self, model: type, name: str) -> None:
-        """Prepare the modules that define a model class and its bases for a registered name.
-
-        Raises:
-            UnsupportedFeatureError: the model chooses among attention functions of its own, or its class for FlashAttention-2
-                is broken.
-        """
-        with self._lock:
-            if not self._active:
-                return
-            for module in _modules_of(model):
-                self._prepare(module)
-                for value in vars(module).values():
-                    flash = value.get(_FLASH) if isinstance(value, ClassTable) else None
-                    if flash is not None and (problem := _unusable(flash)):
-                        raise value.refusal(name, problem)
-                    if _is_table(value, FunctionType) and _FLASH in value:  # ModernBERT up to 5.2
-                        raise ClassTable(value).refusal(name, f"one of the attention functions of {model.__name__}")
-
-    def deactivate(self) -> None:
-        """Restore the attributes that other code has not overwritten since."""
-        with self._lock:
-            self._active = False
-            ours = [entry for entry in self._replaced.values() if vars(entry[0]).get(entry[1]) is entry[2]]
-            swap([(owner, name, before) for owner, name, _, before in reversed(ours)])
-            self._replaced.clear()
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute that is not set yet."""
-        if (id(owner), name) not in self._replaced:
-            self._replaced[id(owner), name] = (owner, name, value, vars(owner).get(name, ABSENT))
-            swap([(owner, name, value)])
-
-    def _prepare(self, module: ModuleType) -> None:
-        for name, value in list(vars(module).items()):
-            if _is_table(value, type):
-                self.set(module, name, ClassTable(value))
-            elif isinstance(value, type) and _calls_flash(value):
-                self.set(value, "forward", _recorded(vars(value)["forward"]))
-                home = sys.modules[value.__module__]
-                for function, origin in _IMPORTED.items():
-                    if function not in vars(home):
-                        self.set(home, function, _late(origin, function))
+#: The class tables, forwards and missing imports that are replaced in the modules of models.
+_changes = Changes()
 
 
-#: The one instance: the shim activates it, the checks of attention names prepare models with it.
-own_attention = OwnAttention()
+def activate() -> Callable[[], list[Change]]:
+    """Prepare the models that are imported already. Returns the undo of this and of all later preparation."""
+    undo = _changes.activate()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("transformers.models.", "transformers_modules.")) and ".modeling_" in name:
+            _prepare(module)
+    return undo
 
 
-def attention_of_running(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
+def prepare(model: type, name: str) -> None:
+    """Prepare a model class for a registered name, in the modules of its bases too; refuses a class that can't compute it."""
+    classes = takewhile(lambda klass: not is_base(klass), model.__mro__ if _changes.active else ())
+    for module in filter(None, (sys.modules.get(klass.__module__) for klass in classes)):
+        _prepare(module)
+        for value in vars(module).values():
+            if isinstance(value, ClassTable) and _FLASH in value and (problem := _unusable(value[_FLASH])):
+                raise value.refusal(name, problem)
+            if _is_table(value, FunctionType) and _FLASH in value:  # ModernBERT up to 5.2
+                raise ClassTable(value).refusal(name, f"one of the attention functions of {model.__name__}")
+
+
+def _prepare(module: ModuleType) -> None:
+    for name, value in list(vars(module).items()):
+        if _is_table(value, type):
+            _changes.add(module, name, ClassTable(value))
+        elif isinstance(value, type) and _calls_flash(value):
+            _changes.add(value, "forward", _recorded(vars(value)["forward"]))
+            home = sys.modules[value.__module__]
+            for function, origin in _IMPORTED.items():
+                if function not in vars(home):
+                    _changes.add(home, function, _late(origin, function))
+
+
+def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
     """Compute a call of `_flash_attention_forward` without a name by the attention function of the running module's name.
 
     Args:
@@ -146,9 +117,6 @@ def attention_of_running(query: Any, key: Any, value: Any, arguments: dict[str, 
 
     Returns:
         A tensor of shape (batch, length, heads, head_dim); None if no module is running under a registered name.
-
-    Raises:
-        UnsupportedFeatureError: the name spreads sequences over ranks, or the model's window depends on its attention class.
     """
     module = _running.module
     entry = None if module is None else resolve(module.config._attn_implementation)
@@ -162,10 +130,10 @@ def attention_of_running(query: Any, key: Any, value: Any, arguments: dict[str, 
         options["sliding_window"] = options["local_window"] = module.config.window_size
     elif mask is None or mask.ndim != 4:
         _require_same_window(module, options.get("sliding_window"), key.shape[1], entry.name)
-    attend = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[entry.name]
+    forward = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[entry.name]
     _running.module = None  # a user's own attention function may call `_flash_attention_forward` without a name, too
     try:
-        output, _ = attend(
+        output, _ = forward(
             module,
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -182,11 +150,7 @@ def attention_of_running(query: Any, key: Any, value: Any, arguments: dict[str, 
 
 
 def require_whole_sequences(entry: AttentionName) -> None:
-    """Refuse sequence parallelism, which is part of attention functions and not of `_flash_attention_forward`.
-
-    Raises:
-        UnsupportedFeatureError: the name spreads sequences over ranks.
-    """
+    """Refuse sequence parallelism, which is part of attention functions and not of `_flash_attention_forward`."""
     if entry.sequence_parallel is not False:
         raise UnsupportedFeatureError(
             f"sequence parallelism (attn_implementation={entry.name!r})",
@@ -196,11 +160,7 @@ def require_whole_sequences(entry: AttentionName) -> None:
 
 
 def _require_same_window(module: Any, passed: int | None, kv_len: int, name: str) -> None:
-    """Refuse a window that either the flash class or the eager masks of a model have, but not both.
-
-    Raises:
-        UnsupportedFeatureError: the two differ, as in Moshi and Kyutai from 5.0 to 5.2 and in Mimi up to 5.2.
-    """
+    """Refuse a window that a model's flash class or its eager masks have, but not both: Moshi, Kyutai and Mimi up to 5.2."""
     makers = vars(sys.modules[type(module).__module__])
     configured = getattr(module.config, "sliding_window", None)
     if passed and passed < kv_len:
@@ -264,14 +224,6 @@ def _late(module: str, name: str) -> Callable[..., Any]:
         return getattr(sys.modules[module], name)(*args, **kwargs)
 
     return call
-
-
-def _modules_of(model: type) -> Iterator[ModuleType]:
-    for klass in model.__mro__:
-        if is_base(klass):
-            return
-        if module := sys.modules.get(klass.__module__):
-            yield module
 
 
 def _is_table(value: Any, kind: type) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import cache, wraps
 from types import MappingProxyType, SimpleNamespace
@@ -22,8 +21,8 @@ IMPORT = Seam(f"{MODULE}:_fa4_import_module", ("module_path",))
 #: 256, with and without varlen: for others dq is off by its own size; Dao-AILab/flash-attention#2896).
 _HEAD_DIM_MULTIPLE = 32
 
-#: Keywords that torch 2.11 doesn't pass to flash-attn-4, for the current call.
-_added: ContextVar[Mapping[str, Any]] = ContextVar("_added", default=MappingProxyType({}))
+#: Keywords to pass to flash-attn-4 besides torch's, for the current call.
+added: ContextVar[Mapping[str, Any]] = ContextVar("added", default=MappingProxyType({}))
 
 _logger = logging.getLogger(__name__)
 
@@ -32,16 +31,6 @@ def not_installed(environment: Environment) -> str | None:
     if "flash-attn-4" in environment.packages or "flash_attn.cute" in environment.imports:
         return None
     return "flash-attn-4 is not installed"
-
-
-@contextmanager
-def adding_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
-    """Pass these to flash-attn-4 as well within the block."""
-    token = _added.set(keywords)
-    try:
-        yield
-    finally:
-        _added.reset(token)
 
 
 def replace_import(original: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -61,7 +50,7 @@ def replace_import(original: Callable[[str], Any]) -> Callable[[str], Any]:
 def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def _flash_attn_fwd(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        output, lse, *_ = function(*args, **_windows({**kwargs, **_added.get()}))
+        output, lse, *_ = function(*args, **_windows({**kwargs, **added.get()}))
         return output, lse
 
     return _flash_attn_fwd
@@ -70,7 +59,7 @@ def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
 def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def _flash_attn_bwd(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        kwargs = _windows({**kwargs, **_added.get()})
+        kwargs = _windows({**kwargs, **added.get()})
         dim = q.shape[-1]
         extra = -dim % _HEAD_DIM_MULTIPLE
         if extra:
@@ -79,9 +68,7 @@ def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
             if kwargs.get("softmax_scale") is None:
                 kwargs["softmax_scale"] = dim**-0.5
             q, k, v, out, dout = (pad(x, (0, extra)) for x in (q, k, v, out, dout))
-            dq, dk, dv = (x[..., :dim] for x in function(q, k, v, out, dout, lse, **kwargs)[:3])
-        else:
-            dq, dk, dv = function(q, k, v, out, dout, lse, **kwargs)[:3]
+        dq, dk, dv = (x[..., :dim] for x in function(q, k, v, out, dout, lse, **kwargs)[:3])
         return dq, dk, dv
 
     return _flash_attn_bwd

@@ -1,30 +1,29 @@
 """All releases: the layers of a model can read the arguments of its forward, also when a checkpoint recomputes them.
 
-Many models don't pass packed positions, lengths and masks on to their layers (huggingface/transformers#32937), above all
-to linear attention, SSMs and short convolutions, which then run on from one packed sequence into the next (#44717, #46588).
 `torch.utils.checkpoint` recomputes a layer in the backward pass, outside the model's forward; the shims `checkpoint` and
 `gradient_checkpointing` restore the arguments there. They answer no defect of upstream.
-Delete `model_forward` and `packed_mixers` when every model passes these arguments on, and the other two with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
-from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.patching.seam import Seam
-from kernel_compat.patching.shim import Shim
+from kernel_compat.patching.shim import Shim, each
+
+from . import _own_attention
+from ._dispatch import MODEL
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn")
 
 
-def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     from kernel_compat.attention.forward_context import with_context
 
     called: WeakSet[Any] = WeakSet()
@@ -32,15 +31,15 @@ def _replace_call(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     def before(model: Any, arguments: Mapping[str, Any]) -> None:
         if model not in called:
             called.add(model)
-            _replace_enabled_checkpoints(model)
+            _wrap_checkpoints(model)  # those from before the installation
         _mixers().patch(model)
         _refuse_attention_weights(model, arguments.get("output_attentions"))
 
-    return {"__call__": with_context(originals["__call__"], before)}
+    return with_context(original, before)
 
 
-def _replace_enabled_checkpoints(model: Any) -> None:
-    """Do for checkpoint functions that were set before the installation as `_set_gradient_checkpointing` does from then on."""
+def _wrap_checkpoints(model: Any) -> None:
+    """Have the checkpoint functions of a model recompute with the arguments of the forward in progress."""
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
@@ -48,7 +47,6 @@ def _replace_enabled_checkpoints(model: Any) -> None:
 
 
 def _checkpointed(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a checkpoint function so that it recomputes `function` with the arguments of the current forward."""
     import torch
 
     from kernel_compat.attention.forward_context import in_current_context
@@ -68,15 +66,13 @@ def _refuse_attention_weights(model: Any, requested: bool | None) -> None:
         )
 
 
-def _replace_post_init(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    original = originals["post_init"]
-
+def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
         _mixers().patch(self)  # before the first call, which torch.compile may be tracing
         return original(self, *args, **kwargs)
 
-    return {"post_init": post_init}
+    return post_init
 
 
 @cache
@@ -102,11 +98,7 @@ def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _prove_checkpoint() -> Callable[[], None]:
-    """Check on a tiny model that the replaced attributes are the way in which torch recomputes layers.
-
-    Raises:
-        SeamError: a recomputed layer doesn't get the arguments of the forward; its gradients could be wrong.
-    """
+    """Check that torch recomputes layers through the replaced attributes: else gradients could be wrong."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -127,27 +119,18 @@ def _prove_checkpoint() -> Callable[[], None]:
             with_context(Model.forward, lambda *_: None)(Model(), use_reentrant).backward()
         first, recomputed = seen[-2:]
         if first is None or recomputed is not first:
-            raise SeamError(
-                f"{_CHECKPOINT}:checkpoint",
-                f"a layer that is recomputed through the replaced attributes (use_reentrant={use_reentrant})",
-                "another way",
-                torch.__version__,
-            )
+            expected = f"a layer that is recomputed through the replaced attributes (use_reentrant={use_reentrant})"
+            raise SeamError(f"{_CHECKPOINT}:checkpoint", expected, "another way", torch.__version__)
     return lambda: None  # nothing to undo
 
 
-def _replace_enabling(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    original = originals["_set_gradient_checkpointing"]
-
+def _enabling(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature(original).bind(self, *args, **kwargs)
-        checkpoint = bound.arguments.get("gradient_checkpointing_func")
-        if checkpoint is not None:
-            bound.arguments["gradient_checkpointing_func"] = partial(_checkpointed, checkpoint)
-        return original(*bound.args, **bound.kwargs)
+        original(self, *args, **kwargs)
+        _wrap_checkpoints(self)
 
-    return {"_set_gradient_checkpointing": _set_gradient_checkpointing}
+    return _set_gradient_checkpointing
 
 
 SHIMS = (
@@ -155,27 +138,21 @@ SHIMS = (
         name="model_forward",
         distribution="transformers",
         versions=">=4.54,<6",
-        reason=(
-            "models don't pass packed positions, lengths and masks to layers that don't read them upstream: gpt2, opt and "
-            "whisper to their attention, most hybrid models to their linear attention"
-        ),
+        reason="models don't pass positions, lengths and masks to layers that don't read them upstream (gpt2, hybrid models)",
         upstream="huggingface/transformers#32937, huggingface/transformers#44717",
         delete_when="every model passes these arguments to its layers",
-        seams=(Seam("transformers.modeling_utils:PreTrainedModel.__call__", ("self",), inherited=True),),
-        replace=_replace_call,
+        seams=(Seam(f"{MODEL}.__call__", ("self",), inherited=True),),
+        replace=each(_call),
     ),
     Shim(
         name="packed_mixers",
         distribution="transformers",
         versions=">=4.54,<6",
-        reason=(
-            "linear attention, SSMs, recurrences and short convolutions run on from one packed sequence into the next, under "
-            "every attn_implementation"
-        ),
+        reason="linear attention, SSMs, recurrences and convolutions run on from one packed sequence into the next",
         upstream="huggingface/transformers#44717, huggingface/transformers#46588",
         delete_when="every model separates packed sequences in these layers",
-        seams=(Seam("transformers.modeling_utils:PreTrainedModel.post_init", ("self",)),),
-        replace=_replace_post_init,
+        seams=(Seam(f"{MODEL}.post_init", ("self",)),),
+        replace=each(_post_init),
         complete=lambda: _mixers().activate(),
     ),
     Shim(
@@ -199,12 +176,18 @@ SHIMS = (
         reason="DeepSpeed, Unsloth and LLaMA-Factory give models checkpoint functions of their own instead of torch's",
         upstream="PreTrainedModel._set_gradient_checkpointing by its design: it takes any function",
         delete_when="model_forward is deleted",
-        seams=(
-            Seam(
-                "transformers.modeling_utils:PreTrainedModel._set_gradient_checkpointing",
-                ("self", "enable", "gradient_checkpointing_func"),
-            ),
-        ),
-        replace=_replace_enabling,
+        seams=(Seam(f"{MODEL}._set_gradient_checkpointing", ("self", "enable", "gradient_checkpointing_func")),),
+        replace=each(_enabling),
+    ),
+    Shim(
+        name="own_attention",
+        distribution="transformers",
+        versions=">=4.54,<6",
+        reason="models with a table of attention classes of their own know no registered names",
+        upstream="huggingface/transformers#38301, huggingface/transformers#43030; in remote code on every release",
+        delete_when="no supported model, remote code included, has attention classes of its own",
+        seams=(),
+        replace=each(lambda original: original),
+        complete=_own_attention.activate,
     ),
 )

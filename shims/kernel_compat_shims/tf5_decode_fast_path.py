@@ -1,23 +1,22 @@
 """transformers 5.4 and later: continuous batching passes its block table to kernels by their name.
 
-`is_flash_attention_requested` decides: a name with a 3 in it gets the table (huggingface/transformers#44379), from 5.13 on a
-name with a 2 as well (#46028 for XPU), whether or not its kernel has a paged cache. From 5.9 to 5.15 models with sliding windows,
-for which there is no block table (#48701), fail in the first step.
-Delete this module when the oldest supported transformers reads the kernel's functions instead of its name.
+`is_flash_attention_requested` decides: a name with a 3 in it gets the table, from 5.13 on a name with a 2 as well (for XPU).
+From 5.9 to 5.15 models with sliding windows, for which there is no block table, fail in the first step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.errors import KernelCompatError
 from kernel_compat.patching.seam import Seam
-from kernel_compat.patching.shim import Shim
+from kernel_compat.patching.shim import Shim, each
+
+from ._dispatch import with_globals
 
 _BATCHING = "transformers.generation.continuous_batching"
 #: The function by which upstream's decision reads the name.
@@ -26,37 +25,31 @@ _QUESTION = "is_flash_attention_requested"
 _logger = logging.getLogger(__name__)
 
 
-def _in_processor(decide: Callable[..., Any]) -> Callable[..., Any]:
-    """5.4 to 5.8: the cache exists already, and the decision is written into it."""
+def _decision(decide: Callable[..., Any]) -> Callable[..., Any]:
+    """Upstream's decision, which for a registered name depends on its kernel and no longer on the name."""
+    if _QUESTION not in getattr(getattr(decide, "__code__", None), "co_names", ()):
+        raise KernelCompatError(f"{decide.__name__} no longer calls {_QUESTION}")
 
     @wraps(decide)
-    def _ensure_decode_fast_path_is_available(self: Any) -> Any:
-        cache = self.cache
-        requested = cache.max_blocks_per_request > 0
-        return _by_kernel(decide, self.config, cache.block_size, requested)(self)
-
-    return _ensure_decode_fast_path_is_available
-
-
-def _in_config(decide: Callable[..., Any]) -> Callable[..., Any]:
-    """5.9 and later: the decision is written into the config of continuous batching, before there is a cache."""
+    def in_processor(self: Any) -> Any:
+        """5.4 to 5.8: the cache exists already, and the decision is written into it."""
+        requested = self.cache.max_blocks_per_request > 0
+        return _by_kernel(decide, self.config, self.cache.block_size, requested)(self)
 
     @wraps(decide)
-    def ensure_decode_fast_path_is_available(
-        config: Any, cb_config: Any, user_requested: bool, *args: Any, **kwargs: Any
-    ) -> Any:
+    def in_config(config: Any, cb_config: Any, user_requested: bool, *args: Any, **kwargs: Any) -> Any:
+        """5.9 and later: the decision is written into the config of continuous batching, before there is a cache."""
         page_size = getattr(cb_config, "page_size", None) or cb_config.block_size  # renamed in 5.18
         requested = user_requested and cb_config.max_blocks_per_request != 0
         return _by_kernel(decide, config, page_size, requested)(config, cb_config, user_requested, *args, **kwargs)
 
-    return ensure_decode_fast_path_is_available
+    return in_processor if decide.__name__.startswith("_") else in_config
 
 
 def _by_kernel(decide: Callable[..., Any], config: Any, page_size: int, requested: bool) -> Callable[..., Any]:
-    """Upstream's decision, which for a registered name depends on its kernel and no longer on the name.
+    """`decide` for one config. Upstream's other conditions, such as CUDA, stay.
 
-    Upstream's other conditions, such as CUDA, stay. A name with a forward of the user's own keeps upstream's decision,
-    because that forward may or may not take block tables.
+    A name with a forward of the user's own keeps upstream's decision, because that forward may or may not take block tables.
     """
     entry = resolve(config._attn_implementation)
     if entry is None or entry.forward is not None:
@@ -68,8 +61,7 @@ def _by_kernel(decide: Callable[..., Any], config: Any, page_size: int, requeste
     def is_flash_attention_requested(*args: Any, version: Any = None, **kwargs: Any) -> bool:
         return reason is None and version != 2  # 2 alone means XPU, where no kernel has a paged cache
 
-    names = {**decide.__globals__, _QUESTION: is_flash_attention_requested}
-    return FunctionType(decide.__code__, names, decide.__name__, decide.__defaults__, decide.__closure__)
+    return with_globals(decide, is_flash_attention_requested=is_flash_attention_requested)
 
 
 def _head_dim(config: Any) -> int:
@@ -87,25 +79,11 @@ def _windows(config: Any) -> str | None:
     return f"a model with {' and '.join(others)} layers has no block table" if others else None
 
 
-def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name, decide in originals.items():
-        if _QUESTION not in getattr(getattr(decide, "__code__", None), "co_names", ()):
-            raise KernelCompatError(f"{name} no longer calls {_QUESTION}")
-    wrappers = {
-        "_ensure_decode_fast_path_is_available": _in_processor,
-        "ensure_decode_fast_path_is_available": _in_config,
-    }
-    return {name: wrappers[name](decide) for name, decide in originals.items()}
-
-
 SHIM = Shim(
     name="tf5_decode_fast_path",
     distribution="transformers",
     versions=">=5.4,<6",
-    reason=(
-        "transformers passes the block table of continuous batching to names with a 3 in them, from 5.13 on with a 2 too, "
-        "whether or not their kernel has a paged cache"
-    ),
+    reason="names with a 3 in them, from 5.13 on a 2 too, get a block table whether or not their kernel has a paged cache",
     upstream="huggingface/transformers#44379, huggingface/transformers#46028, huggingface/transformers#48701",
     delete_when="the oldest supported transformers decides by the kernel's functions",
     seams=(
@@ -120,5 +98,5 @@ SHIM = Shim(
             versions=">=5.9",
         ),
     ),
-    replace=_replace,
+    replace=each(_decision),
 )

@@ -1,22 +1,22 @@
 """transformers 5: this library's kernels for mixtures of experts as values of ``experts_implementation``.
 
 `get_correct_experts_implementation` (huggingface/transformers#42697) accepts transformers' own names only; from 5.8 on registered
-names too (#45577). Each value is ``kernel_compat_`` and a value of ``moe_implementation``.
-Delete the seam when the oldest supported transformers is 5.8; the registration stays, because it is a feature.
+names too (#45577).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.patching.seam import Seam
-from kernel_compat.patching.shim import Shim
-from kernel_compat.patching.swap import Change, make, undo
+from kernel_compat.patching.shim import Shim, each
+from kernel_compat.patching.swap import Change, Changes
+
+from ._dispatch import MODEL
 
 #: The start of every name; the rest is a value of ``moe_implementation``.
 PREFIX = "kernel_compat_"
@@ -39,61 +39,48 @@ class _Forwards(dict[str, Callable[..., Any]]):
 
 
 def _unpickled() -> _Forwards:
-    _entries.enter()  # the module looks its name up without a request for it
+    _enter_registered()  # the module looks its name up without a request for it
     return _Forwards()
 
 
-def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    original = originals["get_correct_experts_implementation"]
-
+def _replace(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> Any:
-        if requested_experts in (None, "eager") or requested_experts not in _entries.enter():
+        if requested_experts in (None, "eager") or requested_experts not in _enter_registered():
             return original(self, requested_experts)
         from kernel_compat.ops import OpsConfig
 
         OpsConfig(moe_implementation=requested_experts.removeprefix(PREFIX))
         return requested_experts
 
-    return {"get_correct_experts_implementation": get_correct_experts_implementation}
+    return get_correct_experts_implementation
 
 
-class _Entries:
-    """Our names in transformers' table. Those that others have registered are entered when a name is first requested."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._table: dict[str, Any] | None = None
-        self._changes: dict[str, Change] = {}
-
-    def activate(self) -> Callable[[], None]:
-        self._table = type(import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS)._global_mapping
-        self._enter(BUILT_IN)
-        return self._undo
-
-    def enter(self) -> Collection[str]:
-        """Enter the names that are registered by now; returns them, none while the shim isn't applied."""
-        if self._table is None:
-            return ()
-        from kernel_compat.ops import registered_kernels
-
-        self._enter(dict.fromkeys(PREFIX + spec.name for spec in registered_kernels("moe")))
-        return tuple(self._changes)
-
-    def _enter(self, names: Iterable[str]) -> None:
-        with self._lock:
-            if self._table is not None:
-                added = [Change(self._table, name, _function(name)) for name in names if name not in self._changes]
-                make(added)
-                self._changes |= {change.name: change for change in added}
-
-    def _undo(self) -> None:
-        with self._lock:
-            undo(self._changes.values())
-            self._table, self._changes = None, {}
+#: Our names in transformers' table. Those that others have registered are entered when a name is first requested.
+_entries = Changes()
 
 
-_entries = _Entries()
+def _activate() -> Callable[[], list[Change]]:
+    undo = _entries.activate()
+    _enter(BUILT_IN)
+    return undo
+
+
+def _enter_registered() -> Collection[str]:
+    """Enter the names that are registered by now; returns them, none while the shim isn't applied."""
+    if not _entries.active:
+        return ()
+    from kernel_compat.ops import registered_kernels
+
+    return _enter(PREFIX + spec.name for spec in registered_kernels("moe"))
+
+
+def _enter(names: Iterable[str]) -> Collection[str]:
+    table = type(import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS)._global_mapping
+    names = tuple(names)
+    for name in names:
+        _entries.add(table, name, _function(name))
+    return names
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -140,12 +127,7 @@ SHIM = Shim(
     reason="transformers has no name for these kernels, and up to 5.7 refuses every name but its own",
     upstream="huggingface/transformers#42697, huggingface/transformers#45577",
     delete_when="the oldest supported transformers is 5.8: registering the names stays and needs no seam",
-    seams=(
-        Seam(
-            "transformers.modeling_utils:PreTrainedModel.get_correct_experts_implementation",
-            ("self", "requested_experts"),
-        ),
-    ),
-    replace=_replace,
-    complete=_entries.activate,
+    seams=(Seam(f"{MODEL}.get_correct_experts_implementation", ("self", "requested_experts")),),
+    replace=each(_replace),
+    complete=_activate,
 )

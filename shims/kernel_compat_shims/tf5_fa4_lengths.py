@@ -1,22 +1,20 @@
 """transformers 5.4 and later: its own ``flash_attention_4`` calls FlashAttention-4 with arguments that it refuses.
 
-The maximum length of packed ``position_ids`` is a tensor, and FlashAttention-4 takes integers
-(huggingface/transformers#48353, open). Up to 5.18 continuous batching also passes lengths by position, in the order of
-FlashAttention-2; FlashAttention-4 has another argument, ``qv``, in fourth place (allenai/OLMo-core#857).
-Delete this module when the oldest supported transformers has the fix of #48353.
+FlashAttention-4 takes maximum lengths as integers, and another argument, ``qv``, in fourth place.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from kernel_compat.patching.seam import Seam
-from kernel_compat.patching.shim import Shim
+from kernel_compat.patching.shim import Shim, each
 
-_UTILS = "transformers.modeling_flash_attention_utils"
+from ._dispatch import UTILS
+
 _NAME = "flash_attention_4"
 
 
@@ -32,23 +30,18 @@ def _with_int_lengths(varlen: Callable[..., Any]) -> Callable[..., Any]:
     return flash_attn_varlen_func
 
 
-def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    original = originals["_lazy_imports"]
-
+def _imports(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _lazy_imports(implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        functions = original(implementation, *args, **kwargs)
-        if implementation != _NAME:
-            return functions
-        dense, varlen, *rest = functions
-        return (dense, _with_int_lengths(varlen), *rest)
+        dense, varlen, *rest = original(implementation, *args, **kwargs)
+        return (dense, _with_int_lengths(varlen) if implementation == _NAME else varlen, *rest)
 
-    return {"_lazy_imports": _lazy_imports}
+    return _lazy_imports
 
 
 def _load_again() -> Callable[[], None]:
     """Make transformers, which keeps the functions it loaded last, load them again: now, and when the shim is undone."""
-    module: Any = sys.modules[_UTILS]
+    module: Any = sys.modules[UTILS]
 
     def forget() -> None:
         if module._loaded_implementation == _NAME:
@@ -62,13 +55,10 @@ SHIM = Shim(
     name="tf5_fa4_lengths",
     distribution="transformers",
     versions=">=5.4,<6",
-    reason=(
-        "transformers passes its own flash_attention_4 the maximum length of packed sequences as a tensor, which raises, and in "
-        "continuous batching (up to 5.18) lengths by position, in the order of FlashAttention-2"
-    ),
+    reason="flash_attention_4 gets maximum lengths as tensors, and lengths by position in continuous batching (up to 5.18)",
     upstream="huggingface/transformers#48353, allenai/OLMo-core#857",
     delete_when="the oldest supported transformers has the fix of huggingface/transformers#48353",
-    seams=(Seam(f"{_UTILS}:_lazy_imports", ("implementation", "attention_wrapper")),),
-    replace=_replace,
+    seams=(Seam(f"{UTILS}:_lazy_imports", ("implementation", "attention_wrapper")),),
+    replace=each(_imports),
     complete=_load_again,
 )

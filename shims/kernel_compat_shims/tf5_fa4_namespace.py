@@ -1,30 +1,15 @@
 """transformers 5.0 to 5.3: an environment with flash-attn-4 alone appears to have FlashAttention-2.
 
-Both packages install into `flash_attn`, and `is_flash_attn_2_available` looks for that import name only
-(huggingface/transformers#44559; 5.4 tells the two apart).
-Delete this module when the oldest supported transformers is 5.4.
+Both packages install into `flash_attn`, and `is_flash_attn_2_available` looks for that import name only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, wraps
-from typing import Any
 
 from kernel_compat.environment import Environment
 from kernel_compat.patching.seam import Seam
-from kernel_compat.patching.shim import Shim
-
-
-def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    original = originals["is_flash_attn_2_available"]
-
-    @cache
-    @wraps(original)
-    def is_flash_attn_2_available() -> bool:
-        return False  # the shim applies only where flash-attn isn't installed
-
-    return {"is_flash_attn_2_available": is_flash_attn_2_available}
+from kernel_compat.patching.shim import Shim, each
 
 
 def _unneeded(environment: Environment) -> str | None:
@@ -44,6 +29,6 @@ SHIM = Shim(
     upstream="huggingface/transformers#44559",
     delete_when="the oldest supported transformers is 5.4",
     seams=(Seam("transformers.utils.import_utils:is_flash_attn_2_available", ()),),
-    replace=_replace,
+    replace=each(lambda original: cache(wraps(original)(lambda: False))),
     unneeded_because=_unneeded,
 )

@@ -1,24 +1,20 @@
 """transformers 5.0 to 5.2: GPT-OSS's config refuses every flash attention name but that of one hub kernel.
 
-`GptOssConfig.__setattr__` raises because FlashAttention-2 and -3 drop attention sinks. huggingface/transformers#42736 added the
-check and #44177 replaced it in 5.3. Registered kernels without sinks refuse the model themselves.
-Delete this module when the oldest supported transformers is 5.3.
+Its reason: FlashAttention-2 and -3 drop attention sinks. Registered kernels without sinks refuse the model themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.patching.seam import Seam
-from kernel_compat.patching.shim import Shim
+from kernel_compat.patching.shim import Shim, each
 
 
-def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
-    original = originals["__setattr__"]
-
+def _setter(original: Any) -> Callable[..., Any]:
     @wraps(original)
     def __setattr__(self: Any, key: str, value: Any) -> None:
         config = original.__globals__["GptOssConfig"]
@@ -27,7 +23,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         else:
             original(self, key, value)
 
-    return {"__setattr__": __setattr__}
+    return __setattr__
 
 
 SHIM = Shim(
@@ -38,10 +34,7 @@ SHIM = Shim(
     upstream="huggingface/transformers#42736, huggingface/transformers#44177",
     delete_when="the oldest supported transformers is 5.3",
     seams=(
-        Seam(
-            "transformers.models.gpt_oss.configuration_gpt_oss:GptOssConfig.__setattr__",
-            ("self", "key", "value"),
-        ),
+        Seam("transformers.models.gpt_oss.configuration_gpt_oss:GptOssConfig.__setattr__", ("self", "key", "value")),
     ),
-    replace=_replace,
+    replace=each(_setter),
 )

@@ -177,13 +177,12 @@ class TestRule:
     def test_set_later(self) -> None:
         """As a framework does that switches a model class on or off."""
         with kernel_compat.installed():
-            made = family("nothing")
-            made._supports_flash_attn_2 = True
-            assert made._supports_flash_attn is True
-            made._supports_flash_attn = False
+            made = family("legacy")
+            made._supports_flash_attn_2 = False
             assert made._supports_flash_attn is False
-            del made._supports_flash_attn
+            made._supports_flash_attn = True
             assert made._supports_flash_attn is True
+        assert made._supports_flash_attn is True
 
     def test_on_an_instance(self) -> None:
         with kernel_compat.installed():
@@ -262,62 +261,17 @@ class TestRule:
             native = transformers.AutoModelForCausalLM.from_config(CAUSAL_LMS["llama"]())
             assert pickle.loads(pickle.dumps(native))._supports_flash_attn is True
 
-    def test_somebodys_default_for_all_models(self) -> None:
-        """As a framework keeps it that has a bridge of its own: upstream's False, in every idiom but identity."""
+    def test_somebody_elses_flag_is_left_until_ours_is_back(self) -> None:
+        made = family("legacy")
         with kernel_compat.installed():
-            default = vars(PreTrainedModel)["_supports_flash_attn"]
-            assert not default
-            assert default == False  # noqa: E712
-            assert default in (False, None)
-            assert {False: "upstream's"}[default] == "upstream's"
-            assert isinstance(default, int)
-            assert repr(default) == "False"
-            for twin in (copy.copy(default), copy.deepcopy(default), pickle.loads(pickle.dumps(default))):
-                assert twin is False
-
-            class Bridge:
-                on_class = default
-
-                def __init__(self) -> None:
-                    self.on_instance = default
-
-                def __get__(self, model: object | None, owner: type) -> Any:
-                    return self.on_instance or self.on_class
-
-            made = family("nothing")
-            made._supports_flash_attn = Bridge()
-            assert not made._supports_flash_attn
-            assert not instance(made)._supports_flash_attn
-
-    def test_the_default_elsewhere(self) -> None:
-        """On another class or an instance it is the False that it was there."""
-        with kernel_compat.installed():
-            default = vars(PreTrainedModel)["_supports_flash_attn"]
-            for case in ("nothing", "legacy", "both, new True"):
-                made = family(case)
-                made._supports_flash_attn = default
-                assert made._supports_flash_attn is False
-                child: Any = type("Child", (made,), {})
-                assert child._supports_flash_attn is False
-                assert instance(child)._supports_flash_attn is False
-                grandchild: Any = type("Legacy", (made,), legacy(True))
-                assert grandchild._supports_flash_attn is True
-                model = instance(family("legacy"))
-                model._supports_flash_attn = default
-                assert not model._supports_flash_attn
-                assert declared_flash_support(type(model), model) is False
-
-    def test_somebody_elses_flag_on_the_base_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = vars(PreTrainedModel)["_supports_flash_attn"]
-        with kernel_compat.installed():
-            ours = vars(PreTrainedModel)["_supports_flash_attn"]
-            PreTrainedModel._supports_flash_attn = True
+            ours = vars(made)["_supports_flash_attn"]
+            made._supports_flash_attn = False
             left = kernel_compat.uninstall().left_alone
-            assert any("_supports_flash_attn" in entry for entry in left)
-            assert vars(PreTrainedModel)["_supports_flash_attn"] is True
-            PreTrainedModel._supports_flash_attn = ours
+            assert left == (f"{__name__}:M._supports_flash_attn (shim tf5_5_legacy_flag)",)
+            assert vars(made)["_supports_flash_attn"] is False
+            made._supports_flash_attn = ours
         kernel_compat.uninstall()
-        assert vars(PreTrainedModel)["_supports_flash_attn"] is before
+        assert "_supports_flash_attn" not in vars(made)
 
 
 def rule(made: type) -> bool:

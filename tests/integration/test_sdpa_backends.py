@@ -323,9 +323,8 @@ def test_signatures_and_names() -> None:
             assert inspect.signature(part.forward) == before[name], name
         attention = Attention()
         use_sdpa_backends(attention)
-        assert attention.forward.__doc__ == "Attend."
         assert attention.forward.__name__ == "forward"
-        assert inspect.unwrap(attention.forward.__func__) is Attention.forward  # type: ignore[attr-defined]
+        assert inspect.unwrap(attention.forward).__func__ is Attention.forward
 
 
 def test_results_and_gradients_are_those_of_the_backend() -> None:
@@ -552,10 +551,25 @@ def test_a_forward_over_ours_stays(wraps: bool, seen: list[list[str]]) -> None:
         attention.forward = ours  # type: ignore[method-assign]
         attention(x)
         assert seen.pop() == TORCH
-        with use_sdpa_backends(attention, CHOSEN):
-            attention(x)
-            assert seen.pop() == CHOSEN
+        first.undo()  # ours is back
         assert attributes(attention) == before
+        first.undo()
+        assert attributes(attention) == before
+
+
+def test_a_forward_over_ours_that_is_taken_off_before_the_next_call(seen: list[list[str]]) -> None:
+    attention, x = Attention(), inputs()
+    before = attributes(attention)
+    first = use_sdpa_backends(attention, CHOSEN)
+    ours = attention.forward
+    attention.forward = lambda x: ours(x) * 1  # type: ignore[method-assign,assignment,misc]
+    first.undo()
+    attention.forward = ours  # type: ignore[method-assign]
+    with use_sdpa_backends(attention, "MATH"):
+        first.undo()
+        attention(x)
+        assert seen.pop() == ["MATH"]
+    assert attributes(attention) == before
 
 
 def test_a_forward_over_ours_that_goes_with_what_is_over_it(seen: list[list[str]]) -> None:
@@ -624,29 +638,23 @@ def test_unusual_forwards(seen: list[list[str]]) -> None:
         def forward(x: torch.Tensor) -> torch.Tensor:
             return F.scaled_dot_product_attention(x, x, x)
 
-    class Plain(nn.Module):
+    class Partial(nn.Module):
         forward = functools.partialmethod(lambda self, x, n: Static.forward(x) * n, n=2)
 
-    for kind in (Static, Plain):
-        module, x = kind(), inputs()
-        before, expected = attributes(module), module(x)
-        with use_sdpa_backends(module, CHOSEN):
-            assert torch.allclose(module(x), expected, atol=1e-6)
-        assert attributes(module) == before
-    assert seen == [TORCH, CHOSEN] * 2
+    with pytest.raises(TypeError, match=r"the original takes \(x.*its replacement \(\)"):
+        use_sdpa_backends(Static())
+    module, x = Partial(), inputs()
+    before, expected = attributes(module), module(x)
+    with use_sdpa_backends(module, CHOSEN):
+        assert torch.allclose(module(x), expected, atol=1e-6)
+    assert attributes(module) == before
+    assert seen == [TORCH, CHOSEN]
 
 
 def test_a_signature_that_would_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    before, real = attributes(model), wrapping._method
-
-    def method(module: nn.Module, *args: Any) -> Any:
-        made = real(module, *args)
-        if isinstance(module, Attention):
-            made.__func__.__signature__ = inspect.signature(lambda self, x: 0)  # type: ignore[attr-defined]
-        return made
-
-    monkeypatch.setattr(wrapping, "_method", method)
+    before = attributes(model)
+    monkeypatch.setattr(wrapping._Forward, "__wrapped__", property(lambda self: lambda x: 0))
     with pytest.raises(TypeError, match=r"the original takes \(x: .*scale.*, its replacement \(x\)"):
         use_sdpa_backends(model)
     assert attributes(model) == before

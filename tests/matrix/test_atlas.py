@@ -367,14 +367,9 @@ CLAIMS = [
     (Seam("{}:Base", ("config",)), None),
     (Seam("{}:Base.inherited", ("self", "a")), None),
     (Seam("{}:Child.inherited", ("self", "a")), "inherited from Base"),
-    (Seam("{}:Child.own", holds=bool), None),
-    (Seam("{}:Child.own", holds=int), "= True"),
-    (Seam("{}:TABLE", holds=dict), None),
     (Seam("{}:TABLE", ("a",)), "= {"),
-    (Seam("{}:plain", holds=bool), "query"),
     (Seam("{}:Child.computed", ("self",)), "property"),
     (Seam("{}:nothing", ("a",)), "nothing of that name"),
-    (Seam("{}:Child.annotated", holds=int), "nothing of that name"),
 ]
 
 
@@ -383,7 +378,7 @@ def test_a_claim_is_judged_as_install_judges_it(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seam: Seam, problem: str | None
 ) -> None:
     """The same module, once from its wheel and once imported."""
-    seam = Seam(seam.target.format("demo.there"), seam.parameters, seam.versions, seam.holds)
+    seam = Seam(seam.target.format("demo.there"), seam.parameters, seam.versions)
     found = checked(demo, seam, tmp_path)
     assert [one.certain for one in found] == ([] if problem is None else [True])
     assert problem is None or re.search(problem, found[0].found)
@@ -409,8 +404,6 @@ def test_a_claim_is_judged_as_install_judges_it(
         (Seam("demo.there:branched", ("a", "b")), False),
         (Seam("demo.there:branched", ("b",)), True),
         (Seam("demo.there:optional", ("a",)), False),
-        (Seam("demo.there:MADE", holds=dict), True),
-        (Seam("demo.there:WIDE", holds=bool), False),
         (Seam("demo.compiled:f", ("a",)), False),
         (Seam("demo.there:Typed"), False),
     ],

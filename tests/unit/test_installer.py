@@ -19,6 +19,7 @@ from kernel_compat.attention.registry import AttentionRegistry
 from kernel_compat.patching.installation import Installation
 from kernel_compat.patching.report import Report
 from kernel_compat.patching.shim import discover
+from kernel_compat.patching.swap import Changes
 
 
 class World:
@@ -328,6 +329,51 @@ def test_a_completion_that_fails(world: World) -> None:
     assert world.originals_in_place()
 
 
+def test_what_others_overwrite_of_a_completion(world: World) -> None:
+    """It is left and named as a seam is, and restored once they have put ours back."""
+    table: dict[str, Any] = {"a": 1}
+    changes = Changes()
+
+    def complete() -> Callable[[], Any]:
+        undo = changes.activate()
+        changes.add(table, "a", "ours")
+        return undo
+
+    world.points = {"a": shim("one", complete=complete)}
+    world.install()
+    table["a"] = "theirs"
+    assert world.uninstall().left_alone == ("the entry 'a' (shim one)",)
+    assert table == {"a": "theirs"}
+    table["a"] = "ours"
+    assert world.uninstall().left_alone == ()
+    assert table == {"a": 1}
+    assert world.originals_in_place()
+
+
+@pytest.mark.parametrize("error", [TypeError("read only"), KeyboardInterrupt()])
+def test_a_module_that_refuses_to_be_rebound(world: World, error: BaseException) -> None:
+    """No shim of that call is applied: its callers would go on with the original."""
+
+    class ReadOnly(ModuleType):
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise error
+
+    locked = ReadOnly("kc_locked")
+    vars(locked)["f"] = world.upstream.f
+    world.points = {"a": shim("one"), "b": shim("two", METHOD)}
+    with world.monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "kc_locked", locked)
+        if isinstance(error, Exception):
+            report = world.install()
+            assert states(report) == {"one": "failed", "two": "failed"}
+            assert report["one"].reason == "TypeError: read only"
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                world.install()
+        assert world.originals_in_place()
+    assert world.install().ok
+
+
 def test_an_installation_that_is_interrupted(world: World) -> None:
     """What was in place by then is whole, and the next call goes on from there."""
     presses = [KeyboardInterrupt()]
@@ -354,7 +400,7 @@ def test_two_seams_of_one_name_in_a_shim(world: World) -> None:
     world.points = {"a": shim("one", F, Seam("kc_upstream_2:f", ("x",)))}
     report = world.install()
     assert report["one"].state == "failed"
-    assert "several seams of one name" in report["one"].reason
+    assert "shim one replaces ['f'] where its seams are ['f', 'f']" in report["one"].reason
     assert other.f(1) == ("other", 1)
     assert world.originals_in_place()
 

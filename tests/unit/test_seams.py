@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kernel_compat import Environment, KernelCompatError, Seam, SeamError, Shim
-from kernel_compat.patching.swap import ABSENT, Change, make, reclaim, swap, undo
+from kernel_compat import Environment, Handle, KernelCompatError, Seam, SeamError, Shim
+from kernel_compat.patching.swap import ABSENT, Change, Changes, make, swap, undo
 
 
 @pytest.fixture
@@ -106,18 +106,6 @@ def test_what_does_not_fit(module: Any, attribute: str, parameters: tuple[str, .
     assert attribute in str(error)
     for parameter in parameters:
         assert parameter in error.expected
-
-
-def test_a_value(module: Any) -> None:
-    located = Seam("upstream_of_seams:constant", holds=int).locate("1.0")
-    assert (located.owner, located.name, located.original) == (module, "constant", 5)
-
-
-@pytest.mark.parametrize(("value", "found"), [(True, "type bool"), ("5", "type str"), (property(), "type property")])
-def test_a_value_of_another_type(module: Any, value: Any, found: str) -> None:
-    module.constant = value
-    with pytest.raises(SeamError, match=f"expected a value of type int, found a value of {found}"):
-        Seam("upstream_of_seams:constant", holds=int).locate("1.0")
 
 
 @pytest.mark.parametrize("content", ["raise RuntimeError('built for another torch')", "1 +", "import not_there_at_all"])
@@ -311,12 +299,62 @@ def test_an_overwritten_value_stays_theirs_until_they_put_ours_back() -> None:
     left = undo(changes)
     assert [change.name for change in left] == ["a"]
     assert table == {"a": "theirs", "b": 2}
-    assert reclaim(left) == left
+    assert undo(left) == left
     table["a"] = "ours a"  # type: ignore[assignment]
-    assert reclaim(left) == []
+    assert undo(left) == []
     assert table == {"a": 1, "b": 2}
     make(changes)
     table["a"] = "theirs"  # type: ignore[assignment]
     left = undo(changes)
     table["a"] = 1  # restored without us
-    assert reclaim(left) == []
+    assert undo(left) == []
+
+
+def test_changes_are_undone_together_and_made_only_while_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, user = two_modules(monkeypatch)
+    table: dict[str, Any] = {"a": 1, "b": 2}
+    changes, old = Changes(), home.f
+    changes.add(table, "a", "too early")
+    back = changes.activate()
+    for value in ("ours", "a second value"):
+        changes.add(table, "a", value)
+    changes.add(table, "b", "ours")
+    new, added = (lambda: "new"), (lambda: "added")
+    changes.add(home, "f", new)
+    changes.add(home, "added", added)
+    user.added = added  # an alias of an attribute that was not there before
+    assert (table, home.f, home.added) == ({"a": "ours", "b": "ours"}, new, added)
+    table["b"] = "theirs"
+    left = back()
+    assert [change.target for change in left] == ["the entry 'b'"]
+    assert (table, home.f, user.imported, user.added) == ({"a": 1, "b": "theirs"}, old, old, added)
+    assert not hasattr(home, "added")
+    changes.add(table, "a", "too late")
+    table["b"] = "ours"
+    assert undo(left) == []
+    assert table == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("target", ["swap_home:f", "test_seams:Handle.undo"])
+def test_the_target_of_a_change(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, _ = two_modules(monkeypatch)
+    owner, name = (home, "f") if target == "swap_home:f" else (Handle, "undo")
+    assert Change(owner, name).target == target.replace("test_seams", Handle.__module__)
+
+
+def test_a_handle_is_done_once_all_is_restored() -> None:
+    """A value that other code has overwritten is restored by a later call, where ours is back by then."""
+    table: dict[str, Any] = {"a": 1}
+    changes = [Change(table, "a", "ours")]
+    make(changes)
+    handle = Handle(lambda: bool(undo(changes)))
+    table["a"] = "theirs"
+    with handle:
+        assert handle.active
+    assert (handle.active, table) == (False, {"a": "theirs"})
+    table["a"] = "ours"
+    handle.undo()
+    assert table == {"a": 1}
+    table["a"] = "ours"  # somebody's own by now
+    handle.undo()
+    assert table == {"a": "ours"}

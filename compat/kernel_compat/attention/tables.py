@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedFeatureError
-from ..patching.swap import Change, make, reclaim, undo
+from ..patching.swap import Change, make, undo
 from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
 from .registry import AttentionName
@@ -28,7 +28,7 @@ class Tables:
     def add(self, entry: AttentionName) -> str | None:
         """Enter a name in transformers' tables; returns why not where another project's entry is in the way."""
         functions, masks = tables()
-        self._left = reclaim(self._left)
+        self._left = undo(self._left)
         if entry.name in functions and not entry.override:
             theirs = functions[entry.name]
             return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
@@ -60,7 +60,7 @@ class Tables:
 
     def left(self) -> list[str]:
         """The entries that other code has overwritten, for people: ``the attention function of 'NAME'``."""
-        self._left = reclaim(self._left)
+        self._left = undo(self._left)
         functions, _ = tables()
         kinds = ((change, "attention" if change.owner is functions else "mask") for change in self._left)
         return list(dict.fromkeys(f"the {kind} function of {change.name!r}" for change, kind in kinds))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..errors import UnsupportedFeatureError
 from ..patching import swap
-from ..patching.wrapping import covered, put_beneath, slip_beneath
+from ..patching.wrapping import covered, put_beneath
 
 #: On functions of ours: the ops that they are for, with the config's value.
 MARK = "__kernel_compat_op__"
@@ -46,10 +46,10 @@ class Change:
         attributes = vars(self.module)
         self._slot = slot(self.module) if self.name == "forward" else self.name
         self._after = MethodType(self.value, self.module) if isinstance(self.value, FunctionType) else self.value
-        layer = covered(self.module) if self._slot == "forward" else None
-        if layer is not None:
-            self._before = layer.inner if layer.in_instance else swap.ABSENT
-            slip_beneath(self.module, self._after)
+        beneath = covered(self.module) if self._slot == "forward" else swap.ABSENT
+        if beneath is not swap.ABSENT:
+            self._before = swap.ABSENT if beneath is None else beneath
+            put_beneath(self.module, beneath, self._after)
         else:
             change = swap.Change(attributes, self._slot, self._after)
             swap.make([change])
@@ -118,8 +118,8 @@ def _own(module: Any) -> Any:
 
 
 def _top(module: Any) -> Any:
-    layer = covered(module)
-    return layer.inner if layer is not None else vars(module).get("forward")
+    beneath = covered(module)
+    return vars(module).get("forward") if beneath is swap.ABSENT else beneath
 
 
 def require_unreplaced(module: Any, path: str, op: str, kernel: str) -> None:

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 __all__ = ["Handle"]
 
 
 class Handle:
-    """Undoes one patch: by `undo()`, or at the end of a ``with`` block."""
+    """Undoes one patch: by `undo()`, or at the end of a ``with`` block.
 
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo: Callable[[], None] | None = undo
-        self._lock = threading.Lock()
+    Args:
+        undo: restores the values that are still ours; returns whether other code has overwritten some.
+    """
 
-    @property
-    def active(self) -> bool:
-        """Whether `undo` hasn't been called yet."""
-        return self._undo is not None
+    def __init__(self, undo: Callable[[], bool | None]) -> None:
+        self._undo: Callable[[], bool | None] | None = undo
+        self._lock = threading.RLock()
+        #: Whether `undo` hasn't been called yet.
+        self.active = True
 
     def undo(self) -> None:
-        """Undo the patch; a second call does nothing."""
+        """Undo the patch. A value that other code has overwritten stays theirs; a later call restores it if ours is back by then."""
         with self._lock:
-            undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+            self.active = False
+            if self._undo is not None and not self._undo():
+                self._undo = None
 
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()

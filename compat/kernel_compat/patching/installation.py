@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import product
 from types import ModuleType
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from ..errors import KernelCompatError, SeamError
 from .report import Report, ShimReport
 from .seam import Located
 from .shim import Shim, discover
-from .swap import make, reclaim, swap, undo
+from .swap import Change, make, swap, undo
 
 __all__ = ["Installation", "Participant"]
 
@@ -32,11 +33,11 @@ class Participant(Protocol):
         """Called by `uninstall()` before the shims are undone; returns the values that other code has overwritten."""
 
 
+@dataclass
 class _Applied:
-    def __init__(self, shim: Shim, seams: list[Located]) -> None:
-        self.shim = shim
-        self.seams = seams
-        self.undo: Callable[[], None] = lambda: None
+    seams: list[Located]
+    #: Undoes what the shim's `complete` did, and returns the changes that other code has overwritten.
+    undo: Callable[[], Iterable[Change] | None] = lambda: ()
 
 
 class Installation:
@@ -45,26 +46,26 @@ class Installation:
     Args:
         participants: called by `install` and `uninstall`, in this order.
         discover: returns the shims, and the errors by name of the entry points that could not be loaded.
-        detect: returns the environment, given further distributions to look at; None for `Environment.detect`.
+        detect: returns the environment, given further distributions to look at.
     """
 
     def __init__(
         self,
         participants: Sequence[Participant] = (),
         discover: Callable[[], tuple[list[Shim], dict[str, str]]] = discover,
-        detect: Callable[[Iterable[str]], Environment] | None = None,
+        detect: Callable[[Iterable[str]], Environment] = Environment.detect,
     ) -> None:
         self._participants = participants
         self._discover = discover
-        self._detecting = detect
+        self._detect = detect
         self._lock = threading.RLock()
         #: Whether `install()` is in force.
         self.active = False
         self._skip: frozenset[str] = frozenset()
         self._applied: dict[str, _Applied] = {}
         self._failed: dict[str, str] = {}
-        # By shim, the seams that other code had overwritten when they were undone.
-        self._left: list[tuple[str, Located]] = []
+        # Changes that other code had overwritten when they were undone, and their shims.
+        self._left: dict[Change, str] = {}
         # `installed()` blocks that are open, and whether the first found nothing installed.
         self._blocks = 0
         self._blocks_own = False
@@ -82,59 +83,53 @@ class Installation:
         if isinstance(skip, str):
             raise TypeError(f"skip takes a list of shim names, not the string {skip!r}")
         skip = frozenset(skip)
-        shims, broken = self._discover()
+        found = environment, shims, broken = self._look()
         unknown = sorted(map(repr, skip - {shim.name for shim in shims} - set(broken)))
         if unknown:
             known = ", ".join(shim.name for shim in shims)
             raise ValueError(f"skip names unknown shims: {', '.join(unknown)}; there are: {known or 'none'}")
-        environment = self._detect(shims)
         for participant in self._participants:
             participant.prepare(environment)
         needed = [shim for shim in shims if shim.name not in skip and _unapplied(shim, environment).state == "pending"]
         # Imports the modules before the lock is taken: an import waits for other threads' imports, and one of those may
         # wait for the lock. Seams are located again under the lock.
         for shim in needed:
-            _locate(shim, environment)
+            with suppress(SeamError):
+                _locate(shim, environment)
         with self._lock:
-            self._undo([name for name in self._applied if name in skip])
-            self._reclaim()
-            self._skip = skip
-            self._failed = {}
+            self._undo(skip)
+            self._skip, self._failed = skip, {}
             before = set(self._applied)
             try:
                 for shim in needed:
                     if shim.name not in self._applied:
                         self._apply(shim, environment)
             finally:  # after Ctrl-C too: the next call takes every applied shim for whole
-                self._rebind([name for name in self._applied if name not in before])
+                self._rebind(self._applied.keys() - before)
             self.active = True
             for participant in self._participants:
                 participant.publish(environment)
-            return self._report(environment, shims, broken)
+            return self._report(*found)
 
     def uninstall(self) -> Report:
         """Call the participants, and restore the objects that were there before `install()`.
 
         A value that other code has overwritten stays theirs; the report's `left_alone` names it.
         """
-        shims, broken = self._discover()
-        environment = self._detect(shims)
+        found = self._look()
         with self._lock:
             self.active = False
             left = [name for participant in self._participants for name in participant.withdraw()]
-            self._undo(list(self._applied))
-            self._reclaim()
-            left += dict.fromkeys(f"{seam.seam.target} (shim {name})" for name, seam in self._left)
-            self._skip = frozenset()
-            self._failed = {}
-            return replace(self._report(environment, shims, broken), left_alone=tuple(left))
+            self._undo(self._applied)
+            left += dict.fromkeys(f"{change.target} (shim {name})" for change, name in self._left.items())
+            self._skip, self._failed = frozenset(), {}
+            return replace(self._report(*found), left_alone=tuple(left))
 
     def status(self) -> Report:
         """The report of `install()` as of now; changes nothing and imports no other project."""
-        shims, broken = self._discover()
-        environment = self._detect(shims)
+        found = self._look()
         with self._lock:
-            return self._report(environment, shims, broken)
+            return self._report(*found)
 
     @contextmanager
     def installed(self, *, skip: Collection[str] = ()) -> Iterator[Report]:
@@ -157,97 +152,66 @@ class Installation:
                 elif outer is not None and outer != self._skip:
                     self.install(skip=outer)
 
-    def _detect(self, shims: list[Shim]) -> Environment:
-        return (self._detecting or Environment.detect)([shim.distribution for shim in shims])
+    def _look(self) -> tuple[Environment, list[Shim], dict[str, str]]:
+        shims, broken = self._discover()
+        return self._detect([shim.distribution for shim in shims]), shims, broken
 
     def _apply(self, shim: Shim, environment: Environment) -> None:
         """Apply a shim, or note why that failed."""
         try:
             located = _locate(shim, environment)
-            if isinstance(located, SeamError):
-                raise located
-            self._replace(shim, located)
-        except KernelCompatError as error:
-            self._failed[shim.name] = str(error)
-        except Exception as error:
-            self._failed[shim.name] = f"{type(error).__name__}: {error}"
-
-    def _replace(self, shim: Shim, located: list[Located]) -> None:
-        for seam in located:
-            for other in self._applied.values():
-                # Under another name too: undoing one of the two would leave its replacement inside the other's.
-                if any(
-                    seam.original is theirs.replacement
-                    or (seam.seam.holds is None and seam.original is theirs.original)
-                    or (seam.owner is theirs.owner and seam.name == theirs.name)
-                    for theirs in other.seams
-                ):
-                    raise KernelCompatError(f"{seam.seam.target} is replaced by the shim {other.shim.name} already")
-        expected = {seam.name for seam in located}
-        if len(expected) < len(located):
+            self._require_untouched(located)
+            replacements = shim.replace({seam.name: seam.original for seam in located})
             names = sorted(seam.name for seam in located)
-            raise KernelCompatError(f"shim {shim.name} has several seams of one name: {names}")
-        replacements = shim.replace({seam.name: seam.original for seam in located})
-        if set(replacements) != expected:
-            raise KernelCompatError(
-                f"shim {shim.name} replaces {sorted(replacements)} where its seams are {sorted(expected)}"
-            )
-        for seam in located:
-            seam.replacement = replacements[seam.name]
-        make(located)
-        self._applied[shim.name] = applied = _Applied(shim, located)
-        try:
-            applied.undo = shim.complete()
-        except BaseException:
-            self._undo([shim.name])
-            raise
+            if sorted(replacements) != names:
+                raise KernelCompatError(f"shim {shim.name} replaces {sorted(replacements)} where its seams are {names}")
+            for seam in located:
+                seam.replacement = replacements[seam.name]
+            make(located)
+            self._applied[shim.name] = _Applied(located)
+            try:
+                self._applied[shim.name].undo = shim.complete()
+            except BaseException:
+                self._undo([shim.name])
+                raise
+        except Exception as error:
+            self._failed[shim.name] = _message(error)
 
-    def _rebind(self, shims: list[str]) -> None:
+    def _require_untouched(self, located: list[Located]) -> None:
+        """Refuse seams that another shim has replaced, under other names too: undoing one would leave it inside the other's."""
+        for name, applied in self._applied.items():
+            for seam, theirs in product(located, applied.seams):
+                same = seam.owner is theirs.owner and seam.name == theirs.name
+                if same or seam.original in (theirs.original, theirs.replacement):
+                    raise KernelCompatError(f"{seam.target} is replaced by the shim {name} already")
+
+    def _rebind(self, shims: Collection[str]) -> None:
         """Rebind the names that other modules have imported of these shims' seams: one search of all modules for all of them."""
-        try:
-            swap((), self._aliases(shims))
-        except Exception:  # a module refuses: that shim fails, and the others don't
-            for name in shims:
-                try:
-                    swap((), self._aliases([name]))
-                except Exception as error:
-                    self._undo([name])
-                    self._failed[name] = f"{type(error).__name__}: {error}"
-        except BaseException:
-            self._undo(shims)
-            raise
-
-    def _aliases(self, shims: list[str]) -> list[tuple[object, object]]:
         seams = [seam for name in shims for seam in self._applied[name].seams]
-        return [(seam.original, seam.replacement) for seam in seams if isinstance(seam.owner, ModuleType)]
+        try:
+            swap((), [(seam.original, seam.replacement) for seam in seams if isinstance(seam.owner, ModuleType)])
+        except BaseException as error:  # a module that refuses, or Ctrl-C
+            self._undo(shims)
+            self._failed |= dict.fromkeys(shims, _message(error))
+            if not isinstance(error, Exception):
+                raise
 
-    def _undo(self, shims: list[str]) -> None:
-        """Restore the seams of these shims, last applied first, and note the ones that other code has overwritten."""
-        undone = [name for name in reversed(list(self._applied)) if name in shims]
-        for name in undone:
-            self._applied[name].undo()
-            self._applied[name].undo = lambda: None  # it isn't undone twice if the rest fails
-        seams = {seam: name for name in undone for seam in self._applied[name].seams}
-        left = undo(seams)
-        for name in undone:
-            del self._applied[name]
-        self._left += [(seams[seam], seam) for seam in left]
-
-    def _reclaim(self) -> None:
-        still = reclaim([seam for _, seam in self._left])
-        self._left = [(name, seam) for name, seam in self._left if seam in still]
+    def _undo(self, shims: Collection[str]) -> None:
+        """Restore the seams of these shims, last applied first, and those left by earlier calls that are ours again."""
+        for name in [name for name in reversed(self._applied) if name in shims]:
+            left = self._applied[name].undo() or ()
+            self._left |= dict.fromkeys([*left, *self._applied.pop(name).seams], name)
+        self._left = {change: self._left[change] for change in undo(self._left)}
 
     def _report(self, environment: Environment, shims: list[Shim], broken: dict[str, str]) -> Report:
-        entries = [
-            ShimReport(name, "failed", f"its entry point could not be loaded: {error}")
-            for name, error in broken.items()
-        ]
+        problem = "its entry point could not be loaded"
+        entries = [ShimReport(name, "failed", f"{problem}: {error}") for name, error in broken.items()]
         for shim in shims:
             entry = _unapplied(shim, environment)
             if applied := self._applied.get(shim.name):
-                targets = tuple(seam.seam.target for seam in applied.seams)
-                foreign = tuple(seam.seam.target for seam in applied.seams if not seam.in_place)
-                entry = ShimReport(shim.name, "applied", shim.reason, targets, foreign)
+                foreign = tuple(seam.target for seam in applied.seams if not seam.in_place)
+                seams = tuple(seam.target for seam in applied.seams)
+                entry = ShimReport(shim.name, "applied", shim.reason, seams, foreign)
             elif shim.name in self._skip:
                 entry = replace(entry, state="skipped", reason="left out by install(skip=...)")
             elif shim.name in self._failed:
@@ -256,21 +220,21 @@ class Installation:
         return Report(environment, self.active, tuple(entries))
 
 
-def _locate(shim: Shim, environment: Environment) -> list[Located] | SeamError:
+def _locate(shim: Shim, environment: Environment) -> list[Located]:
     version = environment.packages[shim.distribution]
-    try:
-        return [seam.locate(version) for seam in shim.seams_for(version)]
-    except SeamError as error:
-        return error
+    return [seam.locate(version) for seam in shim.seams_for(version)]
+
+
+def _message(error: BaseException) -> str:
+    return str(error) if isinstance(error, KernelCompatError) else f"{type(error).__name__}: {error}"
 
 
 def _unapplied(shim: Shim, environment: Environment) -> ShimReport:
-    """The state of a shim that isn't applied: not needed, pending, or failed by its own fault."""
+    """The report of a shim that isn't applied: not needed, pending, or failed by its own fault."""
     try:
-        reason = shim.not_needed(environment)
-        if reason is not None:
+        if (reason := shim.not_needed(environment)) is not None:
             return ShimReport(shim.name, "not needed", reason)
         targets = tuple(seam.target for seam in shim.seams_for(environment.packages[shim.distribution]))
         return ShimReport(shim.name, "pending", shim.reason, targets)
     except Exception as error:  # a specifier that is none, a check of its own that fails
-        return ShimReport(shim.name, "failed", f"{type(error).__name__}: {error}")
+        return ShimReport(shim.name, "failed", _message(error))

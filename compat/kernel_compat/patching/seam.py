@@ -24,29 +24,27 @@ class Seam:
         parameters: the names its leading parameters must have, in order. Parameters after these are accepted
             if they have defaults: a release that adds an option doesn't break a replacement that passes it on.
         versions: releases of the shim's distribution that have this seam; it is left alone on the others.
-        holds: for an attribute that is a value, not a function: the type it must have.
         inherited: for a class that inherits the attribute: it gets one of its own, which `undo` deletes.
     """
 
     target: str
     parameters: tuple[str, ...] = ()
     versions: str = ""
-    holds: type | None = None
     inherited: bool = False
 
     @property
     def module(self) -> str:
-        """The module that has the attribute."""
+        """The part before the colon."""
         return self.target.partition(":")[0]
 
     @property
     def attribute(self) -> str:
-        """The attribute, with its class if it has one."""
+        """The part after the colon."""
         return self.target.partition(":")[2]
 
     @property
     def name(self) -> str:
-        """The last component: the key of the original in the mapping that a shim's `replace` takes."""
+        """The last part: the key of the original in the mapping that a shim's `replace` takes."""
         return self.attribute.rpartition(".")[2]
 
     def applies_to(self, version: str) -> bool:
@@ -57,35 +55,26 @@ class Seam:
         """Import the module, find the attribute and verify its parameters.
 
         Raises:
-            SeamError: the module can't be imported, the attribute isn't there, or its parameters or type differ.
+            SeamError: the module can't be imported, the attribute isn't there, or its parameters differ.
         """
-        if self.holds is None:
-            expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
-        else:
-            expected = f"a value of type {self.holds.__name__}"
+        problem: str | None = "a module that can't be imported"
+        cause: Exception | None = None
         try:
             owner: Any = importlib.import_module(self.module)
-        except Exception as error:  # a broken install raises any error
-            found = f"a module that can't be imported ({type(error).__name__}: {error})"
-            raise SeamError(self.target, expected, found, version) from error
-        *parents, name = self.attribute.split(".")
-        for part in parents:
-            try:
-                owner = getattr(owner, part, None)
-            except Exception as error:  # transformers imports its parts on first access
-                found = f"nothing of that name ({type(error).__name__}: {error})"
-                raise SeamError(self.target, expected, found, version) from error
-        own = name in getattr(owner, "__dict__", ())
-        if not own and not (self.inherited and hasattr(owner, name)):
-            raise SeamError(self.target, expected, "nothing of that name", version)
-        original = vars(owner)[name] if own else getattr(owner, name)
-        if self.holds is None:
-            problem = parameter_problem(getattr(owner, name), self.parameters)
-        else:
-            problem = None if type(original) is self.holds else f"a value of type {type(original).__name__}"
+            problem = "nothing of that name"
+            *parents, name = self.attribute.split(".")
+            for part in parents:
+                owner = getattr(owner, part)
+            value = getattr(owner, name)
+            original = getattr(owner, "__dict__", {}).get(name, value if self.inherited else ABSENT)
+            if original is not ABSENT:
+                problem = parameter_problem(value, self.parameters)
+        except Exception as error:  # a broken install raises any error; transformers imports its parts on first access
+            problem, cause = f"{problem} ({type(error).__name__}: {error})", error
         if problem:
-            raise SeamError(self.target, expected, problem, version)
-        return Located(owner, name, before=original if own else ABSENT, original=original, seam=self)
+            expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
+            raise SeamError(self.target, expected, problem, version) from cause
+        return Located(owner, name, original=original, seam=self)
 
 
 def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
@@ -107,12 +96,12 @@ def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
 
 @dataclass(eq=False)
 class Located(Change):
-    """A seam found in this process.
-
-    Attributes:
-        original: the attribute, of which the replacement is made; `before` is `ABSENT` where a class inherits it.
-        seam: the seam.
-    """
+    """A seam found in this process, with the attribute of which the replacement is made."""
 
     original: Any = None
     seam: Seam = field(kw_only=True)
+
+    @property
+    def target(self) -> str:
+        """The seam's: where it was looked up."""
+        return self.seam.target

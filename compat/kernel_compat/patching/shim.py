@@ -12,8 +12,9 @@ from packaging.utils import canonicalize_name
 
 from ..environment import Environment
 from .seam import Seam
+from .swap import Change
 
-__all__ = ["Shim", "discover"]
+__all__ = ["Shim", "discover", "each"]
 
 ENTRY_POINT_GROUP = "kernel_compat.shims"
 
@@ -34,7 +35,8 @@ class Shim:
             under the same names. It must change nothing itself: the installation does the swapping.
         unneeded_because: returns why the shim has nothing to do in an environment its versions match, or None.
         complete: does the rest, where replacing attributes is not enough: called once they are replaced, and returns the
-            function that undoes it, which is called before they are restored.
+            function that undoes it, called before they are restored. That one returns None, or the `swap.Change`s that other
+            code has overwritten since.
         upstream: issues and pull requests (``"huggingface/transformers#44559"``), or the release and the function, that show
             why it is needed.
         delete_when: the condition under which it can be deleted.
@@ -47,7 +49,7 @@ class Shim:
     seams: tuple[Seam, ...]
     replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     unneeded_because: Callable[[Environment], str | None] = lambda environment: None
-    complete: Callable[[], Callable[[], None]] = lambda: lambda: None
+    complete: Callable[[], Callable[[], Iterable[Change] | None]] = lambda: lambda: None
     upstream: str = ""
     delete_when: str = ""
 
@@ -68,6 +70,11 @@ class Shim:
         if not SpecifierSet(self.versions).contains(version, prereleases=True):
             return f"{self.distribution} {version} is not in {self.versions}"
         return self.unneeded_because(environment)
+
+
+def each(replacement_of: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """A shim's `replace` that makes each replacement of its original alone."""
+    return lambda originals: {name: replacement_of(original) for name, original in originals.items()}
 
 
 def discover(points: Iterable[EntryPoint] | None = None) -> tuple[list[Shim], dict[str, str]]:

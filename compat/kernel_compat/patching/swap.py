@@ -1,22 +1,19 @@
 """Sets attributes and dict entries of other projects, and restores them: the only place that does.
 
-One rule for a value that other code has overwritten since: it stays theirs when ours is undone, and is reported. It is ours
-again where they put our value back, and `reclaim` restores it then.
+One rule for a value that other code has overwritten since: it stays theirs when ours is undone, and is reported. Where they
+put our value back, the next `undo` restores the one before it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["ABSENT", "Change", "make", "reclaim", "swap", "undo"]
-
-
-#: Packages that import no project that is patched but their own. Most module-level names of a process are theirs.
-_FOUNDATIONS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "mpmath"})
+__all__ = ["ABSENT", "Change", "Changes", "make", "swap", "undo"]
 
 
 class _Absent:
@@ -51,7 +48,18 @@ class Change:
     @property
     def in_place(self) -> bool:
         """Whether the value is still ours."""
-        return _same(self.current, self.replacement)
+        ours, current = self.replacement, self.current
+        # Each access to a method makes a new object of it.
+        return current is ours or (type(current) is type(ours) is MethodType and bool(current == ours))
+
+    @property
+    def target(self) -> str:
+        """Where it is, for people: ``package.module:Class.attribute``."""
+        if isinstance(self.owner, type):
+            return f"{self.owner.__module__}:{self.owner.__qualname__}.{self.name}"
+        return (
+            f"{self.owner.__name__}:{self.name}" if isinstance(self.owner, ModuleType) else f"the entry {self.name!r}"
+        )
 
 
 C = TypeVar("C", bound=Change)
@@ -68,37 +76,46 @@ def undo(changes: Iterable[C]) -> list[C]:
     """Restore the values that are still ours, in this order, and every module-level name that is bound to our replacement.
 
     Returns:
-        The changes that other code has overwritten: they stay theirs.
+        The changes that other code has overwritten: they stay theirs, until another call finds ours back. A value that is
+        as it was before ours is none of them.
     """
-    changes = list(changes)
-    left = [change for change in changes if not change.in_place]
-    swap(
-        [(change.owner, change.name, change.before) for change in changes if change not in left],
-        [(change.replacement, change.before) for change in changes if isinstance(change.owner, ModuleType)],
-    )
-    return left
-
-
-def reclaim(left: Iterable[C]) -> list[C]:
-    """Restore the values that other code has put back to ours since `undo` left them as theirs.
-
-    Returns:
-        The changes that are still overwritten. One whose value is as it was before ours is none any more.
-    """
-    left = list(left)
-    while ours := next((change for change in left if change.in_place), None):
-        undo([ours])
-        left.remove(ours)
+    left = list(changes)
+    aliases = [(c.replacement, c.before) for c in left if isinstance(c.owner, ModuleType) and c.before is not ABSENT]
+    while (ours := [change for change in left if change.in_place]) or aliases:
+        swap([(change.owner, change.name, change.before) for change in ours], aliases)
+        aliases = []
+        left = [change for change in left if change not in ours]
     # Any of their earlier values will do: ours may have been there twice, beneath and above a patch of theirs.
     earlier = [(change.owner, change.name, change.before) for change in left]
-    return [
-        change
-        for change in left
-        if not any(
-            owner is change.owner and name == change.name and before is change.current
-            for owner, name, before in earlier
-        )
-    ]
+    return [c for c in left if not any(o is c.owner and n == c.name and v is c.current for o, n, v in earlier)]
+
+
+class Changes:
+    """Changes that are made one by one while they are active, and undone together. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[tuple[int, str], Change] = {}
+        self.active = False
+
+    def activate(self) -> Callable[[], list[Change]]:
+        """Make changes from now on. Returns the function that undoes them, which returns the same as `undo`."""
+        self.active = True
+        return self._undo
+
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        """Set a value. Does nothing while inactive, or where a value has been set already."""
+        with self._lock:
+            if self.active and (id(owner), name) not in self._made:
+                change = Change(owner, name, value)
+                make([change])
+                self._made[id(owner), name] = change
+
+    def _undo(self) -> list[Change]:
+        with self._lock:
+            self.active = False
+            made, self._made = self._made, {}
+            return undo(reversed(made.values()))
 
 
 def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[Any, Any]] = ()) -> None:
@@ -109,17 +126,13 @@ def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[An
     """
     # One pass over the modules for all aliases. Keyed by identity: equality is theirs to define.
     renamed = {id(old): (old, new) for old, new in aliases}
-    homes = {str(getattr(old, "__module__", "")).partition(".")[0] for old, _ in renamed.values()}
-    skipped = _FOUNDATIONS - homes if all(homes) else frozenset()
     done: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in assignments:
             before = _read(owner, name)
             _write(owner, name, value)
             done.append((owner, name, before))
-        for path, module in list(sys.modules.items()) if renamed else []:
-            if path.partition(".")[0] in skipped:
-                continue
+        for module in list(sys.modules.values()) if renamed else ():
             if not issubclass(type(module), ModuleType):  # isinstance would call the object's own __class__
                 continue
             if renamed.keys().isdisjoint(map(id, tuple(vars(module).values()))):
@@ -149,8 +162,3 @@ def _write(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
     elif name in vars(owner):
         delattr(owner, name)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are one; each access to a method makes a new object of it."""
-    return one is other or (type(one) is type(other) is MethodType and one == other)

@@ -5,13 +5,10 @@ The wrapped forward is an attribute of the instance. Other projects may put thei
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 import threading
-import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .handle import Handle
@@ -20,16 +17,15 @@ from .swap import ABSENT, swap
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Layer", "assert_same_signature", "covered", "put_beneath", "slip_beneath", "wrap"]
+__all__ = ["assert_same_signature", "covered", "put_beneath", "wrap"]
 
 #: Called as ``around(inner, args, kwargs)``; returns the result of the forward. Must be picklable.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: The attribute of a module that holds its `_Wrapped`.
+#: The attribute of a module that lists its `_Forward`s. More than one if other code's forward is between two of ours.
 STATE = "_kernel_compat_wrapped"
 
 _lock = threading.RLock()
-_numbers = itertools.count()
 
 
 def wrap(modules: Sequence[nn.Module], around: Around) -> Handle:
@@ -42,18 +38,18 @@ def wrap(modules: Sequence[nn.Module], around: Around) -> Handle:
         ours stays, and `around` has no effect in it any more.
 
     Raises:
-        TypeError: the forward of a module has no signature.
+        TypeError: the forward of a module has no signature, or is a static method.
     """
     with _lock:
-        layers = [_layer_over(module) for module in modules]
-        number = next(_numbers)
+        for module in modules:
+            assert_same_signature(module.forward, _Forward(module, vars(module).get("forward"), []))
         try:
-            for module, layer in zip(modules, layers, strict=True):
-                _place(module, layer, number, around)
+            for module in modules:
+                _place(module, around)
         except BaseException:
-            _take_back(modules, number)
+            _take_back(modules, around)
             raise
-    return Handle(lambda: _take_back(modules, number))
+    return Handle(lambda: _take_back(modules, around))
 
 
 def assert_same_signature(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -65,8 +61,14 @@ def assert_same_signature(original: Callable[..., Any], replacement: Callable[..
         TypeError: they differ, which the message shows, or one has no signature.
     """
     taken, found = _signature(original), _signature(replacement)
-    pairs = itertools.zip_longest(taken.parameters.values(), found.parameters.values())
-    if not all(one and other and _same_parameter(one, other) for one, other in pairs):
+    one, other = (
+        [(p.name, p.kind, type(p.default), p.default) for p in each.parameters.values()] for each in (taken, found)
+    )
+    try:
+        same = one == other
+    except Exception:  # a default may be anything: == of two tensors is no truth value
+        same = False
+    if not same:
         raise TypeError(f"the original takes {taken}, its replacement {found}")
 
 
@@ -77,186 +79,77 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         raise TypeError(f"{function!r} has no signature: {error}") from error
 
 
-def _same_parameter(one: inspect.Parameter, other: inspect.Parameter) -> bool:
-    if (one.name, one.kind) != (other.name, other.kind):
-        return False
-    if one.default is other.default:
-        return True
-    try:
-        return type(one.default) is type(other.default) and bool(one.default == other.default)
-    except Exception:  # a default may be anything: == of two tensors is no truth value
-        return False
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The forward beneath one of ours.
+class _Forward:
+    """Our forward on one module, an attribute of the instance, with which it is copied and pickled.
 
     Attributes:
-        inner: the function that ours calls. None: the class's forward of the moment, since FSDP swaps the class of a
+        module: the module.
+        inner: the forward that it replaced in the instance. None: the class's of the moment, since FSDP swaps the class of a
             module and transformers' checkpointing looks up whether it was called through that class.
-        in_instance: whether `inner` was an attribute of the instance, to be put back.
+        arounds: the functions of the calls of `wrap` that are not undone, the latest last. All forwards of a module share it.
     """
 
-    inner: Callable[..., Any] | None
-    in_instance: bool
-
-
-class _Wrapped:
-    """Our forwards on one module, and the calls of `wrap` that are not undone on it.
-
-    In the module's __dict__, so that it is copied with the module and the copy is independent.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, arounds: list[Around]) -> None:
         self.module = module
-        #: By the number of the call of `wrap`, the latest last.
-        self.calls: dict[int, Around] = {}
-        #: More than one if other code's forward is between two of ours.
-        self.layers: list[Layer] = []
-        self.around: Around | None = None
+        self.inner = inner
+        self.arounds = arounds
 
-    def settle(self) -> None:
-        self.around = next(reversed(self.calls.values()), None)
+    #: As of every forward; code that wraps this one takes it over.
+    __name__ = "forward"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.module, self.calls, self.layers)
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward beneath, with the signature of which this one is called."""
+        return MethodType(type(self.module).forward, self.module) if self.inner is None else self.inner
 
-
-def _unpickle(module: nn.Module, calls: dict[int, Around], layers: list[Layer]) -> _Wrapped:
-    """The state of a module that is being unpickled or deep-copied, and its forward.
-
-    A method is pickled as the look-up of its name. The state comes before the forward in the module's __dict__, so
-    that the look-up finds the forward placed here, not the class's.
-    """
-    state = _Wrapped(module)
-    state.calls.update(calls)
-    state.layers.extend(layers)
-    state.settle()
-    vars(module)["forward"] = _method(module, layers[-1], len(layers) - 1)
-    return state
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner
+        if inner is None:  # not `__wrapped__`: torch.compile knows no MethodType
+            inner, args = type(self.module).forward, (self.module, *args)
+        return self.arounds[-1](inner, args, kwargs) if self.arounds else inner(*args, **kwargs)
 
 
-def _layer_over(module: nn.Module) -> Layer:
-    """The layer of a new forward of ours, having checked that it would take the same arguments."""
-    present = vars(module).get("forward")
-    if present is not None:
-        layer = Layer(present, in_instance=True)
-    elif isinstance(inspect.getattr_static(module, "forward"), types.FunctionType):
-        layer = Layer(None, in_instance=False)
-    else:  # a static method or the like
-        layer = Layer(module.forward, in_instance=False)
-    assert_same_signature(module.forward, _method(module, layer, 0))
-    return layer
+def _forwards(module: nn.Module) -> list[_Forward]:
+    """Our forwards on a module. A shallow copy has the original's, which are not its own."""
+    return [forward for forward in vars(module).get(STATE, ()) if forward.module is module]
 
 
-def _method(module: nn.Module, layer: Layer, index: int) -> types.MethodType:
-    """Our forward, bound: a deep copy of a method belongs to the copied module, one of a closure to the original."""
-    forward = _function(index)
-    original = layer.inner or type(module).forward
-    # Without its attributes: torch.compile leaves some on functions, which say what to call in their place.
-    functools.update_wrapper(forward, original, updated=())
-    forward.__name__ = "forward"  # by which it is pickled
-    if layer.inner is not None:
-        # It is bound already, which __wrapped__ would hide; and copies share this function, which must not hold it.
-        del forward.__wrapped__  # type: ignore[attr-defined]
-        signature, this = _signature(original), inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [this, *signature.parameters.values()]
-        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return types.MethodType(forward, module)
+def _place(module: nn.Module, around: Around) -> None:
+    forwards, present = _forwards(module), vars(module).get("forward")
+    arounds = forwards[0].arounds if forwards else []
+    if present not in forwards:
+        forwards.append(_Forward(module, present, arounds))
+        swap([(vars(module), "forward", forwards[-1]), (vars(module), STATE, forwards)])
+    arounds.append(around)
 
 
-def _function(index: int) -> Callable[..., Any]:
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, index, args, kwargs)
-
-    return forward
-
-
-_CODE = _function(0).__code__
-
-
-def _run(module: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    state = module.__dict__.get(STATE)
-    if state is None or index >= len(state.layers):  # other code kept the method from before it was taken back
-        return module.forward(*args, **kwargs)
-    inner, around = state.layers[index].inner, state.around
-    if inner is None:
-        inner, args = type(module).forward, (module, *args)
-    if around is None:
-        return inner(*args, **kwargs)
-    return around(inner, args, kwargs)
-
-
-def _state_of(module: nn.Module) -> _Wrapped | None:
-    state = vars(module).get(STATE)
-    return state if state is not None and state.module is module else None  # a shallow copy has the original's
-
-
-def _index_in_place(module: nn.Module) -> int | None:
-    """Which of our forwards is in place; None: none of ours."""
-    present = vars(module).get("forward")
-    if not isinstance(present, types.MethodType) or present.__self__ is not module:
-        return None
-    if getattr(present.__func__, "__code__", None) != _CODE:
-        return None
-    return int(present.__func__.__closure__[0].cell_contents)  # type: ignore[index]
-
-
-def _place(module: nn.Module, layer: Layer, number: int, around: Around) -> None:
-    attributes = vars(module)
-    state = _state_of(module) or _Wrapped(module)
-    if _index_in_place(module) is None:
-        method = _method(module, layer, len(state.layers))
-        state.layers.append(layer)
-        # The state comes before the forward, as _unpickle needs it.
-        swap([(attributes, "forward", ABSENT), (attributes, STATE, state), (attributes, "forward", method)])
-    state.calls[number] = around
-    state.settle()
-
-
-def _take_back(modules: Sequence[nn.Module], number: int) -> None:
+def _take_back(modules: Sequence[nn.Module], around: Around) -> bool:
+    """Undo a call of `wrap`. Returns whether other code's forward is over one of ours."""
+    left = False
     with _lock:
         for module in modules:
-            state = _state_of(module)
-            if state is None or state.calls.pop(number, None) is None:
-                continue
-            state.settle()
-            while not state.calls and (index := _index_in_place(module)) is not None:
-                layer = state.layers[index]
-                del state.layers[index:]
-                swap([(vars(module), "forward", layer.inner if layer.in_instance else ABSENT)])
-            if not state.layers:
-                swap([(vars(module), STATE, ABSENT)])
+            forwards = _forwards(module)
+            arounds = forwards[0].arounds if forwards else []
+            arounds[:] = [other for other in arounds if other is not around]
+            while not arounds and (present := vars(module).get("forward")) in forwards:
+                swap([(vars(module), "forward", ABSENT if present.inner is None else present.inner)])
+                del forwards[forwards.index(present) :]
+            if not arounds:
+                swap([(vars(module), STATE, forwards or ABSENT)])
+                left |= bool(forwards)
+    return left
 
 
-def put_beneath(module: nn.Module, old: object, new: Callable[..., Any] | None) -> bool:
-    """Have the forward of ours that is over `old` be over `new`, None for the class's; False where none is."""
+def covered(module: nn.Module) -> Any:
+    """The forward beneath ours: one of the instance, None for the class's, `ABSENT` where ours isn't in place."""
+    present = vars(module).get("forward")
+    return present.inner if isinstance(present, _Forward) and present.module is module else ABSENT
+
+
+def put_beneath(module: nn.Module, old: Any, new: Callable[..., Any] | None) -> bool:
+    """Replace the forward `old` beneath one of ours by `new`; False where none of ours is over it. None: the class's."""
     with _lock:
-        state = _state_of(module)
-        for index, layer in enumerate(state.layers if state is not None else ()):
-            if layer.in_instance and layer.inner == old:
-                _relay(module, index, Layer(new, in_instance=new is not None))
-                return True
-    return False
-
-
-def covered(module: nn.Module) -> Layer | None:
-    """The layer of the forward of ours that is in place; None where none is."""
-    state, index = _state_of(module), _index_in_place(module)
-    return state.layers[index] if state is not None and index is not None else None
-
-
-def slip_beneath(module: nn.Module, new: Callable[..., Any]) -> None:
-    """Have the forward of ours that is in place be over `new`. The way back is `put_beneath`."""
-    with _lock:
-        index = _index_in_place(module)
-        assert index is not None
-        _relay(module, index, Layer(new, in_instance=True))
-
-
-def _relay(module: nn.Module, index: int, layer: Layer) -> None:
-    """Put one of our forwards over another layer."""
-    vars(module)[STATE].layers[index] = layer
-    if _index_in_place(module) == index:
-        swap([(vars(module), "forward", _method(module, layer, index))])
+        found = next((forward for forward in _forwards(module) if forward.inner == old), None)
+        if found is not None:
+            found.inner = new
+    return found is not None

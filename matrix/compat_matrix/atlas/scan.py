@@ -182,8 +182,6 @@ def _names(found: Found) -> list[str]:
 
 
 def _expected(seam: Seam) -> str:
-    if seam.holds is not None:
-        return f"a value of type {seam.holds.__name__}"
     return f"({', '.join([*seam.parameters, '...'])})"
 
 
@@ -200,9 +198,6 @@ def _doubt(seam: Seam, found: Found) -> _Doubt | None:
         return _Doubt(str(found), True)
     if found.kind == "unknown":
         return _Doubt(str(found), False)
-    if seam.holds is not None:
-        kind = found.type if found.kind == "value" else found.kind
-        return None if kind == seam.holds.__name__ else _Doubt(str(found), kind is not None)
     if found.kind == "value" or found.signature is None:
         return _Doubt(str(found), found.type in _NOT_CALLABLE)
 
