@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         uninstall,
         unregister_attention,
     )
-    from .attention.registry import AttentionName
+    from .attention.names import AttentionName
     from .attention.sequence_parallel.ulysses import ulysses
     from .choosing.torch_backend import use_torch_flash_backend
     from .environment import Device, Environment
@@ -54,7 +54,7 @@ _HOMES = {
         "uninstall",
         "unregister_attention",
     ),
-    "attention.registry": ("AttentionName",),
+    "attention.names": ("AttentionName",),
     "attention.sequence_parallel.ulysses": ("ulysses",),
     "choosing.torch_backend": ("use_torch_flash_backend",),
 }

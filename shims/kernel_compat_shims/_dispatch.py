@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve, unproven
-from kernel_compat.attention.registry import AttentionName
+from kernel_compat.attention.names import AttentionName
 from kernel_compat.choosing.flash_flags import require_flash_support
 
 from ._own_attention import attention_of_running, own_attention, require_whole_sequences

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..environment import torch_flash_backend
-from ..kernels import Kernel
+from ..kernels import Kernel, as_kernel
 from ..patching import report
 from ..patching.installation import Installation
-from .publisher import Publisher
-from .registry import AttentionName, AttentionRegistry
+from .names import AttentionName
+from .registry import AttentionRegistry
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,8 +33,9 @@ __all__ = [
 ]
 
 registry = AttentionRegistry()
-publisher = Publisher(registry)
-installation = Installation([publisher])
+installation = Installation([registry])
+
+resolve = registry.resolve
 
 #: The values of `install(unproven=...)`.
 UNPROVEN = ("warn", "refuse", "allow")
@@ -93,7 +94,7 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
     """
     _check_unproven(unproven)
     found = installation.install(skip=skip)
-    publisher.unproven = unproven or publisher.unproven
+    registry.unproven = unproven or registry.unproven
     return _with_attention(found)
 
 
@@ -118,7 +119,7 @@ def installed(*, skip: Collection[str] = (), unproven: str | None = None) -> Ite
     """
     _check_unproven(unproven)
     with installation.installed(skip=skip) as found:
-        publisher.unproven = unproven or publisher.unproven
+        registry.unproven = unproven or registry.unproven
         yield _with_attention(found)
 
 
@@ -128,7 +129,7 @@ def unproven() -> str:
     Raises:
         ValueError: ``KERNEL_COMPAT_UNPROVEN`` is not ``warn``, ``refuse`` or ``allow``.
     """
-    value = publisher.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN") or "warn"
+    value = registry.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN") or "warn"
     if value not in UNPROVEN:
         raise ValueError(f"KERNEL_COMPAT_UNPROVEN must be one of {', '.join(UNPROVEN)}, not {value!r}")
     return value
@@ -180,15 +181,16 @@ def register_attention(
             `sequence_parallel` no group that this rank is in.
         ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name.
     """
-    registry.register(
+    entry = AttentionName(
         name,
-        kernel,
+        as_kernel(kernel),
         forward,
         mask,
-        override=override,
+        override,
         handles_context_parallel=handles_context_parallel,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=None if sequence_parallel is True else sequence_parallel,
     )
+    registry.register(entry)
 
 
 def unregister_attention(name: str) -> None:
@@ -205,18 +207,10 @@ def registered_attention() -> dict[str, AttentionName]:
     return registry.names()
 
 
-def resolve(name: object) -> AttentionName | None:
-    """The registered name that transformers means by `name` while the library is installed, or None.
-
-    For shims. ``paged|NAME``, transformers' form for continuous batching, means NAME.
-    """
-    return registry.resolve(name)
-
-
 def _check_unproven(value: str | None) -> None:
     if value not in (None, *UNPROVEN):
         raise ValueError(f"unproven must be one of {', '.join(UNPROVEN)}, not {value!r}")
 
 
 def _with_attention(found: report.Report) -> Report:
-    return Report(**vars(found), attention=publisher.states(), torch_flash_backend=torch_flash_backend())
+    return Report(**vars(found), attention=registry.states(), torch_flash_backend=torch_flash_backend())

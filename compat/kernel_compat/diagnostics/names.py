@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..attention.defaults import registered_attention, status
-from ..attention.registry import upstream_owner
+from ..attention.names import upstream_owner
 from ..choosing.capabilities import require_known
 from ..choosing.ladder import LADDER, Step, ladder
 from ..environment import Environment

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
-from ..attention.registry import AttentionName
+from ..attention.names import AttentionName
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
 from ..environment import torch_flash_backend as active_backend
