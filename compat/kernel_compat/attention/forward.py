@@ -214,7 +214,7 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         return packed_attention(functions, call, lengths, options)
     sequences = _sequences(call, reduced, own)
     if sequences is not None:
-        return sequences_attention(functions, call, sequences, options)
+        return sequences_attention(functions, call, sequences, sequences, options)
     if reduced.padding is not None:
         return padded_attention(functions, call, reduced.padding, reduced.padded_queries, options)
     output: Tensor = functions.flash_attn_func(call.query, call.key, call.value, **options)

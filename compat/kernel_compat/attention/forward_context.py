@@ -316,6 +316,17 @@ def current_context() -> ForwardContext | None:
     return getattr(_local, "context", None)
 
 
+@contextmanager
+def within(context: ForwardContext | None) -> Iterator[None]:
+    """A block in a context; None for layers that get other tokens than those of the forward in progress."""
+    outer = current_context()
+    _local.context = context
+    try:
+        yield
+    finally:
+        _local.context = outer
+
+
 def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, Any]], None]) -> Callable[..., Any]:
     """A model's ``__call__`` that opens a `ForwardContext`.
 
@@ -328,12 +339,9 @@ def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, 
         arguments = arguments_by_name(self, args, kwargs)
         if not compiling:
             before(self, arguments)
-        outer = current_context()
-        context = _local.context = ForwardContext(self, arguments, outer)
-        try:
+        context = ForwardContext(self, arguments, current_context())
+        with within(context):
             outputs = original(self, *args, **kwargs)
-        finally:
-            _local.context = outer
         if not compiling:
             context.close(outputs)
         return outputs
@@ -344,29 +352,7 @@ def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, 
 def in_current_context(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that runs in the context that is current now, whenever and in whichever thread it is called."""
     context = current_context()
-    if context is None:
-        return function
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        outer = current_context()
-        _local.context = context
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _local.context = outer
-
-    return wrapped
-
-
-@contextmanager
-def without_context() -> Iterator[None]:
-    """For layers that get other tokens than those of the forward in progress."""
-    outer = current_context()
-    _local.context = None
-    try:
-        yield
-    finally:
-        _local.context = outer
+    return function if context is None else within(context)(function)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
