@@ -39,6 +39,13 @@ class Sequences(NamedTuple):
     max_seqlen: int
     interior_padding: bool = False
 
+    def to(self, device: torch.device) -> Sequences:
+        """The same on a device: the layers of a model may be on several."""
+        if self.cu_seqlens.device == device:
+            return self
+        indices = None if self.indices is None else self.indices.to(device)
+        return self._replace(indices=indices, cu_seqlens=self.cu_seqlens.to(device))
+
 
 class Packing(NamedTuple):
     """The result of `find_packing`, read from the device in one synchronisation.
@@ -76,12 +83,16 @@ def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> tup
         positions = positions[0]
     if positions.ndim not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, batch):
         return None
-    if positions.ndim == 3 and (not causal or positions.shape[0] != 3) or not causal and batch > 1:
+    if positions.ndim == 3 and positions.shape[0] != 3:
+        return None
+    if not causal and (batch > 1 or positions.ndim == 3):
         return None
     order, zero = positions, positions == 0
     if positions.ndim == 3:  # an image at the beginning has the time 0 throughout
         order, zero = positions[0], zero.all(0)
-    if positions.ndim == 3 or not causal:  # only a return to 0 counts: an image's time may be lower than that of the one before
+    if (
+        positions.ndim == 3 or not causal
+    ):  # only a return to 0 counts: an image's time may be lower than that of the one before
         order = order.cummax(-1).values
     return order.expand(batch, -1), zero.expand(batch, -1)
 

@@ -69,7 +69,7 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
 
     Imports the upstream modules whose seams it replaces. Each shim is applied whole or not at all: one that finds
     a seam missing or changed is reported as failed, and the others still apply. Calling it again is cheap and
-    applies the shims that have become applicable since; shims that are in place stay as they are.
+    applies the shims that have become applicable since.
 
     Examples:
         >>> import kernel_compat
@@ -85,14 +85,11 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
             kept in the user's cache. ``"allow"`` leaves that out. By default the value of an earlier call, or else the
             environment variable ``KERNEL_COMPAT_UNPROVEN``, or else ``"warn"``.
 
-    Returns:
-        A report: every shim with its state and the reason.
-
     Raises:
         ValueError: `skip` names a shim that doesn't exist, or `unproven` is not one of the values above.
         TypeError: `skip` is a single string.
     """
-    _check_unproven(unproven)
+    unproven = _checked(unproven)
     found = installation.install(skip=skip)
     registry.unproven = unproven or registry.unproven
     return _with_attention(found)
@@ -117,7 +114,7 @@ def installed(*, skip: Collection[str] = (), unproven: str | None = None) -> Ite
 
     Inside another installation it changes nothing on leaving.
     """
-    _check_unproven(unproven)
+    unproven = _checked(unproven)
     with installation.installed(skip=skip) as found:
         registry.unproven = unproven or registry.unproven
         yield _with_attention(found)
@@ -129,10 +126,8 @@ def unproven() -> str:
     Raises:
         ValueError: ``KERNEL_COMPAT_UNPROVEN`` is not ``warn``, ``refuse`` or ``allow``.
     """
-    value = registry.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN") or "warn"
-    if value not in UNPROVEN:
-        raise ValueError(f"KERNEL_COMPAT_UNPROVEN must be one of {', '.join(UNPROVEN)}, not {value!r}")
-    return value
+    variable = "KERNEL_COMPAT_UNPROVEN"
+    return registry.unproven or _checked(os.environ.get(variable) or None, variable) or "warn"
 
 
 def register_attention(
@@ -169,9 +164,9 @@ def register_attention(
             ``attn_implementation=name`` and gets this kernel on every release.
         mask: replaces the library's mask function; called as those of transformers' ``ALL_MASK_ATTENTION_FUNCTIONS``.
         override: allow a name that transformers owns, or that is registered already.
-        handles_context_parallel: your word that attention under this name is right under context parallelism, because
-            `forward`, or code around it, exchanges keys and values between the ranks; `kernel_compat.policy.resolve_preload` keeps such a name where it would
-            choose sdpa.
+        handles_context_parallel: declares that attention under this name is right under context parallelism, because
+            `forward`, or code around it, exchanges keys and values between the ranks. `kernel_compat.policy.resolve_preload`
+            keeps such a name instead of choosing sdpa.
         sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, True or None for the
             default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
             gathers the slices of a padding mask. One of your own must make masks of the full sequence.
@@ -207,9 +202,10 @@ def registered_attention() -> dict[str, AttentionName]:
     return registry.names()
 
 
-def _check_unproven(value: str | None) -> None:
+def _checked(value: str | None, name: str = "unproven") -> str | None:
     if value not in (None, *UNPROVEN):
-        raise ValueError(f"unproven must be one of {', '.join(UNPROVEN)}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(UNPROVEN)}, not {value!r}")
+    return value
 
 
 def _with_attention(found: report.Report) -> Report:

@@ -86,20 +86,16 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
         if reduced is not None:
             return reduced
     if q_len == width:
-        reduced = _as_causal_or_window(visible, keys, _segment_ids(visible, keys))
+        # A segment begins with each token that doesn't see the token before it. Padding has the id before it.
+        before = previous_token(keys)
+        continues = visible.gather(2, before.clamp(min=0)[..., None])[..., 0] & (before >= 0)
+        reduced = _as_causal_or_window(visible, keys, (keys & ~continues).cumsum(1))
         if reduced is not None:
             return reduced
     raise ValueError(
-        "this 4D attention mask is not what padding, causality, a sliding window and packed sequences make: a flash kernel "
+        "this 4D attention mask is not made of padding, causality, a sliding window and packed sequences alone: a flash kernel "
         "can't honour it. Use attn_implementation='sdpa' or 'eager'"
     )
-
-
-def _segment_ids(visible: Tensor, keys: Tensor) -> Tensor:
-    """Segment ids: a segment begins with each token that doesn't see the token before it. Padding has the id before it."""
-    before = previous_token(keys)
-    continues = visible.gather(2, before.clamp(min=0)[..., None])[..., 0] & (before >= 0)
-    return (keys & ~continues).cumsum(1)
 
 
 def _visible(mask: Tensor) -> Tensor:

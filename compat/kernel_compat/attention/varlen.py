@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,10 +46,12 @@ def packed_attention(functions: Any, call: AttentionCall, lengths: PackedLengths
         if batch > 1:  # packed sequences are usually in one row: offsets may be meant for each row
             require_total(cu_q, q_tokens, "cu_seq_lens_q")
             require_total(cu_k, k_tokens, "cu_seq_lens_k")
-    queries = Sequences(None, cu_q.to(torch.int32), max_q)
-    # The same tensor for both: torch 2.15 chooses its fastest backend by that.
-    offsets = queries.cu_seqlens if cu_k is cu_q else cu_k.to(torch.int32)
-    return sequences_attention(functions, call, queries, Sequences(None, offsets, max_k), options)
+    queries = keys = Sequences(None, cu_q.to(torch.int32), max_q)
+    if cu_k is not cu_q:
+        keys = Sequences(None, cu_k.to(torch.int32), max_k)
+    elif max_k != max_q:  # the same offsets for both: torch 2.15 chooses its fastest backend by that
+        keys = queries._replace(max_seqlen=max_k)
+    return sequences_attention(functions, call, queries, keys, options)
 
 
 def sequences_attention(
@@ -67,34 +68,24 @@ def sequences_attention(
         )
     query = call.query
     batch, q_len, heads = query.shape[:3]
-    q_index = _on(query, queries.indices)
-    k_index = q_index if keys is queries else _on(query, keys.indices)
-    if q_index is not None and not queries.max_seqlen:
-        return query.new_zeros(batch, q_len, heads, call.value.shape[-1])
-    q_offsets = _on(query, queries.cu_seqlens)
+    queries = queries.to(query.device)
+    keys = queries if keys is queries else keys.to(query.device)
+    flat = [x.flatten(0, 1) for x in (query, call.key, call.value)]
+    if queries.indices is not None:
+        if not queries.max_seqlen:
+            return query.new_zeros(batch, q_len, heads, call.value.shape[-1])
+        flat = [flat[0][queries.indices], flat[1][keys.indices], flat[2][keys.indices]]
     output: Tensor = functions.flash_attn_varlen_func(
-        _rows(query, q_index),
-        _rows(call.key, k_index),
-        _rows(call.value, k_index),
-        cu_seqlens_q=q_offsets,
-        cu_seqlens_k=q_offsets if keys.cu_seqlens is queries.cu_seqlens else _on(query, keys.cu_seqlens),
+        *flat,
+        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_k=keys.cu_seqlens,
         max_seqlen_q=queries.max_seqlen,
         max_seqlen_k=keys.max_seqlen,
         **options,
     )
-    if q_index is not None:
-        output = query.new_zeros(batch * q_len, *output.shape[1:]).index_copy(0, q_index, output)
+    if queries.indices is not None:
+        output = query.new_zeros(batch * q_len, *output.shape[1:]).index_copy(0, queries.indices, output)
     return output.unflatten(0, (batch, q_len))
-
-
-def _on(query: Tensor, tensor: Tensor | None) -> Tensor | None:
-    """A tensor on the query's device: the layers of a model may be on several."""
-    return tensor if tensor is None or tensor.device == query.device else tensor.to(query.device)
-
-
-def _rows(x: Tensor, index: Tensor | None) -> Tensor:
-    x = x.flatten(0, 1)
-    return x if index is None else x[index]
 
 
 def padded_attention(
@@ -118,7 +109,7 @@ def padded_attention(
         mask = mask[:, -kv_len:]
     elif mask.shape[1] < kv_len:  # the rest is unused room of a static cache
         kv_len = mask.shape[1]
-        call = replace(call, key=call.key[:, :kv_len], value=call.value[:, :kv_len])
+        call = call._replace(key=call.key[:, :kv_len], value=call.value[:, :kv_len])
     if padded_queries and kv_len < q_len:
         raise ValueError(f"an attention mask of length {kv_len} does not fit {q_len} queries")
     if fixed_shapes(call.query):

@@ -31,6 +31,16 @@ class Functions(NamedTuple):
     flash_attn_with_kvcache: Callable[..., Any] | None
 
 
+#: Keywords of FlashAttention-2 besides the lengths, with their defaults.
+_DEFAULTS: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "deterministic": False,
+    "s_aux": None,
+}
 #: Optional keywords, with the feature that each needs.
 _OPTIONAL = {
     "dropout_p": "dropout",
@@ -105,7 +115,10 @@ class _Adapter:
     def flash_attn_func(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
         if self._dense is not None:
-            return self._compute(self._dense, (q, k, v), (q_len, kv_len), {}, **options)
+            given = {**_DEFAULTS, **options}
+            if len(given) > len(_DEFAULTS):
+                raise TypeError(f"unexpected keywords: {', '.join(given.keys() - _DEFAULTS.keys())}")
+            return self._compute(self._dense, (q, k, v), (q_len, kv_len), {}, given)
         import torch
 
         # Equal lengths are a special case of varlen.
@@ -146,24 +159,22 @@ class _Adapter:
         same = max_seqlen_k is max_seqlen_q
         max_q = max_seqlen_q if isinstance(max_seqlen_q, int) else int(max_seqlen_q)
         max_k = max_q if same else max_seqlen_k if isinstance(max_seqlen_k, int) else int(max_seqlen_k)
-        return self._compute(
-            self._varlen,
-            (q, k, v),
-            (max_q, max_k),
-            {
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_k": cu_seqlens_k,
-                "max_seqlen_q": max_q,
-                "max_seqlen_k": max_k,
-            },
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            deterministic=deterministic,
-            s_aux=s_aux,
-        )
+        lengths = {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_q,
+            "max_seqlen_k": max_k,
+        }
+        options = {
+            "dropout_p": dropout_p,
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": window_size,
+            "softcap": softcap,
+            "deterministic": deterministic,
+            "s_aux": s_aux,
+        }
+        return self._compute(self._varlen, (q, k, v), (max_q, max_k), lengths, options)
 
     def flash_attn_with_kvcache(
         self,
@@ -185,7 +196,8 @@ class _Adapter:
         if not self._provider.handles_unbounded_right_window:  # it takes the room for keys as their number
             room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
             self._check_window(causal, window_size, q.shape[1], room)
-        options = self._options(inputs, window_size=window_size, softcap=softcap, s_aux=s_aux)
+        given = {**_DEFAULTS, "window_size": window_size, "softcap": softcap, "s_aux": s_aux}
+        options = self._options(inputs, given)
         options[self._names["block_table"]] = block_table
         scale = {"softmax_scale": softmax_scale, "causal": causal}
         return _first(self._kvcache(*inputs, k, v, cache_seqlens=cache_seqlens, **scale, **options))  # type: ignore[misc]
@@ -196,62 +208,52 @@ class _Adapter:
         inputs: tuple[Any, Any, Any],
         longest: tuple[int, int],
         lengths: dict[str, Any],
-        *,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        **others: Any,
+        given: dict[str, Any],
     ) -> Any:
         """Call a package's function with inputs whose head dimensions it takes.
 
         Args:
             longest: the lengths of the longest sequences of query and key.
             lengths: the function's keywords for the sequences.
-            others: other optional keywords.
+            given: the keywords of `_DEFAULTS`.
         """
         dims = self._check(*inputs)
-        options = self._options(inputs, window_size=window_size, **others)
-        self._check_window(causal, window_size, *longest)
+        options = self._options(inputs, given)
+        causal, scale = given["causal"], given["softmax_scale"]
+        if not self._provider.handles_unbounded_right_window:
+            self._check_window(causal, given["window_size"], *longest)
         v_dim = inputs[2].shape[-1]
-        q, k, v, softmax_scale = _padded(inputs, softmax_scale, dims)
-        out = _first(function(q, k, v, **lengths, softmax_scale=softmax_scale, causal=causal, **options))
+        if dims != (inputs[0].shape[-1], v_dim):
+            inputs, scale = _padded(inputs, scale, dims)
+        out = _first(function(*inputs, **lengths, softmax_scale=scale, causal=causal, **options))
         return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
 
-    def _options(
-        self,
-        inputs: tuple[Any, Any, Any],
-        *,
-        window_size: tuple[int, int],
-        dropout_p: float = 0.0,
-        softcap: float | None = None,
-        deterministic: bool = False,
-        s_aux: Any = None,
-    ) -> dict[str, Any]:
+    def _options(self, inputs: tuple[Any, Any, Any], given: dict[str, Any]) -> dict[str, Any]:
         """The package's keywords for a call; an error, or a warning once, for an option that it lacks."""
         options: dict[str, Any] = {}
         supported, names = self._supported, self._names
-        if dropout_p:
+        if given["dropout_p"]:
             if supported["dropout_p"]:
-                options[names["dropout_p"]] = dropout_p
+                options[names["dropout_p"]] = given["dropout_p"]
             else:
                 self._warn_once("attention dropout", "it is not applied")
-        if deterministic:
+        if given["deterministic"]:
             if supported["deterministic"]:
                 options[names["deterministic"]] = True
             else:
                 self._warn_once("deterministic backward", "gradients vary in their last bits")
-        left, right = window_size
-        left, right = -1 if left is None else left, -1 if right is None else right
-        if left >= 0 or right >= 0:
-            self._require("window_size", inputs)
-            unlimited = self._provider.unlimited
-            options[names["window_size"]] = (left if left >= 0 else unlimited, right if right >= 0 else unlimited)
-        if softcap:
+        if given["window_size"] != (-1, -1):
+            left, right = (-1 if side is None else side for side in given["window_size"])
+            if left >= 0 or right >= 0:
+                self._require("window_size", inputs)
+                unlimited = self._provider.unlimited
+                options[names["window_size"]] = (left if left >= 0 else unlimited, right if right >= 0 else unlimited)
+        if given["softcap"]:
             self._require("softcap", inputs)
-            options[names["softcap"]] = softcap
-        if s_aux is not None:
-            self._require("s_aux", (s_aux,))
-            options[names["s_aux"]] = s_aux
+            options[names["softcap"]] = given["softcap"]
+        if given["s_aux"] is not None:
+            self._require("s_aux", (given["s_aux"],))
+            options[names["s_aux"]] = given["s_aux"]
         return options
 
     def _require(self, keyword: str, inputs: tuple[Any, ...]) -> None:
@@ -272,9 +274,8 @@ class _Adapter:
 
     def _check_window(self, causal: bool, window_size: tuple[int, int], max_q: int, max_k: int) -> None:
         left, right = window_size
-        if self._provider.handles_unbounded_right_window or causal or left is None or left < 0:
-            return
-        if (right is None or right < 0) and max_q > max_k + 1:
+        limited = right is not None and right >= 0
+        if not causal and not limited and left is not None and left >= 0 and max_q > max_k + 1:
             able = kernels_with(lambda package, _: package.handles_unbounded_right_window, Environment.detect())
             raise UnsupportedFeatureError(
                 "a window without a limit to the right over more queries than keys",
@@ -325,19 +326,15 @@ class _Adapter:
         raise UnsupportedFeatureError(f"head dimensions {(q_dim, v_dim)} of query and value", self._name, advice)
 
 
-def _padded(
-    inputs: tuple[Any, Any, Any], scale: float | None, dims: tuple[int, int]
-) -> tuple[Any, Any, Any, float | None]:
+def _padded(inputs: tuple[Any, Any, Any], scale: float | None, dims: tuple[int, int]) -> tuple[Any, float]:
     """Zeros behind the head dimensions, which change neither scores nor output, and the scale of the dimension without them."""
-    q, k, v = inputs
-    q_extra, v_extra = dims[0] - q.shape[-1], dims[1] - v.shape[-1]
-    if not q_extra and not v_extra:
-        return q, k, v, scale
     from torch.nn.functional import pad
 
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    return pad(q, (0, q_extra)), pad(k, (0, q_extra)), pad(v, (0, v_extra)), scale
+    q, k, v = inputs
+    q_dim, v_dim = q.shape[-1], v.shape[-1]
+    scale = q_dim**-0.5 if scale is None else scale
+    extra = (0, dims[0] - q_dim)
+    return (pad(q, extra), pad(k, extra), pad(v, (0, dims[1] - v_dim))), scale
 
 
 def _needs_gradient(inputs: tuple[Any, ...]) -> bool:

@@ -51,17 +51,17 @@ class ForeignKernel(Kernel):
             renamed["block_table"] = "page_table"
         window = parameters["window_size"].default if "window_size" in parameters else None
         features = getattr(source, "features", None)
-        declared = isinstance(features, Features)
+        declared = features if isinstance(features, Features) else None
         name = getattr(source, "__name__", None) or type(source).__name__
         provider = Provider(
             name,
             name,
-            features if declared else _EVERYTHING,
+            declared or _EVERYTHING,
             "",
             renamed=renamed,
             unlimited=window[0] if isinstance(window, tuple) else -1,
             bundled=True,
-            declared=declared,
+            declared=declared is not None,
         )
         super().__init__(name, (provider,))
         self._source, self._raw = source, raw
