@@ -48,7 +48,7 @@ class Sequences(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The result of `find_packing`, read from the device in one synchronisation.
+    """The result of `find_packing`.
 
     Attributes:
         sequences: None if no row has more than one.
@@ -83,16 +83,13 @@ def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> tup
         positions = positions[0]
     if positions.ndim not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, batch):
         return None
-    if positions.ndim == 3 and positions.shape[0] != 3:
-        return None
-    if not causal and (batch > 1 or positions.ndim == 3):
+    in_rows = positions.ndim == 3  # time, height and width
+    if (in_rows and positions.shape[0] != 3) or (not causal and (in_rows or batch > 1)):
         return None
     order, zero = positions, positions == 0
-    if positions.ndim == 3:  # an image at the beginning has the time 0 throughout
+    if in_rows:  # an image at the beginning has the time 0 throughout
         order, zero = positions[0], zero.all(0)
-    if (
-        positions.ndim == 3 or not causal
-    ):  # only a return to 0 counts: an image's time may be lower than that of the one before
+    if in_rows or not causal:  # only a return to 0 counts: an image's time may be lower than that of the image before
         order = order.cummax(-1).values
     return order.expand(batch, -1), zero.expand(batch, -1)
 
@@ -197,8 +194,8 @@ def require_agreement(
 ) -> None:
     """Check that a mask and position ids don't contradict the given offsets. Never waits for a GPU.
 
-    Contradictions are a position that restarts within a sequence, and padding between the tokens of one. Positions that
-    continue where a sequence begins are none: a model without rotary embeddings may have them.
+    A position that restarts within a sequence contradicts them, and padding between the tokens of one. Positions that
+    continue where a sequence begins don't: a model without rotary embeddings may have them.
 
     Args:
         cu_seqlens: (sequences + 1,), offsets into the flattened (batch, length).

@@ -49,7 +49,7 @@ class Report(report.Report):
         environment: the environment that it was decided for.
         installed: whether `install()` is in force.
         shims: one entry a shim.
-        left_alone: after `uninstall()`, the values that other code has overwritten, which are still theirs.
+        left_alone: after `uninstall()`, the values that other code has overwritten, which stay theirs.
         attention: state by registered attention name: ``"available"``, ``"pending"``, or why transformers doesn't have it.
         torch_flash_backend: the FlashAttention behind torch's own attention in this process (``"FA3"``, ``"FA4"``), None for
             the FlashAttention-2 it is built with.

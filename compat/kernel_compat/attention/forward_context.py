@@ -60,12 +60,7 @@ class MaskRecord(NamedTuple):
 
 
 class ForwardContext:
-    """One call of a model's forward.
-
-    Args:
-        model: the model that is called.
-        arguments: the arguments of the call by name.
-        outer: the context of the call around this one.
+    """One call of a model's forward, with its arguments by name, inside the call of another context or of none.
 
     Attributes:
         batch, length: of ``input_ids`` or ``inputs_embeds``; 0 if the model gets neither, as a vision tower.
@@ -81,10 +76,8 @@ class ForwardContext:
         positions: the ``position_ids``; the outer call's if the model around this one computed M-RoPE's.
         lengths: the ``cu_seq_lens_*`` and ``max_length_*``.
         records: the masks that the library's mask function made.
-        rows, padded_rows: the `Rows` in which mixers compute the packed sequences and the padded batch; False for none, None
-            if not found yet.
-        tokens_after_padding: how many tokens there are, if one of them comes after padding; 0 if none does, or if nothing
-            was read.
+        rows, padded_rows: the `Rows` of packed sequences and of the padded batch; False for none, None if not found yet.
+        tokens_after_padding: how many tokens there are, if one of them comes after padding; else 0.
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any], outer: ForwardContext | None) -> None:
@@ -245,11 +238,7 @@ class ForwardContext:
         )
 
     def check_offsets(self) -> None:
-        """Check, once, that the model's mask and positions agree with its offsets.
-
-        Raises:
-            ValueError: they don't.
-        """
+        """Check, once, that the model's mask and positions agree with its offsets; raises ValueError if not."""
         if self._offsets_agree or self.offsets is None:
             return
         if self.mask is not None or self.positions is not None:

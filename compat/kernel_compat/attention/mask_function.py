@@ -18,8 +18,7 @@ class MaskPattern(NamedTuple):
     """The pattern of a mask function, apart from padding.
 
     Attributes:
-        causal: whether a query sees no later key.
-        window: how many keys to the left and to the right of its own a query sees; -1 for no limit.
+        causal, window: as in `MaskRecord`.
         segment_ids: (batch, length), the packed sequence of each token; None for one sequence a row.
     """
 

@@ -22,8 +22,7 @@ class ReducedMask(NamedTuple):
         padding: (batch, kv_len) bool, False for padding; None for a batch without padding.
         padded_queries: whether `padding` applies to the queries too (self-attention), or to the keys alone.
         kv_len: how many keys are used. The rest are unused room of a static cache.
-        causal: whether a query sees no later key.
-        window: how many keys to the left and to the right of its own a query sees; -1 for no limit.
+        causal, window: as in `MaskRecord`.
         segment_ids: (batch, kv_len) int64, the packed sequence of each token, 0 for padding; None for one sequence a row.
         from_4d: whether it comes from a 4D mask.
     """

@@ -93,11 +93,7 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
 
 
 def _require_padding_last(context: ForwardContext, module: nn.Module) -> None:
-    """Check the padding of RecurrentGemma's recurrence, which runs over it as over tokens.
-
-    Raises:
-        UnsupportedFeatureError: there is padding before a token. Where shapes are fixed an assertion of the device fails.
-    """
+    """Refuse padding before a token, which RecurrentGemma's recurrence runs over as over tokens."""
     mask = context.mask
     if mask is None or context.length < 2:
         return

@@ -102,21 +102,16 @@ class AttentionRegistry:
         """Warn if transformers is of a release that the shims weren't tested on."""
         version = environment.version("transformers")
         oldest, newest = TESTED_TRANSFORMERS
-        if version is None or self._installed:
+        if version is None or self._installed or (oldest <= version and version.release[:2] <= newest.release[:2]):
             return
-        # 4: the caller of kernel_compat.install
         if version < oldest:
-            warnings.warn(
-                f"transformers {version} is older than {oldest}, the oldest release kernel-compat supports: no shim "
-                "applies. Upgrade transformers.",
-                stacklevel=4,
+            how = f"older than {oldest}, the oldest release kernel-compat supports: no shim applies. Upgrade transformers."
+        else:
+            how = (
+                f"newer than {newest}, the newest release kernel-compat was tested on. Every seam is still verified before "
+                "it is replaced: kernel_compat.status() says what applied."
             )
-        elif version.release[:2] > newest.release[:2]:
-            warnings.warn(
-                f"transformers {version} is newer than {newest}, the newest release kernel-compat was tested on. "
-                "Every seam is still verified before it is replaced: kernel_compat.status() says what applied.",
-                stacklevel=4,
-            )
+        warnings.warn(f"transformers {version} is {how}", stacklevel=4)  # the caller of kernel_compat.install
 
     def publish(self, environment: Environment) -> None:
         """Enter every name in transformers' tables, also later ones until `withdraw`; `states` says if that fails.

@@ -82,10 +82,7 @@ def _grouped_rows(sequences: Sequences, tokens: int) -> Rows:
     """The rows of packed sequences, grouped by length. Synchronises once.
 
     Args:
-        tokens: how many there are in the flattened batch. Those after the last offset are a sequence of their own.
-
-    Raises:
-        ValueError: the offsets end after the tokens.
+        tokens: how many there are in the flattened batch. The ones after the last offset are a sequence of their own.
     """
     offsets = offsets_on_host(sequences.cu_seqlens)
     if offsets[-1] > tokens:
@@ -151,11 +148,7 @@ class RowCall:
     keeps_cache: bool = False
 
     def has_tokens(self) -> bool:
-        """Whether the layer's first argument is the tokens of the model's forward.
-
-        Raises:
-            UnsupportedFeatureError: it isn't, and the model gets nothing but tokens.
-        """
+        """Whether the layer's first argument is the tokens of the model's forward; an error if the model gets only tokens."""
         first = next(iter(self.arguments.values()), None)
         if isinstance(first, Tensor) and first.shape[:2] == (self.context.batch, self.context.length):
             return True
@@ -206,11 +199,7 @@ class RowCall:
         return value
 
     def _joined(self, parts: list[Any], secondary: bool = False) -> Any:
-        """One output of the layer for the batch, from those of the groups.
-
-        Args:
-            secondary: whether it isn't the first output: attention weights, a state, or more tokens.
-        """
+        """One output of the layer for the batch; `secondary` ones are attention weights, a state, or more tokens."""
         if self.returns_weights and secondary:
             return None
         if isinstance(parts[0], (tuple, list)):
@@ -246,11 +235,7 @@ class RowCall:
 
 
 def _mask_in_rows(mask: Any, source: Tensor, lengths: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    """The part of a 4D mask for the tokens of each row, in which no token sees the padding after its sequence.
-
-    Args:
-        shape: (batch, length) of the mask's tokens.
-    """
+    """The part of a 4D mask for the tokens of each row, in which no token sees the padding after its sequence."""
     batch, length = shape
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != length:
         return None

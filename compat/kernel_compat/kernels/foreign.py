@@ -24,11 +24,7 @@ class ForeignKernel(Kernel):
     """A kernel over the functions of an object. Equal to another over the same object with the same functions and features.
 
     Its features are those of the object's attribute `features`, a `Features`; without it, those whose keywords are
-    named parameters of its functions, on any device and dtype.
-
-    Raises:
-        TypeError: the object has no function of FlashAttention.
-        ValueError: it has no ``flash_attn_varlen_func``, or one that doesn't take FlashAttention-2's keywords.
+    named parameters of its functions, on any device and dtype. Raises as `as_kernel`.
     """
 
     def __init__(self, source: Any) -> None:

@@ -1,6 +1,6 @@
 """FlashAttention from torch itself: ``torch.nn.attention.varlen.varlen_attn``, there from torch 2.10.
 
-Its features are read from its signature. Every release so far has one of these:
+Its features are read from its signature:
 
 - 2.10: ``is_causal``; no window, no scale.
 - 2.11: ``scale`` and ``window_size``, of which ``(-1, 0)`` is causal.
@@ -43,11 +43,7 @@ _PAGING = frozenset({"seqused_k", "block_table"})
 
 
 def _options(varlen_attn: Any) -> frozenset[str]:
-    """The options of a `varlen_attn`, by its signature.
-
-    Raises:
-        SeamError: the signature is unknown.
-    """
+    """The options of a `varlen_attn`, by its signature; raises SeamError if that is unknown."""
     from ..patching.seam import parameter_problem
 
     problem = parameter_problem(varlen_attn, _LEADING)
@@ -68,13 +64,13 @@ def _options(varlen_attn: Any) -> frozenset[str]:
 
 
 def refine(module: Any, features: Features) -> Features:
-    """The features of the `varlen_attn` in a module; raises SeamError if its signature is unknown."""
+    """The features of the `varlen_attn` in a module."""
     options = _options(getattr(module, "varlen_attn", None))
     return replace(features, window="window_size" in options, paged=options >= _PAGING)
 
 
 def functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
-    """The `varlen_attn` in a module as FlashAttention-2's functions; raises SeamError if its signature is unknown."""
+    """The `varlen_attn` in a module as FlashAttention-2's functions."""
     varlen = _Varlen(getattr(module, "varlen_attn", None))
     return {
         "flash_attn_func": None,
@@ -199,21 +195,18 @@ class _Varlen:
         import torch
 
         if q.shape[-1] % 8:
-            raise UnsupportedFeatureError(
-                f"a paged cache of head dimension {q.shape[-1]}", _NAME, "It must be a multiple of 8."
-            )
-        if self._active_backend() == "FA4" and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 10:
-            raise UnsupportedFeatureError(
-                "a paged cache while FA4 is active, on this device",
-                _NAME,
-                "kernel_compat.use_torch_flash_backend(None) returns to the kernel that has one.",
-            )
-        if k_cache.shape[-1] != v_cache.shape[-1]:
-            raise UnsupportedFeatureError(
-                "a paged cache whose values have another head dimension than its keys", _NAME, "Pad the values."
-            )
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, *new)):
-            raise UnsupportedFeatureError("gradients through a paged cache", _NAME, "Run it under torch.no_grad().")
+            feature, advice = f"a paged cache of head dimension {q.shape[-1]}", "It must be a multiple of 8."
+        elif self._active_backend() == "FA4" and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 10:
+            feature = "a paged cache while FA4 is active, on this device"
+            advice = "kernel_compat.use_torch_flash_backend(None) returns to the kernel that has one."
+        elif k_cache.shape[-1] != v_cache.shape[-1]:
+            feature = "a paged cache whose values have another head dimension than its keys"
+            advice = "Pad the values."
+        elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, *new)):
+            feature, advice = "gradients through a paged cache", "Run it under torch.no_grad()."
+        else:
+            return
+        raise UnsupportedFeatureError(feature, _NAME, advice)
 
     def _call(
         self,

@@ -150,10 +150,9 @@ def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor
 
 
 def process_group(group: Any) -> ProcessGroup | None:
-    """The process group of a group, a mesh of one dimension, or None.
+    """The process group of a group, a mesh of one dimension, or None; raises TypeError for anything else.
 
-    Raises:
-        TypeError: it is something else, such as the value that ``new_group`` returns on a rank outside of the group.
+    That is also the value that ``new_group`` returns on a rank outside of the group.
     """
     if group is None:
         return None
