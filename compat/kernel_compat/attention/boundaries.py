@@ -95,17 +95,16 @@ def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> tup
 
 
 def find_packing(
-    mask: Tensor, restarts: tuple[Tensor, Tensor] | None, bool_mask: Tensor | None = None
-) -> Packing | None:
+    mask: Tensor, restarts: tuple[Tensor, Tensor] | None = None, bool_mask: Tensor | None = None
+) -> Packing:
     """The packed sequences of a mask and position ids together. Synchronises once.
+
+    Where shapes are fixed nothing is found, and packed sequences fail an assertion of the device.
 
     Args:
         mask: (batch, length): 0 for padding, and 1 or a segment id for tokens.
         restarts: as from `restarts_of`.
         bool_mask: (batch, length), compared with the mask.
-
-    Returns:
-        None where shapes are fixed: packed sequences fail an assertion of the device there.
 
     Raises:
         ValueError: the mask holds negative numbers or fractions.
@@ -128,7 +127,7 @@ def find_packing(
             "packed sequences under torch.compile or in a CUDA graph: pass cu_seq_lens_q, cu_seq_lens_k, "
             "max_length_q and max_length_k",
         )
-        return None
+        return Packing(None, None)
     first = ((valid & (before < 0)) | begins).flatten()
     rank = valid.flatten().cumsum(0) - 1
     start = torch.where(first, rank, 0).cummax(0).values
@@ -162,12 +161,8 @@ def sequences_of_positions(positions: Tensor, batch: int, length: int, causal: b
     restarts = restarts_of(positions, batch, length, causal)
     if restarts is None:
         return None
-
-    def find() -> Sequences | None:
-        packing = find_packing(torch.ones_like(restarts[1]), restarts)
-        return None if packing is None else packing.sequences
-
-    return memoised(positions, ("sequences", batch, causal), find)
+    key = ("sequences", batch, causal)
+    return memoised(positions, key, lambda: find_packing(torch.ones_like(restarts[1]), restarts).sequences)
 
 
 def sequences_of_segments(segment_ids: Tensor, others: Sequences | None) -> Sequences | None:
@@ -183,8 +178,7 @@ def sequences_of_segments(segment_ids: Tensor, others: Sequences | None) -> Sequ
             first = first if others.indices is None else others.indices[first]
             begun = torch.zeros_like(ids).flatten().index_fill(0, first.to(ids.device), 1).cumsum(0).view_as(ids)
             ids = torch.where(ids == 0, 0, ids * (ids.numel() + 1) + begun)
-        packing = find_packing(ids, None)
-        return None if packing is None else packing.sequences
+        return find_packing(ids).sequences
 
     return memoised(segment_ids, ("sequences", others is None), find)
 

@@ -266,11 +266,10 @@ class ForwardContext:
             mask = torch.ones(1, dtype=torch.bool, device=restarts[0].device).expand(self.batch, self.length)
         elif mask is None and self._segment_ids is not None:
             mask = self._segment_ids + 1
-        packing = None if mask is None else find_packing(mask, restarts, self._bool_mask)
-        if packing is None:
+        if mask is None:
             return None
-        self._without_padding, self.tokens_after_padding = packing.without_padding, packing.tokens_after_padding
-        return packing.sequences
+        sequences, self._without_padding, self.tokens_after_padding = find_packing(mask, restarts, self._bool_mask)
+        return sequences
 
 
 def _identity_of(past: Any) -> Any:

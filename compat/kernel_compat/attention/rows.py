@@ -95,8 +95,8 @@ def _grouped_rows(sequences: Sequences, tokens: int) -> Rows:
             groups.setdefault((stop - start - 1).bit_length(), []).append((start, stop - start))
     sources, lengths, used = [], [], []
     for members in groups.values():
-        starts, sizes = torch.tensor(members).split(1, 1)
-        within = torch.arange(int(sizes.max()))
+        starts, sizes = torch.tensor(members, device="cpu").split(1, 1)
+        within = torch.arange(int(sizes.max()), device="cpu")
         sources.append(starts + torch.minimum(within, sizes - 1))
         lengths.append(sizes)
         used.append((within < sizes).flatten())
