@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         uninstall,
         unregister_attention,
     )
-    from .attention.registry import AttentionName
+    from .attention.names import AttentionName
     from .attention.sequence_parallel.ulysses import ulysses
     from .choosing.torch_backend import use_torch_flash_backend
     from .environment import Device, Environment
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 #: The modules that have the public names. Each is imported on first use, so that this import costs next to nothing.
 _HOMES = (
     *("errors", "environment", "patching.handle", "patching.seam", "patching.shim", "kernels", "attention.defaults"),
-    *("patching.report", "attention.registry", "attention.sequence_parallel.ulysses", "choosing.torch_backend"),
+    *("patching.report", "attention.names", "attention.sequence_parallel.ulysses", "choosing.torch_backend"),
 )
 
 __all__ = [

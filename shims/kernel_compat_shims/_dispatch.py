@@ -9,7 +9,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve, unproven
-from kernel_compat.attention.registry import AttentionName
+from kernel_compat.attention.names import AttentionName
 from kernel_compat.choosing.flash_flags import require_flash_support
 from kernel_compat.patching.seam import Seam
 

@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve
-from kernel_compat.attention.registry import AttentionName
+from kernel_compat.attention.names import AttentionName
 from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.patching.swap import Change, Changes

@@ -10,16 +10,13 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from kernel_compat.environment import Environment
+from kernel_compat.kernels.catalog import FLASH_ATTN_4
 from kernel_compat.patching.seam import Seam
 
 MODULE = "torch.nn.attention._fa4"
 
 #: The function through which torch gets flash-attn-4's functions, in every release that has the backend.
 IMPORT = Seam(f"{MODULE}:_fa4_import_module", ("module_path",))
-
-#: On sm_90 the backward of flash-attn-4 4.0.0b36 is right for head dimensions that are multiples of this (measured for 8 to
-#: 256, with and without varlen: for others dq is off by its own size; Dao-AILab/flash-attention#2896).
-_HEAD_DIM_MULTIPLE = 32
 
 #: Keywords to pass to flash-attn-4 besides torch's, for the current call.
 added: ContextVar[Mapping[str, Any]] = ContextVar("added", default=MappingProxyType({}))
@@ -61,7 +58,7 @@ def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
     def _flash_attn_bwd(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         kwargs = _windows({**kwargs, **added.get()})
         dim = q.shape[-1]
-        extra = -dim % _HEAD_DIM_MULTIPLE
+        extra = -dim % FLASH_ATTN_4.features.head_dim_multiple
         if extra:
             from torch.nn.functional import pad
 

@@ -18,7 +18,7 @@ from tiny import CAUSAL_LMS, NAME, SHAPE, TRANSFORMERS, VOCAB, load, saved
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernel_compat
-from kernel_compat.attention import publisher
+from kernel_compat.attention import registry
 
 
 @pytest.mark.usefixtures("installed")
@@ -205,7 +205,7 @@ def test_an_untested_release_works_with_a_warning(
     models: Path, monkeypatch: pytest.MonkeyPatch, tested: tuple[str, str], word: str
 ) -> None:
     oldest, newest = (Version(version) for version in tested)
-    monkeypatch.setattr(publisher, "TESTED_TRANSFORMERS", (oldest, newest))
+    monkeypatch.setattr(registry, "TESTED_TRANSFORMERS", (oldest, newest))
     with pytest.warns(UserWarning, match=f"transformers {TRANSFORMERS} is {word} than"), kernel_compat.installed():
         model = load(saved(models, "llama"), "flash_attention_reference")
     assert model.config._attn_implementation == "flash_attention_reference"

@@ -37,14 +37,9 @@ def fa4(version: str, *devices: Device) -> Features:
 # the table
 
 
-def test_every_row_is_a_kernel_and_an_environment_describes_its_packages() -> None:
-    assert {name: tuple(p.distribution for p in kernel.providers) for name, kernel in known_kernels().items()} == {
-        name: tuple(p.distribution for p in packages) for name, packages in CATALOG.items()
-    }
-    for name, kernel in known_kernels().items():
-        for package, row in zip(kernel.providers, CATALOG[name], strict=True):
-            hooks = ("refine", "functions", "unpaged_because", "runs_on")
-            assert replace(package, **{hook: getattr(row, hook) for hook in hooks}) == row
+def test_an_environment_describes_the_packages_of_every_kernel() -> None:
+    for kernel in known_kernels().values():
+        for package in kernel.providers:
             assert package.distribution in DISTRIBUTIONS
             assert package.bundled or package.distribution in KNOWN_IMPORTS[package.module]
 

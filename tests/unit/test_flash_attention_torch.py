@@ -31,7 +31,7 @@ from kernel_compat import (
 )
 from kernel_compat.kernels import reference
 from kernel_compat.kernels.catalog import instead
-from kernel_compat.kernels.torch_varlen import FLASH_ATTENTION_TORCH, _scaled, _write
+from kernel_compat.kernels.torch_varlen import _scaled, _write
 
 NAME = "flash_attention_torch"
 RELEASE = Version(torch.__version__).release[:2]
@@ -60,7 +60,7 @@ def environment(torch_version: str = torch.__version__, *capabilities: tuple[int
 
 def fresh() -> Kernel:
     """The kernel, not loaded yet; the library's own is loaded once a process."""
-    return Kernel(NAME, FLASH_ATTENTION_TORCH.providers)
+    return Kernel(NAME, known_kernels()[NAME].providers)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def kernel_over(varlen_attn: Any, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     module = ModuleType("kc_varlen")
     module.varlen_attn = varlen_attn  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kc_varlen", module)
-    (provider,) = FLASH_ATTENTION_TORCH.providers
+    (provider,) = known_kernels()[NAME].providers
     return Kernel(NAME, (replace(provider, module="kc_varlen", runs_on=lambda device: True),))
 
 
@@ -227,7 +227,7 @@ def test_features_expected_of_a_version(version: str, window: bool, paged: bool)
 
 
 def test_features_expected_of_a_torch_without_metadata() -> None:
-    assert fresh().features_in(Environment(imports={"torch": ()})) == FLASH_ATTENTION_TORCH.providers[0].features
+    assert fresh().features_in(Environment(imports={"torch": ()})) == known_kernels()[NAME].providers[0].features
 
 
 OLD = "is older than 2.10, the first with torch.nn.attention.varlen"

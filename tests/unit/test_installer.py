@@ -14,7 +14,6 @@ import pytest
 import kernel_compat
 from kernel_compat import Environment, Seam, Shim, releases
 from kernel_compat.attention import defaults
-from kernel_compat.attention.publisher import Publisher
 from kernel_compat.attention.registry import AttentionRegistry
 from kernel_compat.patching.installation import Installation
 from kernel_compat.patching.report import Report
@@ -808,13 +807,11 @@ OLDEST, *_, NEWEST = releases.minors(releases.TRANSFORMERS)
 def test_an_untested_transformers_warns(
     world: World, version: str, says: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    class Unpublished(Publisher):
+    class Unpublished(AttentionRegistry):
         def publish(self, environment: Environment) -> None:
-            self._active = True
+            self._installed = True
 
-    installation = Installation(
-        [Unpublished(AttentionRegistry())], lambda: ([], {}), lambda _: Environment(packages=world.packages)
-    )
+    installation = Installation([Unpublished()], lambda: ([], {}), lambda _: Environment(packages=world.packages))
     world.monkeypatch.setattr(defaults, "installation", installation)
     world.packages["transformers"] = version
     kernel_compat.install()

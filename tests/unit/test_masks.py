@@ -243,7 +243,7 @@ def test_other_patterns_are_refused(make: Any, form: str, padded: bool) -> None:
     if padded:
         visible[1, :, 4] = False
     with pytest.raises(
-        ValueError, match="is not what padding, causality, a sliding window and packed sequences make"
+        ValueError, match="is not made of padding, causality, a sliding window and packed sequences alone"
     ) as caught:
         reduce_mask(FORMS[form](visible)[:, None], 5, 5)
     assert "'sdpa' or 'eager'" in str(caught.value)
@@ -343,15 +343,15 @@ def test_padding(data: st.DataObject) -> None:
     def offsets(table: list[list[bool]]) -> list[int]:
         return [sum(sum(row) for row in table[:n]) for n in range(len(table) + 1)]
 
-    assert found.q_index.tolist() == indices(queries)
-    assert found.k_index.tolist() == indices(rows)
-    assert found.cu_seqlens_q.tolist() == offsets(queries)
-    assert found.cu_seqlens_k.tolist() == offsets(rows)
-    assert found.cu_seqlens_q.dtype == found.cu_seqlens_k.dtype == torch.int32
-    assert (found.max_seqlen_q, found.max_seqlen_k) == (max(map(sum, queries)), max(map(sum, rows)))
-    assert type(found.max_seqlen_q) is type(found.max_seqlen_k) is int
+    for sequences, table in zip(found, (queries, rows), strict=True):
+        assert sequences.indices is not None
+        assert sequences.indices.tolist() == indices(table)
+        assert sequences.cu_seqlens.tolist() == offsets(table)
+        assert sequences.cu_seqlens.dtype == torch.int32
+        assert sequences.max_seqlen == max(map(sum, table))
+        assert type(sequences.max_seqlen) is int
     holes = any("FT" in "".join("FT"[there] for there in row).lstrip("F") for row in rows)
-    assert found.interior is holes
+    assert found[1].interior_padding is holes
 
 
 @pytest.mark.parametrize("number", [2, -1, 0.5, torch.nan, -torch.inf])
@@ -392,7 +392,9 @@ def test_padded_attention(data: st.DataObject) -> None:
     out = padded()
     torch.testing.assert_close(out[real], expected[real], rtol=1e-9, atol=1e-9)
     assert (out[~real] == 0).all()
-    shaped = _padded_by_sorting(REFERENCE.load(), (q, k[:, :kv_len], v[:, :kv_len]), keys, not cross, options)
+    shaped = _padded_by_sorting(
+        REFERENCE.load(), AttentionCall(q, k[:, :kv_len], v[:, :kv_len], causal), keys, not cross, options
+    )
     torch.testing.assert_close(shaped, out, rtol=1e-9, atol=1e-9)
 
 
@@ -547,7 +549,7 @@ def test_different_views_are_different(counts: dict[str, int]) -> None:
     assert padding(mask[1], 6, True) is not None
     other = padding(mask[1, :, 1:], 5, True)
     assert other is not None
-    assert other.cu_seqlens_k.tolist() == [0, 4, 9]
+    assert other[1].cu_seqlens.tolist() == [0, 4, 9]
     assert padding(mask[1].T[:2], 2, True) is not None
     assert counts["_padding"] == 4
 
@@ -555,7 +557,7 @@ def test_different_views_are_different(counts: dict[str, int]) -> None:
 def test_different_questions_are_different(counts: dict[str, int]) -> None:
     mask = a_2d_mask()
     found = padding(mask, 6, True), padding(mask, 3, True), padding(mask, 6, False)
-    assert [one.q_index.numel() for one in found if one is not None] == [10, 6, 12]
+    assert [one[0].indices.numel() for one in found if one is not None and one[0].indices is not None] == [10, 6, 12]
     assert counts["_padding"] == 3
 
 
@@ -572,7 +574,7 @@ def test_again_after_a_write(name: str, how: str, counts: dict[str, int]) -> Non
     again = ask(mask)
     assert counts[name] == 2
     if name == "_padding":
-        assert again.q_index.numel() == 0
+        assert again[0].indices.numel() == 0
 
 
 def test_what_changed_is_seen() -> None:
@@ -582,8 +584,8 @@ def test_what_changed_is_seen() -> None:
     after = padding(mask, 6, True)
     assert before is not None
     assert after is not None
-    assert before.cu_seqlens_k.tolist() == [0, 4, 10]
-    assert after.cu_seqlens_k.tolist() == [0, 4, 9]
+    assert before[1].cu_seqlens.tolist() == [0, 4, 10]
+    assert after[1].cu_seqlens.tolist() == [0, 4, 9]
 
 
 def test_inference_tensors_are_not_remembered(counts: dict[str, int]) -> None:
@@ -599,7 +601,7 @@ def test_inference_tensors_are_not_remembered(counts: dict[str, int]) -> None:
     assert len(memoised.values) == size
     assert first is not None
     assert second is not None
-    assert first.cu_seqlens_k.tolist() != second.cu_seqlens_k.tolist()
+    assert first[1].cu_seqlens.tolist() != second[1].cu_seqlens.tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -629,7 +631,7 @@ def test_a_long_lived_tensor_does_not_collect_answers() -> None:
 def test_an_error_is_not_remembered_as_an_answer() -> None:
     mask = prefix()[None, None].clone()
     for _ in range(2):
-        with pytest.raises(ValueError, match="is not what padding"):
+        with pytest.raises(ValueError, match="is not made of padding"):
             reduce_mask(mask, 5, 5)
     mask.copy_(torch.ones(5, 5).tril().bool())
     assert reduce_mask(mask, 5, 5).causal

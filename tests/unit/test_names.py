@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,8 +14,17 @@ from typing import Any
 import pytest
 
 import kernel_compat
-from kernel_compat import Kernel, known_kernels, register_attention, registered_attention, unregister_attention
-from kernel_compat.attention.defaults import resolve
+from kernel_compat import (
+    AttentionName,
+    Kernel,
+    known_kernels,
+    register_attention,
+    registered_attention,
+    unregister_attention,
+)
+from kernel_compat.attention import defaults
+from kernel_compat.attention.registry import AttentionRegistry
+from kernel_compat.patching.installation import Installation
 
 REFERENCE = "flash_attention_reference"
 
@@ -53,6 +63,20 @@ def masks() -> dict[str, Any]:
 
 def snapshot() -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(functions()), dict(masks())
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionRegistry]:
+    """A registry of the test's own, and an installation without shims, in place of the process's."""
+    made = AttentionRegistry()
+    monkeypatch.setattr(defaults, "registry", made)
+    monkeypatch.setattr(defaults, "installation", Installation([made], lambda: ([], {})))
+    yield made
+    defaults.installation.uninstall()
+
+
+def resolve(name: object) -> AttentionName | None:
+    return defaults.registry.resolve(name)
 
 
 @dataclass

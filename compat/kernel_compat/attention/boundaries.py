@@ -12,7 +12,6 @@ from .tensors import fixed_shapes, memoised, previous_token, require, true_indic
 
 __all__ = [
     "Packing",
-    "Restarts",
     "Sequences",
     "find_packing",
     "longest",
@@ -26,7 +25,7 @@ __all__ = [
 
 
 class Sequences(NamedTuple):
-    """Packed sequences of a flattened (batch, length).
+    """Sequences in a flattened (batch, length): packed ones, or the rows of a padded batch.
 
     Attributes:
         indices: (tokens,) int64, the indices of the tokens that belong to a sequence, in order; None for all.
@@ -38,16 +37,23 @@ class Sequences(NamedTuple):
     indices: Tensor | None
     cu_seqlens: Tensor
     max_seqlen: int
-    interior_padding: bool
+    interior_padding: bool = False
+
+    def to(self, device: torch.device) -> Sequences:
+        """The same on a device: the layers of a model may be on several."""
+        if self.cu_seqlens.device == device:
+            return self
+        indices = None if self.indices is None else self.indices.to(device)
+        return self._replace(indices=indices, cu_seqlens=self.cu_seqlens.to(device))
 
 
 class Packing(NamedTuple):
-    """What `find_packing` reads from the device, all in one synchronisation.
+    """The result of `find_packing`.
 
     Attributes:
         sequences: None if no row has more than one.
         without_padding: whether no token is padding; None if the bool mask differs from the mask.
-        tokens_after_padding: how many tokens there are, if one of them comes after padding in its row; else 0.
+        tokens_after_padding: the number of tokens if one of them comes after padding in its row; else 0.
     """
 
     sequences: Sequences | None
@@ -55,22 +61,8 @@ class Packing(NamedTuple):
     tokens_after_padding: int = 0
 
 
-class Restarts(NamedTuple):
-    """Position ids that separate packed sequences.
-
-    Attributes:
-        order: (batch, length), the positions along the sequence.
-        zero: (batch, length) bool, whether a token has the first position: it begins a sequence.
-        decreases: whether a token with a lower position than the one before it begins a sequence too.
-    """
-
-    order: Tensor
-    zero: Tensor
-    decreases: bool
-
-
-def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> Restarts | None:
-    """Position ids in any form that transformers makes; None if they can't separate sequences.
+def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> tuple[Tensor, Tensor] | None:
+    """Where position ids begin a packed sequence; None if they can't separate sequences.
 
     Args:
         positions: (length,), (batch or 1, length), or (3 or more, batch or 1, length): M-RoPE's time, height and width, after
@@ -78,38 +70,41 @@ def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> Res
             the row and column of each patch of several images, as Pixtral's.
         causal: in bidirectional attention only positions of a single row count, and only where they return to 0: vision
             encoders number their patches in other ways.
+
+    Returns:
+        Two tensors (batch, length): the positions along a sequence, which begins where they are lower than at the token
+        before; and whether a token has the first position, which begins one too.
     """
     if positions.ndim == 1:
         positions = positions[None]
     if not causal and batch == 1 and length > 2 and positions.shape == (length, 2):
-        return Restarts(positions.sum(-1)[None], (positions == 0).all(-1)[None], False)
+        return positions.sum(-1)[None].cummax(-1).values, (positions == 0).all(-1)[None]
     if positions.ndim == 3 and positions.shape[0] > 3:
         positions = positions[0]
     if positions.ndim not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, batch):
         return None
-    if not causal and (batch > 1 or positions.ndim == 3):
+    in_rows = positions.ndim == 3  # time, height and width
+    if (in_rows and positions.shape[0] != 3) or (not causal and (in_rows or batch > 1)):
         return None
-    if positions.ndim == 2:
-        order, zero = positions, positions == 0
-    elif positions.shape[0] == 3:  # an image at the beginning has the time 0 throughout
-        order, zero = positions[0], (positions == 0).all(0)
-    else:
-        return None
-    # The time of an image may be lower than that of the image before it: of three rows only a return to 0 counts.
-    decreases = causal and positions.ndim == 2
-    return Restarts(order.expand(batch, -1), zero.expand(batch, -1), decreases)
+    order, zero = positions, positions == 0
+    if in_rows:  # an image at the beginning has the time 0 throughout
+        order, zero = positions[0], zero.all(0)
+    if in_rows or not causal:  # only a return to 0 counts: an image's time may be lower than that of the image before
+        order = order.cummax(-1).values
+    return order.expand(batch, -1), zero.expand(batch, -1)
 
 
-def find_packing(mask: Tensor, restarts: Restarts | None, bool_mask: Tensor | None = None) -> Packing | None:
+def find_packing(
+    mask: Tensor, restarts: tuple[Tensor, Tensor] | None = None, bool_mask: Tensor | None = None
+) -> Packing:
     """The packed sequences of a mask and position ids together. Synchronises once.
+
+    Where shapes are fixed nothing is found, and packed sequences fail an assertion of the device.
 
     Args:
         mask: (batch, length): 0 for padding, and 1 or a segment id for tokens.
-        restarts: (batch, length) each.
+        restarts: as from `restarts_of`.
         bool_mask: (batch, length), compared with the mask.
-
-    Returns:
-        None where shapes are fixed: packed sequences fail an assertion of the device there.
 
     Raises:
         ValueError: the mask holds negative numbers or fractions.
@@ -122,10 +117,9 @@ def find_packing(mask: Tensor, restarts: Restarts | None, bool_mask: Tensor | No
     earlier = before.clamp(min=0)
     begins = follows & (mask != mask.gather(1, earlier))
     if restarts is not None:
+        order, zero = restarts
         # Positions that are 0 throughout, as Decision Transformer's, separate nothing.
-        restarted = restarts.zero & (restarts.order.amax(1, keepdim=True) > 0)
-        if restarts.decreases:
-            restarted = restarted | (restarts.order < restarts.order.gather(1, earlier))
+        restarted = (zero & (order.amax(1, keepdim=True) > 0)) | (order < order.gather(1, earlier))
         begins = begins | (follows & restarted)
     if fixed_shapes(mask):
         torch._assert_async(
@@ -133,7 +127,7 @@ def find_packing(mask: Tensor, restarts: Restarts | None, bool_mask: Tensor | No
             "packed sequences under torch.compile or in a CUDA graph: pass cu_seq_lens_q, cu_seq_lens_k, "
             "max_length_q and max_length_k",
         )
-        return None
+        return Packing(None, None)
     first = ((valid & (before < 0)) | begins).flatten()
     rank = valid.flatten().cumsum(0) - 1
     start = torch.where(first, rank, 0).cummax(0).values
@@ -167,12 +161,8 @@ def sequences_of_positions(positions: Tensor, batch: int, length: int, causal: b
     restarts = restarts_of(positions, batch, length, causal)
     if restarts is None:
         return None
-
-    def find() -> Sequences | None:
-        packing = find_packing(torch.ones_like(restarts.zero), restarts)
-        return None if packing is None else packing.sequences
-
-    return memoised(positions, ("sequences", batch, causal), find)
+    key = ("sequences", batch, causal)
+    return memoised(positions, key, lambda: find_packing(torch.ones_like(restarts[1]), restarts).sequences)
 
 
 def sequences_of_segments(segment_ids: Tensor, others: Sequences | None) -> Sequences | None:
@@ -188,8 +178,7 @@ def sequences_of_segments(segment_ids: Tensor, others: Sequences | None) -> Sequ
             first = first if others.indices is None else others.indices[first]
             begun = torch.zeros_like(ids).flatten().index_fill(0, first.to(ids.device), 1).cumsum(0).view_as(ids)
             ids = torch.where(ids == 0, 0, ids * (ids.numel() + 1) + begun)
-        packing = find_packing(ids, None)
-        return None if packing is None else packing.sequences
+        return find_packing(ids).sequences
 
     return memoised(segment_ids, ("sequences", others is None), find)
 
@@ -199,8 +188,8 @@ def require_agreement(
 ) -> None:
     """Check that a mask and position ids don't contradict the given offsets. Never waits for a GPU.
 
-    Contradictions are a position that restarts within a sequence, and padding between the tokens of one. Positions that
-    continue where a sequence begins are none: a model without rotary embeddings may have them.
+    A position that restarts within a sequence contradicts them, and padding between the tokens of one. Positions that
+    continue where a sequence begins don't: a model without rotary embeddings may have them.
 
     Args:
         cu_seqlens: (sequences + 1,), offsets into the flattened (batch, length).
@@ -223,9 +212,8 @@ def require_agreement(
         )
     restarts = None if positions is None else restarts_of(positions, batch, length, True)
     if restarts is not None:
-        restarted = restarts.zero[:, 1:]
-        if restarts.decreases:
-            restarted = restarted | (restarts.order[:, 1:] < restarts.order[:, :-1])
+        order, zero = restarts
+        restarted = zero[:, 1:] | (order[:, 1:] < order[:, :-1])
         if mask is not None:
             restarted = restarted & (mask[:, 1:] != 0)
         require((~restarted | begins).all(), "position_ids that restart within one of the sequences of cu_seq_lens_q")
@@ -246,11 +234,7 @@ def longest(cu_seqlens: Tensor) -> int:
 
 
 def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
-    """Check that offsets end with the tokens. Synchronises once a tensor.
-
-    Raises:
-        ValueError: they don't.
-    """
+    """Check that offsets end with the tokens; raises ValueError if not. Synchronises once a tensor."""
     total = offsets_on_host(cu_seqlens)[-1]
     if total != tokens:
         raise ValueError(f"{name} ends at {total}, and there are {tokens} tokens in the batch")

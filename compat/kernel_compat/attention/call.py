@@ -1,18 +1,35 @@
-"""One call of an attention function, as a value: what `forward` reads from transformers' arguments and `varlen` gives to a kernel."""
+"""One call of an attention function, as a value: `forward` makes it of transformers' arguments, `varlen` passes it to a kernel."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["UNSUPPORTED_ARGUMENTS", "AttentionCall", "PackedLengths"]
+__all__ = ["AttentionCall", "PackedLengths", "check_heads", "unsupported_argument"]
 
-#: Arguments of some models' attention that change the scores in ways that no flash kernel supports.
-UNSUPPORTED_ARGUMENTS = ("head_mask", "position_bias", "attention_bias", "sinks", "indices", "block_indices")
+#: Arguments of some models' attention that no flash kernel supports: most change the scores.
+_UNSUPPORTED = frozenset(
+    {"head_mask", "position_bias", "attention_bias", "sinks", "indices", "block_indices", "output_attentions"}
+)
+
+
+def unsupported_argument(arguments: Mapping[str, Any]) -> str | None:
+    """The first of a layer's arguments that no flash kernel supports; None if it has none."""
+    for name in arguments:
+        if name in _UNSUPPORTED and arguments[name] is not None and arguments[name] is not False:
+            return "output_attentions=True" if name == "output_attentions" else name
+    return None
+
+
+def check_heads(heads: int, kv_heads: int, sinks: Tensor | None) -> None:
+    """Raises ValueError if the query heads are not a multiple of the key heads, or there isn't one sink for each."""
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks of shape {tuple(sinks.shape)} are not one for each of {heads} heads")
 
 
 class PackedLengths(NamedTuple):
@@ -36,18 +53,13 @@ class PackedLengths(NamedTuple):
         return None if found.cu_seq_lens_q is None and found.cu_seq_lens_k is None else found
 
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """``cu_seq_lens_q`` and ``cu_seq_lens_k``.
-
-        Raises:
-            ValueError: one of them is missing.
-        """
+        """``cu_seq_lens_q`` and ``cu_seq_lens_k``; raises ValueError if one of them is missing."""
         if self.cu_seq_lens_q is None or self.cu_seq_lens_k is None:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
         return self.cu_seq_lens_q, self.cu_seq_lens_k
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """One call of an attention function.
 
     Attributes:
@@ -84,18 +96,6 @@ class AttentionCall:
     local_window: int | None = None
     position_ids: Tensor | None = None
     lengths: PackedLengths | None = None
-
-    def check_heads(self) -> None:
-        """Check the numbers of heads.
-
-        Raises:
-            ValueError: the query heads are not a multiple of the key heads, or there isn't one sink for each head.
-        """
-        heads, kv_heads = self.query.shape[2], self.key.shape[2]
-        if heads % kv_heads:
-            raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
-        if self.sinks is not None and self.sinks.shape != (heads,):
-            raise ValueError(f"sinks of shape {tuple(self.sinks.shape)} are not one for each of {heads} heads")
 
     def window(self, causal: bool) -> tuple[int, int]:
         """How many keys to the left and to the right of its own a query sees by `sliding_window`; -1 for no limit.

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..environment import torch_flash_backend
-from ..kernels import Kernel
+from ..kernels import Kernel, as_kernel
 from ..patching import report
 from ..patching.installation import Installation
-from .publisher import Publisher
-from .registry import AttentionName, AttentionRegistry
+from .names import AttentionName
+from .registry import AttentionRegistry
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,8 +33,9 @@ __all__ = [
 ]
 
 registry = AttentionRegistry()
-publisher = Publisher(registry)
-installation = Installation([publisher])
+installation = Installation([registry])
+
+resolve = registry.resolve
 
 #: The values of `install(unproven=...)`.
 UNPROVEN = ("warn", "refuse", "allow")
@@ -48,7 +49,7 @@ class Report(report.Report):
         environment: the environment that it was decided for.
         installed: whether `install()` is in force.
         shims: one entry a shim.
-        left_alone: after `uninstall()`, the values that other code has overwritten, which are still theirs.
+        left_alone: after `uninstall()`, the values that other code has overwritten, which stay theirs.
         attention: state by registered attention name: ``"available"``, ``"pending"``, or why transformers doesn't have it.
         torch_flash_backend: the FlashAttention behind torch's own attention in this process (``"FA3"``, ``"FA4"``), None for
             the FlashAttention-2 it is built with.
@@ -68,7 +69,7 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
 
     Imports the upstream modules whose seams it replaces. Each shim is applied whole or not at all: one that finds
     a seam missing or changed is reported as failed, and the others still apply. Calling it again is cheap and
-    applies the shims that have become applicable since; shims that are in place stay as they are.
+    applies the shims that have become applicable since.
 
     Examples:
         >>> import kernel_compat
@@ -84,16 +85,13 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
             kept in the user's cache. ``"allow"`` leaves that out. By default the value of an earlier call, or else the
             environment variable ``KERNEL_COMPAT_UNPROVEN``, or else ``"warn"``.
 
-    Returns:
-        A report: every shim with its state and the reason.
-
     Raises:
         ValueError: `skip` names a shim that doesn't exist, or `unproven` is not one of the values above.
         TypeError: `skip` is a single string.
     """
-    _check_unproven(unproven)
+    unproven = _checked(unproven)
     found = installation.install(skip=skip)
-    publisher.unproven = unproven or publisher.unproven
+    registry.unproven = unproven or registry.unproven
     return _with_attention(found)
 
 
@@ -116,9 +114,9 @@ def installed(*, skip: Collection[str] = (), unproven: str | None = None) -> Ite
 
     Inside another installation it changes nothing on leaving.
     """
-    _check_unproven(unproven)
+    unproven = _checked(unproven)
     with installation.installed(skip=skip) as found:
-        publisher.unproven = unproven or publisher.unproven
+        registry.unproven = unproven or registry.unproven
         yield _with_attention(found)
 
 
@@ -128,10 +126,8 @@ def unproven() -> str:
     Raises:
         ValueError: ``KERNEL_COMPAT_UNPROVEN`` is not ``warn``, ``refuse`` or ``allow``.
     """
-    value = publisher.unproven or os.environ.get("KERNEL_COMPAT_UNPROVEN") or "warn"
-    if value not in UNPROVEN:
-        raise ValueError(f"KERNEL_COMPAT_UNPROVEN must be one of {', '.join(UNPROVEN)}, not {value!r}")
-    return value
+    variable = "KERNEL_COMPAT_UNPROVEN"
+    return registry.unproven or _checked(os.environ.get(variable) or None, variable) or "warn"
 
 
 def register_attention(
@@ -168,9 +164,9 @@ def register_attention(
             ``attn_implementation=name`` and gets this kernel on every release.
         mask: replaces the library's mask function; called as those of transformers' ``ALL_MASK_ATTENTION_FUNCTIONS``.
         override: allow a name that transformers owns, or that is registered already.
-        handles_context_parallel: your word that attention under this name is right under context parallelism, because
-            `forward`, or code around it, exchanges keys and values between the ranks; `kernel_compat.policy.resolve_preload` keeps such a name where it would
-            choose sdpa.
+        handles_context_parallel: declares that attention under this name is right under context parallelism, because
+            `forward`, or code around it, exchanges keys and values between the ranks. `kernel_compat.policy.resolve_preload`
+            keeps such a name instead of choosing sdpa.
         sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, True or None for the
             default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
             gathers the slices of a padding mask. One of your own must make masks of the full sequence.
@@ -180,15 +176,16 @@ def register_attention(
             `sequence_parallel` no group that this rank is in.
         ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name.
     """
-    registry.register(
+    entry = AttentionName(
         name,
-        kernel,
+        as_kernel(kernel),
         forward,
         mask,
-        override=override,
+        override,
         handles_context_parallel=handles_context_parallel,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=None if sequence_parallel is True else sequence_parallel,
     )
+    registry.register(entry)
 
 
 def unregister_attention(name: str) -> None:
@@ -205,18 +202,11 @@ def registered_attention() -> dict[str, AttentionName]:
     return registry.names()
 
 
-def resolve(name: object) -> AttentionName | None:
-    """The registered name that transformers means by `name` while the library is installed, or None.
-
-    For shims. ``paged|NAME``, transformers' form for continuous batching, means NAME.
-    """
-    return registry.resolve(name)
-
-
-def _check_unproven(value: str | None) -> None:
+def _checked(value: str | None, name: str = "unproven") -> str | None:
     if value not in (None, *UNPROVEN):
-        raise ValueError(f"unproven must be one of {', '.join(UNPROVEN)}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(UNPROVEN)}, not {value!r}")
+    return value
 
 
 def _with_attention(found: report.Report) -> Report:
-    return Report(**vars(found), attention=publisher.states(), torch_flash_backend=torch_flash_backend())
+    return Report(**vars(found), attention=registry.states(), torch_flash_backend=torch_flash_backend())

@@ -6,8 +6,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +14,10 @@ from torch import Tensor
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel
 from .boundaries import Sequences, require_agreement, sequences_of_positions, sequences_of_segments
-from .call import UNSUPPORTED_ARGUMENTS, AttentionCall, PackedLengths
+from .call import AttentionCall, PackedLengths, check_heads, unsupported_argument
 from .forward_context import ForwardContext, current_context
 from .mask_reduction import ReducedMask, reduce_mask
+from .tensors import constant
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
 __all__ = ["attention_forward", "flash_attention", "target_dtype"]
@@ -53,16 +52,8 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        for argument in UNSUPPORTED_ARGUMENTS:
-            if kwargs.get(argument) is not None:
-                raise UnsupportedFeatureError(
-                    argument, name, "No flash kernel does: use attn_implementation='eager' for this model."
-                )
-        if kwargs.get("output_attentions"):
-            raise UnsupportedFeatureError(
-                "output_attentions=True", name, "No flash kernel computes them: use attn_implementation='eager'."
-            )
-        sliding_window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module)
+        if argument := unsupported_argument(kwargs):
+            raise UnsupportedFeatureError(argument, name, "No flash kernel does: use attn_implementation='eager'.")
         paging: dict[str, Any] = {}
         if cache is not None:
             # Continuous batching, from transformers 5.19 on. The cache writes this layer's lengths and pages into `paging`.
@@ -70,10 +61,6 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paging)
             cu_seq_lens_k, max_length_k = paging["cu_seq_lens_k"], paging["max_length_k"]
         in_pages = paging.get("block_table") is not None
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", None)
-        if attention_mask is None and cu_seq_lens_q is None and not in_pages:
-            _require_mask(module, query.shape[2], key.shape[2], is_causal, sliding_window, records_masks)
         dtype = None if in_pages else target_dtype(query, module)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if dtype is not None:
@@ -85,38 +72,36 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             query,
             key,
             value,
-            is_causal,
+            getattr(module, "is_causal", None) if is_causal is None else is_causal,
             attention_mask,
             scale=scaling,
             softcap=softcap,
             sinks=s_aux,
             dropout=dropout,
             deterministic=deterministic,
-            sliding_window=sliding_window,
+            sliding_window=kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module),
             local_window=kwargs.get("local_window"),
             position_ids=position_ids,
             lengths=lengths,
         )
-        return paged_attention(kernel, call, paging) if in_pages else flash_attention(kernel, call), None
+        if in_pages:
+            return paged_attention(kernel, call, paging), None
+        if attention_mask is None and cu_seq_lens_q is None:
+            _require_mask(module, call, records_masks)
+        return flash_attention(kernel, call), None
 
     forward.__name__ = forward.__qualname__ = f"attention_forward[{name}]"
     return forward
 
 
-def _require_mask(
-    module: torch.nn.Module,
-    q_len: int,
-    kv_len: int,
-    causal: bool | None,
-    sliding_window: int | None,
-    records_masks: bool,
-) -> None:
+def _require_mask(module: torch.nn.Module, call: AttentionCall, records_masks: bool) -> None:
     """Check a layer that is causal or has a window, and gets no mask: eager attention would hide nothing from it.
 
     Raises:
         ValueError: no mask function of its model left the mask out, and it isn't left out for flash attention.
     """
-    if (causal and q_len == 1) or not (causal or (sliding_window and sliding_window < kv_len)):
+    q_len, kv_len, causal, window = call.query.shape[1], call.key.shape[1], call.causal, call.sliding_window
+    if (causal and q_len == 1) or not (causal or (window and window < kv_len)):
         return
     context = current_context()
     if causal and q_len != kv_len and (context is None or context.cache is None):  # Kosmos-2's over its image
@@ -133,21 +118,16 @@ def _require_mask(
     if causal:  # Moshi's and Kyutai's
         words, advice = "it is causal", "Pass an attention_mask of ones for causal attention"
     else:  # DiffusionGemma's decoder
-        words, advice = f"it has a window of {sliding_window}", "Use attn_implementation='eager' or 'sdpa'"
+        words, advice = f"it has a window of {window}", "Use attn_implementation='eager' or 'sdpa'"
     raise ValueError(
         f"{type(module).__name__} says that {words}, but its model has made no mask for it, and eager attention sees "
         f"every key then. {advice}"
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _makes_masks(layer: type) -> bool:
     """Whether the models in a layer's module make their masks by transformers' functions, or only if they get a mask."""
-    return _module_makes_masks(layer)
-
-
-@cache
-def _module_makes_masks(layer: type) -> bool:
     module = sys.modules[layer.__module__]
     try:
         source = inspect.getsource(module)
@@ -197,24 +177,21 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         ValueError: the arguments contradict each other.
     """
     functions = kernel.load()
-    call.check_heads()
-    context = current_context()
-    reduced, own = _resolve_mask(call, context)
+    check_heads(call.query.shape[2], call.key.shape[2], call.sinks)
+    reduced, own = _resolve_mask(call, current_context())
     if reduced.kv_len != call.key.shape[1]:
-        call = replace(call, key=call.key[:, : reduced.kv_len], value=call.value[:, : reduced.kv_len])
+        call = call._replace(key=call.key[:, : reduced.kv_len], value=call.value[:, : reduced.kv_len])
     window = reduced.window
     if call.local_window and call.local_window < reduced.kv_len:
         window = (min(call.local_window - 1, window[0] if window[0] >= 0 else reduced.kv_len), 0)
     options = call.options(reduced.causal, window)
-    lengths = call.lengths
-    if lengths is None and own is not None:
-        lengths = own.lengths
+    lengths = own.lengths if call.lengths is None and own is not None else call.lengths
     if lengths is not None:
         _check_lengths(lengths, call, reduced, own)
         return packed_attention(functions, call, lengths, options)
     sequences = _sequences(call, reduced, own)
     if sequences is not None:
-        return sequences_attention(functions, call, sequences, options)
+        return sequences_attention(functions, call, sequences, sequences, options)
     if reduced.padding is not None:
         return padded_attention(functions, call, reduced.padding, reduced.padded_queries, options)
     output: Tensor = functions.flash_attn_func(call.query, call.key, call.value, **options)
@@ -225,8 +202,16 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
     """The call's mask in the terms of a kernel; and the context, if this is attention within the tokens of its forward."""
     (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
     mask, causal = call.mask, call.causal
-    if causal is None:
-        causal = _default_causal(context, mask, q_len, kv_len)
+    if causal is None:  # True, which the mask overrides, and which makes no difference to a single query
+        # Outside of a model's forward a layer is causal over its own keys, as in upstream's flash attention.
+        known = q_len == kv_len if context is None else context.has_record(q_len, kv_len)
+        if q_len > 1 and not known and (mask is None or mask.ndim != 4):
+            # Eager attention isn't causal then, unless the model leaves its mask out for flash attention.
+            raise ValueError(
+                "neither the layer nor a mask of its model says whether it is causal: set its is_causal, or use "
+                "attn_implementation='eager'"
+            )
+        causal = True
     record = own = None
     if context is not None:
         record = context.find_record(mask, q_len, kv_len, causal, call.sliding_window)
@@ -234,8 +219,8 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
         causal, window, mask = record.causal, record.window, record.padding
         window = window if max(window) + 1 < kv_len else (-1, -1)
     else:
-        if mask is None and causal and kv_len > q_len and context is not None:
-            _require_known_end(context)
+        if mask is None and causal and kv_len > q_len and context is not None and context.static_without_mask:
+            raise ValueError("a static cache without a mask: nothing says where its keys end. Pass an attention_mask")
         window = call.window(causal)
     if context is not None and context.covers(batch, q_len, kv_len, causal):
         own = context
@@ -250,45 +235,17 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
     # Padding applies to the queries only if they are the last of the keys: never in cross-attention, which isn't causal and
     # may have as many queries as keys. A window is aligned by the queries, so that their padding must be known.
     padded_queries = causal or window != (-1, -1)
-    if not causal:
-        if mask.shape[1] != kv_len:
-            raise ValueError(f"an attention mask for {mask.shape[1]} keys does not fit {kv_len}")
-        if padded_queries and q_len != kv_len:
-            raise ValueError("a window to both sides over padded keys that are not the queries' own")
+    if not causal and mask.shape[1] != kv_len:
+        raise ValueError(f"an attention mask for {mask.shape[1]} keys does not fit {kv_len}")
+    if not causal and padded_queries and q_len != kv_len:
+        raise ValueError("a window to both sides over padded keys that are not the queries' own")
     return ReducedMask(mask, padded_queries, kv_len, causal, window), own
-
-
-def _require_known_end(context: ForwardContext) -> None:
-    if not context.masks_by_layer_type and getattr(context.cache, "is_compileable", False):
-        raise ValueError("a static cache without a mask: nothing says where its keys end. Pass an attention_mask")
-
-
-def _default_causal(context: ForwardContext | None, mask: Tensor | None, q_len: int, kv_len: int) -> bool:
-    """Whether a layer without ``is_causal`` is causal: True, which its mask overrides, and which makes no difference to a single query.
-
-    Outside of a model's forward it is causal over its own keys, as in upstream's flash attention.
-
-    Raises:
-        ValueError: there is no such mask. Eager attention isn't causal then, unless the model leaves its mask out for
-            flash attention.
-    """
-    known = q_len == kv_len if context is None else context.has_record(q_len, kv_len)
-    if q_len > 1 and not known and (mask is None or mask.ndim != 4):
-        raise ValueError(
-            "neither the layer nor a mask of its model says whether it is causal: set its is_causal, or use "
-            "attn_implementation='eager'"
-        )
-    return True
 
 
 def _check_lengths(
     lengths: PackedLengths, call: AttentionCall, reduced: ReducedMask, own: ForwardContext | None
 ) -> None:
-    """Check that masks and positions agree with the given offsets.
-
-    Raises:
-        ValueError: they contradict each other, or one of the offsets is missing.
-    """
+    """Check that masks and positions agree with the given offsets; raises ValueError if not, or if one is missing."""
     (offsets, _), (batch, q_len) = lengths.offsets(), call.query.shape[:2]
     if own is not None and own.offsets is offsets:
         own.check_offsets()

@@ -11,7 +11,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .boundaries import Sequences, find_packing, require_agreement, restarts_of
 from .call import PackedLengths
-from .tensors import same_storage
+from .tensors import constant, same_storage
 
 __all__ = [
     "ForwardContext",
@@ -31,7 +30,7 @@ __all__ = [
     "parameter_names",
     "record_mask",
     "with_context",
-    "without_context",
+    "within",
 ]
 
 #: KV caches that packed sequences were put in.
@@ -61,12 +60,7 @@ class MaskRecord(NamedTuple):
 
 
 class ForwardContext:
-    """One call of a model's forward.
-
-    Args:
-        model: the model that is called.
-        arguments: the arguments of the call by name.
-        outer: the context of the call around this one.
+    """One call of a model's forward, with its arguments by name, inside the call of another context or of none.
 
     Attributes:
         batch, length: of ``input_ids`` or ``inputs_embeds``; 0 if the model gets neither, as a vision tower.
@@ -81,22 +75,20 @@ class ForwardContext:
         has_4d_mask: whether ``attention_mask`` is 4D. Position ids don't add packed sequences to such a mask.
         positions: the ``position_ids``; the outer call's if the model around this one computed M-RoPE's.
         lengths: the ``cu_seq_lens_*`` and ``max_length_*``.
-        rows, padded_rows: the `Rows` in which mixers compute the packed sequences and the padded batch; False for none, None
-            if not found yet.
-        tokens_after_padding: how many tokens there are, if one of them comes after padding; 0 if none does, or if nothing
-            was read.
+        records: the masks that the library's mask function made.
+        rows, padded_rows: the `Rows` of packed sequences and of the padded batch; False for none, None if not found yet.
+        tokens_after_padding: how many tokens there are, if one of them comes after padding; else 0.
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any], outer: ForwardContext | None) -> None:
-        ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-        tokens = embeddings if ids is None else ids
-        sized = isinstance(tokens, Tensor) and tokens.ndim == (2 if ids is not None else 3)
+        self._ids, self._embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        tokens = self._embeddings if self._ids is None else self._ids
+        sized = isinstance(tokens, Tensor) and tokens.ndim == (2 if self._ids is not None else 3)
         self.batch: int = tokens.shape[0] if sized else 0  # type: ignore[union-attr]
         self.length: int = tokens.shape[1] if sized else 0  # type: ignore[union-attr]
-        self.ids, self.embeddings = ids, embeddings
         config = getattr(model, "config", None)
         self.implementation = getattr(config, "_attn_implementation", None)
-        self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self._encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.tokens_only, self.has_encoder_states = sized, False
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.is_floating_point() and name != "inputs_embeds":
@@ -110,8 +102,7 @@ class ForwardContext:
         if isinstance(mask, dict):
             if not torch.compiler.is_compiling():
                 self.records += outer.records if outer is not None else getattr(_local, "records", ())
-            masks = sorted((m for m in mask.values() if isinstance(m, Tensor)), key=lambda m: m.ndim)
-            mask = masks[0] if masks else None
+            mask = min((m for m in mask.values() if isinstance(m, Tensor)), key=lambda m: m.ndim, default=None)
         self.mask: Tensor | None = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         self.has_4d_mask = isinstance(mask, Tensor) and mask.ndim == 4
         positions = arguments.get("position_ids")
@@ -127,7 +118,7 @@ class ForwardContext:
         self._outer_made_positions = False
         self._segment_ids: Tensor | None = None
         self._sequences: dict[bool, Sequences | None] = {}
-        self._checked_offsets: Tensor | None = None
+        self._offsets_agree = False
         self._bool_mask: Tensor | None = None
         self._without_padding: bool | None = None
         if outer is not None and self._has_tokens_of(outer):
@@ -137,11 +128,9 @@ class ForwardContext:
         """Whether the tokens are the outer call's, as in a language model within its head."""
         if not self.length or (self.batch, self.length) != (outer.batch, outer.length):
             return False
-        if self.ids is not None:
-            return self.ids is outer.ids
-        if outer.embeddings is not None:
-            return self.embeddings is outer.embeddings or not outer.encoder_decoder
-        return not outer.encoder_decoder
+        if self._ids is not None:
+            return self._ids is outer._ids
+        return self._embeddings is outer._embeddings or not outer._encoder_decoder
 
     def _inherit(self, outer: ForwardContext) -> None:
         """Take over the arguments that the outer call didn't pass on."""
@@ -153,28 +142,32 @@ class ForwardContext:
             self.positions = outer.positions
         self.lengths = self.lengths or outer.lengths
         self.cache = outer.cache if self.cache is None else self.cache
-        self.tokens_only = self.tokens_only and (outer.tokens_only or self.ids is None)
+        self.tokens_only = self.tokens_only and (outer.tokens_only or self._ids is None)
         self.takes_positions = self.takes_positions or outer.takes_positions
         self.has_4d_mask = self.has_4d_mask and outer.has_4d_mask  # if not, the outer model made it
 
     def close(self, outputs: Any) -> None:
         """Mark the cache that the forward returned, if packed sequences were put in it."""
-        if not (self.rows or self.lengths or any(self._sequences.values())):
-            return
-        past = _identity_of(getattr(outputs, "past_key_values", None))
-        if getattr(type(past), "__weakref__", None) is not None:
-            _packed_caches[past] = True
+        if self.rows or self.lengths or any(self._sequences.values()):
+            past = _identity_of(getattr(outputs, "past_key_values", None))
+            if getattr(type(past), "__weakref__", None) is not None:
+                _packed_caches[past] = True
 
     def covers(self, batch: int, q_len: int, kv_len: int, causal: bool) -> bool:
         """Whether attention of these sizes is over the tokens of this call and no others."""
         if not self.length or (batch, q_len, kv_len) != (self.batch, self.length, self.length):
             return False
-        return causal or not self.has_other_keys
+        return causal or not self._has_other_keys
 
     @property
-    def has_other_keys(self) -> bool:
+    def _has_other_keys(self) -> bool:
         """Whether attention that isn't causal has other keys than these tokens: an encoder's states."""
         return self.has_encoder_states or any(record.causal for record in self.records)
+
+    @property
+    def static_without_mask(self) -> bool:
+        """Whether the cache is static and the call has no dict of masks, which would say where the keys end."""
+        return not self.masks_by_layer_type and bool(getattr(self.cache, "is_compileable", False))
 
     @property
     def offsets(self) -> Tensor | None:
@@ -199,14 +192,13 @@ class ForwardContext:
             causal: a decoder's mask that isn't causal may be that of an encoder's states.
         """
         same_size = self.mask is not None and self.mask.shape == mask.shape == (self.batch, self.length)
-        if not same_size or (self.has_other_keys and not causal):
-            return None if bool(mask.all()) else mask
-        if self._without_padding is None and not self._sequences:
-            self._bool_mask = mask
-            self.sequences(True)
-        if self._without_padding is None:  # the mask isn't the one that the model got
-            return None if bool(mask.all()) else mask
-        return None if self._without_padding else self._bool_mask
+        if same_size and (causal or not self._has_other_keys):
+            if self._without_padding is None and not self._sequences:
+                self._bool_mask = mask
+                self.sequences(True)
+            if self._without_padding is not None:
+                return None if self._without_padding else self._bool_mask
+        return None if bool(mask.all()) else mask  # not the mask that the model got
 
     def find_record(
         self, mask: Tensor | None, q_len: int, kv_len: int, causal: bool, window: int | None
@@ -220,47 +212,38 @@ class ForwardContext:
         Raises:
             ValueError: several are possible, and the layer's arguments fit none.
         """
-        cross_attention = self.has_encoder_states and not causal
+        record: MaskRecord | None
+        for record in reversed(self.records if mask is not None else ()):
+            if same_storage(mask, record.mask):
+                return record
+        if (self.has_encoder_states and not causal) or (mask is not None and (mask.ndim != 2 or mask is self.mask)):
+            return None
         if mask is None:
-            if cross_attention:
-                return None
             sizes = (q_len, kv_len)
             possible = [r for r in self.records if r.mask is None and (r.q_length, r.kv_length) == sizes]
         else:
-            for record in reversed(self.records):
-                if same_storage(mask, record.mask):
-                    found: MaskRecord = record
-                    return found
-            if mask.ndim != 2 or mask is self.mask or cross_attention:
-                return None
             possible = [r for r in self.records if r.mask is not None and r.mask.shape == mask.shape]
             possible = [r._replace(padding=mask) for r in possible]
         patterns = {(r.causal, r.window): r for r in possible}
         if len(patterns) < 2:
             return possible[-1] if possible else None
         left = window - 1 if window else -1
-        if fitting := [r for r in patterns.values() if r.causal == causal and r.window[0] == left]:
-            return fitting[-1]
-        if (causal, (-1, -1)) in patterns:
-            without_window: MaskRecord = patterns[causal, (-1, -1)]
-            return without_window
+        fitting = [r for r in patterns.values() if r.causal == causal and r.window[0] == left]
+        record = fitting[-1] if fitting else patterns.get((causal, (-1, -1)))
+        if record is not None:
+            return record
         raise ValueError(
             "an attention layer got a mask that several patterns of its model may have made: "
             f"{sorted(patterns)}, and the layer says causal={causal}, sliding_window={window}"
         )
 
     def check_offsets(self) -> None:
-        """Check, once, that the model's mask and positions agree with its offsets.
-
-        Raises:
-            ValueError: they don't.
-        """
-        offsets = self.offsets
-        if offsets is None or self._checked_offsets is offsets:
+        """Check, once, that the model's mask and positions agree with its offsets; raises ValueError if not."""
+        if self._offsets_agree or self.offsets is None:
             return
-        self._checked_offsets = offsets
         if self.mask is not None or self.positions is not None:
-            require_agreement(offsets, self.mask, self.positions, self.batch, self.length)
+            require_agreement(self.offsets, self.mask, self.positions, self.batch, self.length)
+        self._offsets_agree = True
 
     def sequences(self, causal: bool) -> Sequences | None:
         """The packed sequences of positions, an indexed mask and a padding mask together; None if none are packed.
@@ -276,23 +259,17 @@ class ForwardContext:
 
     def _find_sequences(self, causal: bool) -> Sequences | None:
         mask, positions = self.mask, self.positions
-        if self.length < 2:
+        if self.length < 2 or (mask is not None and mask.shape != (self.batch, self.length)):  # of cached keys as well
             return None
-        if mask is not None and mask.shape != (self.batch, self.length):
-            return None  # of cached keys as well
         restarts = None if positions is None else restarts_of(positions, self.batch, self.length, causal)
+        if mask is None and restarts is not None:
+            mask = torch.ones(1, dtype=torch.bool, device=restarts[0].device).expand(self.batch, self.length)
+        elif mask is None and self._segment_ids is not None:
+            mask = self._segment_ids + 1
         if mask is None:
-            if restarts is not None:
-                mask = torch.ones(1, dtype=torch.bool, device=restarts.order.device).expand(self.batch, self.length)
-            elif self._segment_ids is not None:
-                mask = self._segment_ids + 1
-            else:
-                return None
-        packing = find_packing(mask, restarts, self._bool_mask)
-        if packing is None:
             return None
-        self._without_padding, self.tokens_after_padding = packing.without_padding, packing.tokens_after_padding
-        return packing.sequences
+        sequences, self._without_padding, self.tokens_after_padding = find_packing(mask, restarts, self._bool_mask)
+        return sequences
 
 
 def _identity_of(past: Any) -> Any:
@@ -304,8 +281,7 @@ def _identity_of(past: Any) -> Any:
 
 def record_mask(record: MaskRecord) -> None:
     """Keep a mask's record in the forward in progress, or for the next one."""
-    context = current_context()
-    if context is not None:
+    if (context := current_context()) is not None:
         context.records.append(record)
     else:  # the last few: a model has no more types of layers
         _local.records = [*getattr(_local, "records", ()), record][-4:]
@@ -316,24 +292,33 @@ def current_context() -> ForwardContext | None:
     return getattr(_local, "context", None)
 
 
+@contextmanager
+def within(context: ForwardContext | None) -> Iterator[None]:
+    """A block in a context; None for layers that get other tokens than those of the forward in progress."""
+    outer = current_context()
+    _local.context = context
+    try:
+        yield
+    finally:
+        _local.context = outer
+
+
 def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, Any]], None]) -> Callable[..., Any]:
     """A model's ``__call__`` that opens a `ForwardContext`.
 
     Args:
         before: called with the model and its arguments by name, except under torch.compile.
     """
+    before = torch.compiler.disable(before)  # where a graph breaks, torch.compile may trace it by itself
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
         arguments = arguments_by_name(self, args, kwargs)
         if not compiling:
             before(self, arguments)
-        outer = current_context()
-        context = _local.context = ForwardContext(self, arguments, outer)
-        try:
+        context = ForwardContext(self, arguments, current_context())
+        with within(context):
             outputs = original(self, *args, **kwargs)
-        finally:
-            _local.context = outer
         if not compiling:
             context.close(outputs)
         return outputs
@@ -347,36 +332,16 @@ def in_current_context(function: Callable[..., Any]) -> Callable[..., Any]:
     if context is None:
         return function
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        outer = current_context()
-        _local.context = context
-        try:
+    def in_context(*args: Any, **kwargs: Any) -> Any:
+        with within(context):
             return function(*args, **kwargs)
-        finally:
-            _local.context = outer
 
-    return wrapped
+    return in_context
 
 
-@contextmanager
-def without_context() -> Iterator[None]:
-    """For layers that get other tokens than those of the forward in progress."""
-    outer = current_context()
-    _local.context = None
-    try:
-        yield
-    finally:
-        _local.context = outer
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def parameter_names(module: type) -> tuple[str, ...]:
     """The names of the parameters of a module's forward, without `self`."""
-    return _parameter_names(module)
-
-
-@cache
-def _parameter_names(module: type) -> tuple[str, ...]:
     return tuple(inspect.signature(module.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 

@@ -11,15 +11,14 @@ from torch import Tensor
 from .forward_context import ForwardContext, MaskRecord, current_context, record_mask
 from .tensors import as_int, fixed_shapes, same_storage
 
-__all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function"]
+__all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
 
 
 class MaskPattern(NamedTuple):
     """The pattern of a mask function, apart from padding.
 
     Attributes:
-        causal: whether a query sees no later key.
-        window: how many keys to the left and to the right of its own a query sees; -1 for no limit.
+        causal, window: as in `MaskRecord`.
         segment_ids: (batch, length), the packed sequence of each token; None for one sequence a row.
     """
 
@@ -43,21 +42,19 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     """
     context = current_context()
     pattern = mask_pattern(arguments)
-    mask = _make_mask(pattern, context, arguments)
+    mask = padding = _make_mask(pattern, context, arguments)
     if pattern is None or (context is None and torch.compiler.is_compiling()):
         return mask
-    positions, kv_length = arguments.get("cache_position"), arguments["kv_length"]
+    kv_length = arguments["kv_length"]
     if pattern.segment_ids is not None and context is not None:
         context.set_segment_ids(pattern.segment_ids)
-    padding = mask
     # Layers with other windows get masks of their own, and attention to an encoder gets None.
     hides = pattern.window != (-1, -1) and max(pattern.window) + 1 < kv_length
     if mask is None and (hides or (pattern.causal and context is not None and context.has_encoder_states)):
-        device = arguments.get("device") if positions is None else positions.device
-        mask = torch.ones(arguments["batch_size"], kv_length, dtype=torch.bool, device=device)
+        mask = _ones(arguments, kv_length)
     elif mask is not None and context is not None and any(same_storage(mask, r.mask) for r in context.records):
         mask = mask.clone()  # layers' masks are recognised by their storage
-    record_mask(MaskRecord(pattern.causal, pattern.window, padding, _q_length(arguments), kv_length, mask))
+    record_mask(MaskRecord(pattern.causal, pattern.window, padding, query_length(arguments), kv_length, mask))
     return mask
 
 
@@ -66,18 +63,28 @@ def plain_mask_function(**arguments: Any) -> Tensor | None:
     return _make_mask(mask_pattern(arguments), current_context(), arguments)
 
 
-def _q_length(arguments: dict[str, Any]) -> int:
+def query_length(arguments: dict[str, Any]) -> int:
     """The number of queries: transformers passes their positions up to 5.5, their number from 5.6 on."""
     positions = arguments.get("cache_position")
     length: int = arguments["q_length"] if positions is None else positions.shape[0]
     return length
 
 
+def _ones(arguments: dict[str, Any], length: int) -> Tensor:
+    positions = arguments.get("cache_position")
+    device = arguments.get("device") if positions is None else positions.device
+    return torch.ones(arguments["batch_size"], length, dtype=torch.bool, device=device)
+
+
 def _make_mask(pattern: MaskPattern | None, context: ForwardContext | None, arguments: dict[str, Any]) -> Tensor | None:
-    if pattern is None:
-        return _full_mask(arguments)
+    if pattern is None:  # in full
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        without_skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        full: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **without_skips})
+        return full
     mask: Tensor | None = arguments.get("attention_mask")
-    kv_length, kv_offset, q_length = arguments["kv_length"], arguments.get("kv_offset", 0), _q_length(arguments)
+    kv_length, kv_offset, q_length = arguments["kv_length"], arguments.get("kv_offset", 0), query_length(arguments)
     compiling = torch.compiler.is_compiling()
     # More keys than queries: a cache. A static one has unused room after the last key, which must be hidden. The keys of
     # cross-attention, which has neither causality nor a window, have none.
@@ -90,8 +97,7 @@ def _make_mask(pattern: MaskPattern | None, context: ForwardContext | None, argu
         if mask is not None:
             mask = mask[:, :end]
         elif end - kv_offset < kv_length:
-            device = arguments.get("device") if positions is None else positions.device
-            mask = torch.ones(arguments["batch_size"], end - kv_offset, dtype=torch.bool, device=device)
+            mask = _ones(arguments, end - kv_offset)
     if mask is None:
         return None
     if isinstance(kv_offset, int):  # of a mask with more columns than keys, eager attention reads the first
@@ -116,14 +122,14 @@ def mask_pattern(arguments: dict[str, Any]) -> MaskPattern | None:
     if parts is None:
         return None
     causal = "causal_mask_function" in parts
+    left = parts.get("sliding_window_overlay.<locals>.inner_mask")
+    both = parts.get("sliding_window_bidirectional_overlay.<locals>.inner_mask")
+    if (left is not None and not causal) or (both is not None and causal):  # a limit to the left alone, say
+        return None
     window = (-1, -1)
-    if (left := parts.get("sliding_window_overlay.<locals>.inner_mask")) is not None:
-        if not causal:  # a limit to the left alone
-            return None
+    if left is not None:
         window = (left["sliding_window"] - 1, 0)
-    if (both := parts.get("sliding_window_bidirectional_overlay.<locals>.inner_mask")) is not None:
-        if causal:
-            return None
+    elif both is not None:
         window = (both["sliding_window"], both["sliding_window"])
     packed = parts.get("packed_sequence_mask_function.<locals>.inner_mask", {})
     return MaskPattern(causal, window, packed.get("packed_sequence_mask"))
@@ -167,30 +173,16 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
 def _pattern_in_graph(function: Callable[..., Any], arguments: dict[str, Any]) -> MaskPattern | None:
     """`mask_pattern` under torch.compile, which hides closures: by the arguments that upstream passes with the function."""
     name = function.__name__
-    if name == "causal_mask_function":
-        return MaskPattern(True)
-    if name == "bidirectional_mask_function":
-        return MaskPattern(False)
+    if name in ("causal_mask_function", "bidirectional_mask_function"):
+        return MaskPattern(name == "causal_mask_function")
     # A model's own pattern comes with `use_vmap` (from 5.0 on), windows and chunks come with their size.
     size = arguments.get("local_size")
     chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
     # Before 5.0 it comes with a mask: without one upstream looks for packed sequences.
     unknown = arguments.get("attention_mask") is not None and "local_size" not in arguments
-    if (
-        name != "and_mask"
-        or arguments.get("use_vmap", unknown)
-        or (chunk is not None and (size is None or size == chunk))
-    ):
+    if name != "and_mask" or arguments.get("use_vmap", unknown) or (chunk is not None and size in (None, chunk)):
         return None
     causal = "allow_is_bidirectional_skip" not in arguments
     if size is None:
         return MaskPattern(causal)
     return MaskPattern(causal, (size - 1, 0) if causal else (size, size))
-
-
-def _full_mask(arguments: dict[str, Any]) -> Tensor:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    without_skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **without_skips})
-    return mask

@@ -22,8 +22,7 @@ class ReducedMask(NamedTuple):
         padding: (batch, kv_len) bool, False for padding; None for a batch without padding.
         padded_queries: whether `padding` applies to the queries too (self-attention), or to the keys alone.
         kv_len: how many keys are used. The rest are unused room of a static cache.
-        causal: whether a query sees no later key.
-        window: how many keys to the left and to the right of its own a query sees; -1 for no limit.
+        causal, window: as in `MaskRecord`.
         segment_ids: (batch, kv_len) int64, the packed sequence of each token, 0 for padding; None for one sequence a row.
         from_4d: whether it comes from a 4D mask.
     """
@@ -86,20 +85,16 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
         if reduced is not None:
             return reduced
     if q_len == width:
-        reduced = _as_causal_or_window(visible, keys, _segment_ids(visible, keys))
+        # A segment begins with each token that doesn't see the token before it. Padding has the id before it.
+        before = previous_token(keys)
+        continues = visible.gather(2, before.clamp(min=0)[..., None])[..., 0] & (before >= 0)
+        reduced = _as_causal_or_window(visible, keys, (keys & ~continues).cumsum(1))
         if reduced is not None:
             return reduced
     raise ValueError(
-        "this 4D attention mask is not what padding, causality, a sliding window and packed sequences make: a flash kernel "
+        "this 4D attention mask is not made of padding, causality, a sliding window and packed sequences alone: a flash kernel "
         "can't honour it. Use attn_implementation='sdpa' or 'eager'"
     )
-
-
-def _segment_ids(visible: Tensor, keys: Tensor) -> Tensor:
-    """Segment ids: a segment begins with each token that doesn't see the token before it. Padding has the id before it."""
-    before = previous_token(keys)
-    continues = visible.gather(2, before.clamp(min=0)[..., None])[..., 0] & (before >= 0)
-    return (keys & ~continues).cumsum(1)
 
 
 def _visible(mask: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedFeatureError
-from ..patching.swap import ABSENT, swap
+from ..patching.swap import Change, make, undo
 from .defaults import resolve
 from .forward_context import ForwardContext, arguments_by_name, current_context
 from .rows import CACHE_ARGUMENTS, RowCall, packed_rows, padded_rows
@@ -93,11 +93,7 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
 
 
 def _require_padding_last(context: ForwardContext, module: nn.Module) -> None:
-    """Check the padding of RecurrentGemma's recurrence, which runs over it as over tokens.
-
-    Raises:
-        UnsupportedFeatureError: there is padding before a token. Where shapes are fixed an assertion of the device fails.
-    """
+    """Refuse padding before a token, which RecurrentGemma's recurrence runs over as over tokens."""
     mask = context.mask
     if mask is None or context.length < 2:
         return
@@ -119,9 +115,7 @@ class MixerPatches:
         self._lock = threading.Lock()
         self._is_attention: dict[type, bool] = {}  # of each class of layers to patch
         self._layers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()  # the patched classes and layers
-        #: Functions, each with an attribute `before`: the `forward` that it replaced in its owner's own attributes. Kept
-        #: there and not here, because it may refer to its owner.
+        #: Functions, each with its `Change` as an attribute: kept there and not here, because it refers to the layer.
         self._replacements: weakref.WeakSet[Any] = weakref.WeakSet()
         self._active = False
 
@@ -141,8 +135,11 @@ class MixerPatches:
         for layer in layers:
             own = vars(layer).get("forward")
             if own is not None and not self._is_patched(own):
+                # A method, so that a copy of the layer calls its own.
+                function = own.__func__ if getattr(own, "__self__", None) is layer else _unbound(own)
                 with self._lock:
-                    self._replace(layer, own, self._is_attention[type(layer)])
+                    replacement = _by_sequence(function, self._is_attention[type(layer)])
+                    self._replace(layer, replacement, MethodType(replacement, layer))
 
     def _patch_classes(self, model: nn.Module) -> weakref.WeakSet[nn.Module]:
         """Patch the classes of a model's mixers. Returns the layers of these classes."""
@@ -152,7 +149,8 @@ class MixerPatches:
         for kind in (mixers | attentions) - self._is_attention.keys():
             self._is_attention[kind] = kind in attentions
             if not self._is_patched(kind.forward):  # by inheritance, as FSDP2's classes
-                self._replace(kind, kind.forward, kind in attentions)
+                replacement = _by_sequence(kind.forward, kind in attentions)
+                self._replace(kind, replacement, replacement)
         return weakref.WeakSet(module for module in modules if type(module) in self._is_attention)
 
     def _is_patched(self, forward: Any) -> bool:
@@ -164,26 +162,19 @@ class MixerPatches:
             forward = getattr(function, "__wrapped__", None)
         return False
 
-    def _replace(self, owner: Any, forward: Callable[..., Any], is_attention: bool) -> None:
-        is_layer = isinstance(owner, nn.Module)
-        if is_layer:  # a method, so that a copy of the layer calls its own
-            forward = forward.__func__ if getattr(forward, "__self__", None) is owner else _unbound(forward)  # type: ignore[attr-defined]
-        replacement = _by_sequence(forward, is_attention)
-        replacement.before = vars(owner).get("forward", ABSENT)  # type: ignore[attr-defined]
+    def _replace(self, owner: Any, replacement: Any, value: Callable[..., Any]) -> None:
+        replacement.change = Change(owner, "forward", value)
         self._replacements.add(replacement)
-        self._owners.add(owner)
-        swap([(owner, "forward", MethodType(replacement, owner) if is_layer else replacement)])
+        make([replacement.change])
 
     def _undo(self) -> None:
         with self._lock:
             self._active = False
-            for owner in self._owners:
-                own = vars(owner).get("forward")
-                own = getattr(own, "__func__", own)
-                if own in self._replacements:  # else other code has replaced it since
-                    swap([(owner, "forward", own.before)])
-            for kept in (self._is_attention, self._layers, self._owners, self._replacements):
-                kept.clear()
+            left = undo([replacement.change for replacement in self._replacements])
+            # The ones that other code has overwritten: a later call restores them if they are in place again.
+            self._replacements = weakref.WeakSet(r for r in self._replacements if r.change in left)
+            self._is_attention.clear()
+            self._layers.clear()
 
 
 def _unbound(bound: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,38 +1,18 @@
-"""Padded batches: from a 2D mask to the indices and lengths that varlen kernels take."""
+"""Padded batches: from a 2D mask to the sequences of its rows."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .boundaries import Sequences
 from .tensors import memoised, offsets_of, true_indices
 
-__all__ = ["Padding", "padding", "query_mask", "runs"]
+__all__ = ["padding", "query_mask", "runs"]
 
 
-class Padding(NamedTuple):
-    """The tokens of a padded batch.
-
-    Attributes:
-        q_index, k_index: (tokens,) int64, their indices in the flattened (batch, length).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32.
-        max_seqlen_q, max_seqlen_k: length of the longest row.
-        interior: whether there is padding between two tokens of a row.
-    """
-
-    q_index: Tensor
-    k_index: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    interior: bool
-
-
-def padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
-    """The tokens of a padded batch; None if there is no padding. Synchronises once a mask.
+def padding(mask: Tensor, q_len: int, padded_queries: bool) -> tuple[Sequences, Sequences] | None:
+    """The sequences of the queries and of the keys, a row each; None if there is no padding. Synchronises once a mask.
 
     Args:
         mask: (batch, kv_len), 1 or True for tokens. The queries are its last q_len columns.
@@ -44,7 +24,7 @@ def padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
     return memoised(mask, ("padding", q_len, padded_queries), lambda: _padding(mask, q_len, padded_queries))
 
 
-def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
+def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> tuple[Sequences, Sequences] | None:
     valid = mask.bool()
     queries = query_mask(valid, q_len, padded_queries)
     k_lens, q_lens = valid.sum(1, dtype=torch.int32), queries.sum(1, dtype=torch.int32)
@@ -57,17 +37,10 @@ def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> Padding | None:
         )
     if k_total == valid.numel():
         return None
-    same = queries.shape == valid.shape and padded_queries and q_len > 1
-    q_index, cu_seqlens_q = true_indices(queries, q_total), offsets_of(q_lens)
-    return Padding(
-        q_index,
-        q_index if same else true_indices(valid, k_total),
-        cu_seqlens_q,
-        cu_seqlens_q if same else offsets_of(k_lens),
-        q_max,
-        k_max,
-        most_runs > 1,
-    )
+    of_keys = Sequences(true_indices(valid, k_total), offsets_of(k_lens), k_max, most_runs > 1)
+    if padded_queries and q_len == valid.shape[1] > 1:
+        return of_keys, of_keys
+    return Sequences(true_indices(queries, q_total), offsets_of(q_lens), q_max, False), of_keys
 
 
 def query_mask(valid: Tensor, q_len: int, padded_queries: bool) -> Tensor:

@@ -1,123 +1,60 @@
-"""Attention names, the strings of ``attn_implementation=``, and the kernel that each is bound to."""
+"""The registry of attention names, which enters them in transformers' tables while an installation is in force."""
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import fields
+
+from packaging.version import Version
 
 from ..environment import Environment
-from ..kernels import Kernel, as_kernel, known_kernels
+from ..kernels import known_kernels
+from ..patching.swap import Change, make, undo
+from ..releases import TRANSFORMERS, minors
+from .names import AttentionName, check_name, upstream_owner
 from .sequence_parallel.ulysses import process_group
 
-__all__ = ["UPSTREAM", "AttentionName", "AttentionRegistry", "Tables", "check_name", "upstream_owner"]
+__all__ = ["TESTED_TRANSFORMERS", "AttentionRegistry"]
 
-#: Names that transformers has had itself on any supported release; ``flash_attention_4`` came with 5.4.
-UPSTREAM = frozenset(
-    {
-        "eager",
-        "sdpa",
-        "flex_attention",
-        "flash_attention_2",
-        "flash_attention_3",
-        "paged_attention",
-        "sdpa_paged",
-        "eager_paged",
-    }
-)
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionName:
-    """A registered name. Equal to itself alone: a forward need not be hashable.
-
-    Attributes:
-        name: the value of ``attn_implementation=``.
-        kernel: computes it.
-        forward: the attention function transformers calls; None for the library's own.
-        mask: the mask function transformers calls; None for the library's own.
-        override: whether it may replace a name that transformers has itself.
-        builtin: whether the library registered it itself.
-        handles_context_parallel: whether it is right under context parallelism.
-        sequence_parallel: the group that `ulysses` spreads the forward over, None for the default one; False for none.
-    """
-
-    name: str
-    kernel: Kernel
-    forward: Callable[..., Any] | None = None
-    mask: Callable[..., Any] | None = None
-    override: bool = False
-    builtin: bool = False
-    handles_context_parallel: bool = False
-    sequence_parallel: Any = False
-
-    @property
-    def spreads(self) -> bool:
-        """Whether the tokens of a sequence are spread over ranks."""
-        return self.sequence_parallel is not False or hasattr(self.forward, "ulysses_group")
-
-    def same_as(self, other: AttentionName) -> bool:
-        """Whether both were registered with the same arguments."""
-        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
-
-
-class Tables(Protocol):
-    """Where a registry enters its names while it is attached."""
-
-    def add(self, entry: AttentionName) -> str | None:
-        """Enter a name; returns why not, where another project has entered it."""
-
-    def remove(self, entry: AttentionName) -> None:
-        """Withdraw a name."""
+#: The oldest and the newest release of transformers that the shims were tested on.
+TESTED_TRANSFORMERS = (Version(minors(TRANSFORMERS)[0]), Version(minors(TRANSFORMERS)[-1]))
 
 
 class AttentionRegistry:
-    """Attention names by registration, and their entries in the tables that the registry is attached to. Thread-safe."""
+    """Attention names by registration: a participant of an installation. Thread-safe.
+
+    Attributes:
+        unproven: the last value of ``install(unproven=...)``; None before the first, and after `uninstall()`.
+    """
 
     def __init__(self) -> None:
+        self.unproven: str | None = None
         self._lock = threading.RLock()
         self._names: dict[str, AttentionName] = {}
-        self._builtins: dict[str, AttentionName] = {}
-        self._tables: Tables | None = None
+        #: The kernels' own names, while the registry enters names in transformers' tables; else None.
+        self._builtins: dict[str, AttentionName] | None = None
         self._entered: dict[str, AttentionName] = {}
+        self._changes: dict[str, list[Change]] = {}
+        #: Changes of the tables that other code had overwritten when they were undone.
+        self._left: list[Change] = []
         self._refused: dict[str, str] = {}
+        self._installed = False
+        self._waiting = "pending"
 
-    def register(
-        self,
-        name: str,
-        kernel: str | Kernel | Any,
-        forward: Callable[..., Any] | None = None,
-        mask: Callable[..., Any] | None = None,
-        *,
-        override: bool = False,
-        handles_context_parallel: bool = False,
-        sequence_parallel: Any = False,
-    ) -> None:
+    def register(self, entry: AttentionName) -> None:
         """`kernel_compat.register_attention` for this registry."""
+        name = entry.name
         check_name(name)
-        for argument, value in (("forward", forward), ("mask", mask)):
+        for argument, value in (("forward", entry.forward), ("mask", entry.mask)):
             if value is not None and not callable(value):
                 raise TypeError(f"{argument} must be callable or None, not {value!r}")
-        if sequence_parallel is True:
-            sequence_parallel = None
-        if sequence_parallel is not False:
-            process_group(sequence_parallel)
-        entry = AttentionName(
-            name,
-            as_kernel(kernel),
-            forward,
-            mask,
-            override,
-            handles_context_parallel=handles_context_parallel,
-            sequence_parallel=sequence_parallel,
-        )
+        if entry.sequence_parallel is not False:
+            process_group(entry.sequence_parallel)
         with self._lock:
             previous = self._names.get(name)
-            if not override:
-                if previous is not None and not previous.builtin and not previous.same_as(entry):
+            if not entry.override:
+                if previous is not None and not previous.builtin and not _same(previous, entry):
                     raise ValueError(f"{name!r} is registered already; pass override=True to replace it")
                 if owner := upstream_owner(name):
                     raise ValueError(f"{name!r} belongs to {owner}; pass override=True to replace it")
@@ -147,43 +84,87 @@ class AttentionRegistry:
             return dict(self._names)
 
     def resolve(self, name: object) -> AttentionName | None:
-        """`kernel_compat.attention.defaults.resolve` for this registry."""
+        """The registered name that transformers means by `name` while the library is installed, or None.
+
+        For shims. ``paged|NAME``, transformers' form for continuous batching, means NAME.
+        """
         return self._entered.get(name.removeprefix("paged|")) if isinstance(name, str) else None
 
-    def states(self, waiting: str) -> dict[str, str]:
-        """By name: available, why the tables don't have it, or `waiting` while the registry is attached to none."""
+    def states(self) -> dict[str, str]:
+        """By registered name: available, pending, or why transformers doesn't have it."""
         with self._lock:
             return {
-                name: "available" if name in self._entered else self._refused.get(name, waiting) for name in self._names
+                name: "available" if name in self._entered else self._refused.get(name, self._waiting)
+                for name in self._names
             }
 
-    def attach(self, tables: Tables, environment: Environment) -> None:
-        """Register the kernels' own names, and enter every name in `tables`, later ones too until `detach`."""
+    def prepare(self, environment: Environment) -> None:
+        """Warn if transformers is of a release that the shims weren't tested on."""
+        version = environment.version("transformers")
+        oldest, newest = TESTED_TRANSFORMERS
+        if version is None or self._installed or (oldest <= version and version.release[:2] <= newest.release[:2]):
+            return
+        if version < oldest:
+            how = f"older than {oldest}, the oldest release kernel-compat supports: no shim applies. Upgrade transformers."
+        else:
+            how = (
+                f"newer than {newest}, the newest release kernel-compat was tested on. Every seam is still verified before "
+                "it is replaced: kernel_compat.status() says what applied."
+            )
+        warnings.warn(f"transformers {version} is {how}", stacklevel=4)  # the caller of kernel_compat.install
+
+    def publish(self, environment: Environment) -> None:
+        """Enter every name in transformers' tables, also later ones until `withdraw`; `states` says if that fails.
+
+        Registers the kernels' own names as well. Imports transformers.
+        """
+        self._installed = True
+        if "transformers" not in environment.packages:
+            self._waiting = "transformers is not installed"
+            return
+        try:
+            from .tables import tables
+
+            tables()
+        except Exception as error:  # a broken install raises any error
+            self._waiting = f"transformers does not import ({type(error).__name__}: {error})"
+            return
         with self._lock:
-            if self._tables is None:
+            if self._builtins is None:
                 # `flash_attention_reference` everywhere, `flash_attention_4` before transformers 5.4.
                 self._builtins = {
                     name: AttentionName(name, kernel, builtin=True)
                     for name, kernel in known_kernels().items()
                     if upstream_owner(name, environment) is None
                 }
-            self._tables = tables
             self._enter()
 
-    def detach(self) -> None:
-        """Withdraw every name from the tables, and forget the kernels' own."""
+    def withdraw(self) -> list[str]:
+        """Withdraw every name, and forget the kernels' own.
+
+        Returns:
+            The entries that other code has overwritten, which stay theirs: ``the attention function of 'NAME'``.
+        """
         with self._lock:
-            for entry in reversed(list(self._entered.values())):
-                if self._tables is not None:
-                    self._tables.remove(entry)
+            self._installed, self._waiting, self.unproven = False, "pending", None
+            for name in reversed(list(self._entered)):
+                self._remove(name)
             self._names = {name: entry for name, entry in self._names.items() if not entry.builtin}
-            self._tables, self._builtins, self._entered, self._refused = None, {}, {}, {}
+            self._builtins, self._refused = None, {}
+            self._left = undo(self._left)
+            if not self._left:
+                return []
+            from .tables import tables
+
+            functions, _ = tables()
+            kinds = ("attention" if change.owner is functions else "mask" for change in self._left)
+            named = zip(kinds, self._left, strict=True)
+            return list(dict.fromkeys(f"the {kind} function of {change.name!r}" for kind, change in named))
 
     def _put(self, name: str, entry: AttentionName | None) -> None:
         """Replace the entry of a name, None for none, here and in the tables."""
-        if self._tables is not None and (entered := self._entered.pop(name, None)):
-            self._tables.remove(entered)
-        self._refused.pop(name, None)
+        if name in self._entered:
+            self._remove(name)
         if entry is None:
             self._names.pop(name, None)
         else:
@@ -191,45 +172,31 @@ class AttentionRegistry:
         self._enter()
 
     def _enter(self) -> None:
-        if self._tables is None:
+        """Enter the names in transformers' tables that are not in them yet."""
+        if self._builtins is None:
             return
+        from .tables import changes_of, taken_by
+
         for name, entry in self._builtins.items():
             self._names.setdefault(name, entry)
+        self._left = undo(self._left)
         self._refused.clear()
         for name, entry in self._names.items():
-            if name not in self._entered:
-                problem = self._tables.add(entry)
-                if problem is None:
-                    self._entered[name] = entry
-                else:
-                    self._refused[name] = problem
+            if name in self._entered:
+                continue
+            if (owner := taken_by(name)) is not None and not entry.override:
+                self._refused[name] = f"is taken in transformers by {owner}"
+                continue
+            changes = self._changes[name] = changes_of(entry)
+            make(changes)
+            self._entered[name] = entry
+
+    def _remove(self, name: str) -> None:
+        """Restore the entries that were there before; one that other code has overwritten stays theirs."""
+        del self._entered[name]
+        self._left += undo(self._changes.pop(name))
 
 
-def check_name(name: object) -> None:
-    """Check that a name can be registered.
-
-    Raises:
-        TypeError: it is not a string.
-        ValueError: it is empty, a hub kernel's, or has other characters than letters, digits, '_', '-' and '.'.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"an attention name must be a string, not {name!r}")
-    if not name.strip():
-        raise ValueError("an attention name must not be empty")
-    if "/" in name:
-        raise ValueError(
-            f"{name!r} looks like a hub kernel (org/repo), which transformers would download: choose a name without '/'"
-        )
-    if not re.fullmatch(r"[\w.\-]+", name):
-        raise ValueError(f"{name!r} may contain letters, digits, '_', '-' and '.' alone")
-
-
-def upstream_owner(name: str, environment: Environment | None = None) -> str | None:
-    """The transformers that has this name itself in an environment, e.g. ``transformers 5.23.0``; None where the name is free."""
-    if name in UPSTREAM:
-        return "transformers"
-    if name == "flash_attention_4":
-        version = (environment or Environment.detect()).version("transformers")
-        if version is not None and version.release >= (5, 4):
-            return f"transformers {version}"
-    return None
+def _same(one: AttentionName, other: AttentionName) -> bool:
+    """Whether two names were registered with the same arguments."""
+    return all(getattr(one, field.name) == getattr(other, field.name) for field in fields(AttentionName))

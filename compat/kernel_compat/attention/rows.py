@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedFeatureError
 from .boundaries import Sequences, offsets_on_host
 from .call import PackedLengths
-from .forward_context import ForwardContext, without_context
+from .forward_context import ForwardContext, within
 from .tensors import fixed_shapes
 
 __all__ = ["CACHE_ARGUMENTS", "RowCall", "Rows", "packed_rows", "padded_rows"]
@@ -31,8 +31,8 @@ class Rows(NamedTuple):
     """Packed sequences as padded rows.
 
     Attributes:
-        sources: for each group of rows (rows, length) int64, the index in the flattened batch of each of its tokens. After
-            the last token of a sequence there are others, whose output is not used.
+        sources: for each group of rows (rows, length) int64, the index in the flattened batch of each of its tokens. The
+            output for indices after the last token of a sequence is not used.
         lengths: for each group (rows, 1) int64, the lengths of its sequences.
         targets: (tokens,) int64, the index of each sequence's tokens in the groups' rows, flattened and concatenated.
         indices: as in `Sequences`.
@@ -67,46 +67,51 @@ def padded_rows(context: ForwardContext) -> Rows:
     return rows
 
 
+def _padded_rows(context: ForwardContext) -> Rows:
+    order = torch.argsort(context.mask == 0, dim=1, stable=True)
+    if context.batch == 1:
+        order = order[:, : context.tokens_after_padding]
+        index = torch.arange(context.tokens_after_padding, device=order.device)
+        return Rows((order,), (order.new_full((1, 1), context.tokens_after_padding),), index, order[0])
+    first = torch.arange(context.batch, device=order.device)[:, None] * context.length
+    lengths = (context.mask != 0).sum(1, keepdim=True)  # type: ignore[union-attr]
+    return Rows((order + first,), (lengths,), (order.argsort(1) + first).flatten(), None)
+
+
 def _grouped_rows(sequences: Sequences, tokens: int) -> Rows:
     """The rows of packed sequences, grouped by length. Synchronises once.
 
     Args:
-        tokens: how many there are in the flattened batch. Those after the last offset are a sequence of their own.
-
-    Raises:
-        ValueError: the offsets end after the tokens.
+        tokens: how many there are in the flattened batch. The ones after the last offset are a sequence of their own.
     """
-    device = sequences.cu_seqlens.device
     offsets = offsets_on_host(sequences.cu_seqlens)
     if offsets[-1] > tokens:
         raise ValueError(f"cu_seq_lens_q ends at {offsets[-1]}, and there are {tokens} tokens in the batch")
     if sequences.indices is None and offsets[-1] < tokens:
         offsets = [*offsets, tokens]
-    spans = [(start, stop - start) for start, stop in itertools.pairwise(offsets) if stop > start]
-    groups: dict[int, list[int]] = {}
-    for number, (_, length) in enumerate(spans):
-        groups.setdefault((length - 1).bit_length(), []).append(number)
-    shifts, sources, lengths, base = [0] * len(spans), [], [], 0
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for start, stop in itertools.pairwise(offsets):
+        if stop > start:
+            groups.setdefault((stop - start - 1).bit_length(), []).append((start, stop - start))
+    sources, lengths, used = [], [], []
     for members in groups.values():
-        longest = max(spans[number][1] for number in members)
-        for row, number in enumerate(members):
-            shifts[number] = base + row * longest - spans[number][0]
-        base += len(members) * longest
-        starts = _to_device([spans[number] for number in members], device)
-        within = torch.arange(longest, device=device)
-        lengths.append(starts[:, 1:])
-        source = starts[:, :1] + torch.minimum(within, starts[:, 1:] - 1)
-        sources.append(source if sequences.indices is None else sequences.indices[source])
-    count = sum(length for _, length in spans)
-    shift = _to_device([(by, length) for by, (_, length) in zip(shifts, spans, strict=True)], device)
-    targets = torch.arange(count, device=device)
-    targets = targets + torch.repeat_interleave(shift[:, 0], shift[:, 1], output_size=count)
-    return Rows(tuple(sources), tuple(lengths), targets, sequences.indices)
+        starts, sizes = torch.tensor(members, device="cpu").split(1, 1)
+        within = torch.arange(int(sizes.max()), device="cpu")
+        sources.append(starts + torch.minimum(within, sizes - 1))
+        lengths.append(sizes)
+        used.append((within < sizes).flatten())
+    place = torch.cat(used).nonzero()[:, 0]
+    targets = torch.empty_like(place)
+    targets[torch.cat([source.flatten() for source in sources])[place]] = place
 
+    def to_device(x: Tensor) -> Tensor:  # without waiting for it
+        device = sequences.cu_seqlens.device
+        return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
-def _to_device(pairs: list[tuple[int, int]], device: torch.device) -> Tensor:
-    """Pairs of ints as a tensor, without waiting for the device."""
-    return torch.tensor(pairs, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    sources = [to_device(source) for source in sources]
+    if sequences.indices is not None:
+        sources = [sequences.indices[source] for source in sources]
+    return Rows(tuple(sources), tuple(map(to_device, lengths)), to_device(targets), sequences.indices)
 
 
 def _fixed_rows(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:
@@ -118,17 +123,6 @@ def _fixed_rows(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:
     number = torch.searchsorted(stops, index, right=True).clamp(max=stops.shape[0] - 1)
     lengths = (stops - starts)[:, None]
     return Rows((source,), (lengths,), number * longest + (index - starts[number]).clamp(0, longest - 1), None)
-
-
-def _padded_rows(context: ForwardContext) -> Rows:
-    order = torch.argsort(context.mask == 0, dim=1, stable=True)
-    if context.batch == 1:
-        order = order[:, : context.tokens_after_padding]
-        index = torch.arange(context.tokens_after_padding, device=order.device)
-        return Rows((order,), (order.new_full((1, 1), context.tokens_after_padding),), index, order[0])
-    first = torch.arange(context.batch, device=order.device)[:, None] * context.length
-    lengths = (context.mask != 0).sum(1, keepdim=True)  # type: ignore[union-attr]
-    return Rows((order + first,), (lengths,), (order.argsort(1) + first).flatten(), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,11 +148,7 @@ class RowCall:
     keeps_cache: bool = False
 
     def has_tokens(self) -> bool:
-        """Whether the layer's first argument is the tokens of the model's forward.
-
-        Raises:
-            UnsupportedFeatureError: it isn't, and the model gets nothing but tokens.
-        """
+        """Whether the layer's first argument is the tokens of the model's forward; an error if the model gets only tokens."""
         first = next(iter(self.arguments.values()), None)
         if isinstance(first, Tensor) and first.shape[:2] == (self.context.batch, self.context.length):
             return True
@@ -172,7 +162,7 @@ class RowCall:
 
     def __call__(self) -> Any:
         """The layer's outputs for each group of rows, put together to those of the batch."""
-        with without_context():
+        with within(None):
             outputs = [
                 self.original(
                     self.layer, **{name: self._in_rows(name, value, *group) for name, value in self.arguments.items()}
@@ -209,11 +199,7 @@ class RowCall:
         return value
 
     def _joined(self, parts: list[Any], secondary: bool = False) -> Any:
-        """One output of the layer for the batch, from those of the groups.
-
-        Args:
-            secondary: whether it isn't the first output: attention weights, a state, or more tokens.
-        """
+        """One output of the layer for the batch; `secondary` ones are attention weights, a state, or more tokens."""
         if self.returns_weights and secondary:
             return None
         if isinstance(parts[0], (tuple, list)):
@@ -249,11 +235,7 @@ class RowCall:
 
 
 def _mask_in_rows(mask: Any, source: Tensor, lengths: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    """The part of a 4D mask for the tokens of each row, in which no token sees the padding after its sequence.
-
-    Args:
-        shape: (batch, length) of the mask's tokens.
-    """
+    """The part of a 4D mask for the tokens of each row, in which no token sees the padding after its sequence."""
     batch, length = shape
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != length:
         return None

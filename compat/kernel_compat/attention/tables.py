@@ -11,78 +11,52 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedFeatureError
-from ..patching.swap import Change, make, undo
+from ..patching.swap import Change
 from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
-from .registry import AttentionName
-from .sequence_parallel.ulysses import ulysses
+from .names import AttentionName
+from .sequence_parallel.ulysses import gathering_mask_function, ulysses
+
+__all__ = ["changes_of", "tables", "taken_by"]
 
 
-class Tables:
-    """Our entries in transformers' tables."""
-
-    def __init__(self) -> None:
-        self._changes: dict[str, list[Change]] = {}
-        self._left: list[Change] = []
-
-    def add(self, entry: AttentionName) -> str | None:
-        """Enter a name in transformers' tables; returns why not where another project's entry is in the way."""
-        functions, masks = tables()
-        self._left = undo(self._left)
-        if entry.name in functions and not entry.override:
-            theirs = functions[entry.name]
-            return f"is taken in transformers by {getattr(theirs, '__module__', None) or theirs!r}"
-        spread = entry.sequence_parallel is not False
-        notes = entry.mask is None and not spread
-        forward = entry.forward or attention_forward(entry.kernel, entry.name, notes)
-        mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
-        if spread:
-            forward = ulysses(forward, entry.sequence_parallel)
-        if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone
-            from .sequence_parallel.ulysses import gathering_mask_function
-
-            mask = entry.mask or gathering_mask_function(forward.ulysses_group)
-        # A forward of the user's own isn't bypassed by upstream's, nor is `ulysses`: they have no paged alias.
-        paged = None if entry.forward is not None or spread else _paged_forward(functions, entry)
-        values = {entry.name: (forward, mask)}
-        if paged is not None:
-            values[f"paged|{entry.name}"] = (paged, mask)
-        changes = [Change(functions, key, forward) for key, (forward, _) in values.items()]
-        if masks is not None:
-            changes += [Change(masks, key, mask) for key, (_, mask) in values.items()]
-        make(changes)
-        self._changes[entry.name] = changes
-        return None
-
-    def remove(self, entry: AttentionName) -> None:
-        """Restore the entries that `add` replaced; one that other code has overwritten stays theirs."""
-        self._left += undo(self._changes.pop(entry.name, ()))
-
-    def left(self) -> list[str]:
-        """The entries that other code has overwritten, for people: ``the attention function of 'NAME'``."""
-        self._left = undo(self._left)
-        functions, _ = tables()
-        kinds = ((change, "attention" if change.owner is functions else "mask") for change in self._left)
-        return list(dict.fromkeys(f"the {kind} function of {change.name!r}" for change, kind in kinds))
+def changes_of(entry: AttentionName) -> list[Change]:
+    """The changes of transformers' tables that enter a name."""
+    functions, masks = tables()
+    spread = entry.sequence_parallel is not False
+    mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
+    forward = entry.forward or attention_forward(entry.kernel, entry.name, entry.mask is None and not spread)
+    if spread:
+        forward = ulysses(forward, entry.sequence_parallel)
+    if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone
+        mask = entry.mask or gathering_mask_function(forward.ulysses_group)
+    values = {entry.name: forward}
+    # A forward of the user's own isn't bypassed by upstream's, nor is `ulysses`: they have no paged alias.
+    if entry.forward is None and not spread and "paged|flash_attention_2" in functions:
+        values[f"paged|{entry.name}"] = _paged_forward(entry)
+    return [Change(functions, key, forward) for key, forward in values.items()] + [
+        Change(masks, key, mask) for key in values
+    ]
 
 
-def tables() -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """``ALL_ATTENTION_FUNCTIONS`` (since 4.48) and ``ALL_MASK_ATTENTION_FUNCTIONS`` (since 4.53).
+def taken_by(name: str) -> str | None:
+    """The module of the attention function that transformers has under a name; None if there is none."""
+    present = tables()[0].get(name)
+    return None if present is None else repr(getattr(present, "__module__", None) or present)
+
+
+def tables() -> tuple[dict[str, Any], dict[str, Any]]:
+    """``ALL_ATTENTION_FUNCTIONS`` and ``ALL_MASK_ATTENTION_FUNCTIONS``.
 
     Both are views of a dict of their class: models that make an instance of their own share it.
     """
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    try:
-        masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
-    except ImportError:
-        return functions._global_mapping, None
+    masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     return functions._global_mapping, masks._global_mapping
 
 
-def _paged_forward(functions: dict[str, Any], entry: AttentionName) -> Callable[..., Any] | None:
+def _paged_forward(entry: AttentionName) -> Callable[..., Any]:
     """Upstream's forward for ``paged|NAME``: there from 5.0 until 5.19 did away with the prefix."""
-    if "paged|flash_attention_2" not in functions:
-        return None
     name = entry.name
     upstream = importlib.import_module("transformers.integrations.flash_paged").paged_attention_forward
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ T = TypeVar("T")
 
 __all__ = [
     "as_int",
+    "constant",
     "fixed_shapes",
     "memoised",
     "offsets_of",
@@ -25,6 +27,18 @@ __all__ = [
 
 #: The longest message that a CUDA device prints of a failed assertion.
 _LONGEST_MESSAGE = 254
+
+
+def constant(function: Callable[[type], T]) -> Callable[[type], T]:
+    """A function of a class, computed once and not traced by torch.compile."""
+    cached = cache(function)
+
+    @wraps(function)
+    def lookup(kind: type) -> T:
+        return cached(kind)
+
+    looked_up: Callable[[type], T] = torch.compiler.assume_constant_result(lookup)
+    return looked_up
 
 
 def fixed_shapes(tensor: Tensor) -> bool:
@@ -40,15 +54,13 @@ class TensorMemo:
     Layers often get a view each of one mask, so a view is keyed by its base and geometry. Modifications are detected by the
     version counter, which doesn't count writes through ``.data`` or a shared numpy array. Inference tensors have no version
     counter, and under torch.compile there is nothing to keep: values are computed each time there.
-
-    Attributes:
-        limit: how many values are kept for one tensor; the oldest goes first.
-        values: the values of each tensor.
     """
 
+    #: How many values are kept for one tensor; the oldest goes first.
     limit = 8
 
     def __init__(self) -> None:
+        #: The values of each tensor.
         self.values = WeakIdKeyDictionary()
         self._lock = threading.Lock()
 

@@ -46,47 +46,45 @@ def packed_attention(functions: Any, call: AttentionCall, lengths: PackedLengths
         if batch > 1:  # packed sequences are usually in one row: offsets may be meant for each row
             require_total(cu_q, q_tokens, "cu_seq_lens_q")
             require_total(cu_k, k_tokens, "cu_seq_lens_k")
-    offsets = cu_q.to(torch.int32)
-    output: Tensor = functions.flash_attn_varlen_func(
-        call.query.flatten(0, 1),
-        call.key.flatten(0, 1),
-        call.value.flatten(0, 1),
-        cu_seqlens_q=offsets,
-        # The same tensor for both: torch 2.15 chooses its fastest backend by that.
-        cu_seqlens_k=offsets if cu_k is cu_q else cu_k.to(torch.int32),
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        **options,
-    )
-    return output.unflatten(0, (batch, q_len))
+    queries = keys = Sequences(None, cu_q.to(torch.int32), max_q)
+    if cu_k is not cu_q:
+        keys = Sequences(None, cu_k.to(torch.int32), max_k)
+    elif max_k != max_q:  # the same offsets for both: torch 2.15 chooses its fastest backend by that
+        keys = queries._replace(max_seqlen=max_k)
+    return sequences_attention(functions, call, queries, keys, options)
 
 
-def sequences_attention(functions: Any, call: AttentionCall, sequences: Sequences, options: dict[str, Any]) -> Tensor:
-    """Attention within packed sequences that were found in masks and position ids. Padding queries are zero.
+def sequences_attention(
+    functions: Any, call: AttentionCall, queries: Sequences, keys: Sequences, options: dict[str, Any]
+) -> Tensor:
+    """Attention within sequences. Queries that are in none are zero.
 
     Raises:
         ValueError: a sliding window over interior padding.
     """
-    if sequences.interior_padding:
-        _require_no_window(options)
+    if keys.interior_padding and options["window_size"] != (-1, -1):
+        raise ValueError(
+            "a sliding window over a mask with padding between tokens: distances would shrink with the padding"
+        )
     query = call.query
-    batch, q_len = query.shape[:2]
+    batch, q_len, heads = query.shape[:3]
+    queries = queries.to(query.device)
+    keys = queries if keys is queries else keys.to(query.device)
     flat = [x.flatten(0, 1) for x in (query, call.key, call.value)]
-    indices = sequences.indices
-    if indices is not None:
-        indices = indices.to(query.device)
-        flat = [x[indices] for x in flat]
-    offsets = sequences.cu_seqlens.to(query.device)
+    if queries.indices is not None:
+        if not queries.max_seqlen:
+            return query.new_zeros(batch, q_len, heads, call.value.shape[-1])
+        flat = [flat[0][queries.indices], flat[1][keys.indices], flat[2][keys.indices]]
     output: Tensor = functions.flash_attn_varlen_func(
         *flat,
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-        max_seqlen_q=sequences.max_seqlen,
-        max_seqlen_k=sequences.max_seqlen,
+        cu_seqlens_q=queries.cu_seqlens,
+        cu_seqlens_k=keys.cu_seqlens,
+        max_seqlen_q=queries.max_seqlen,
+        max_seqlen_k=keys.max_seqlen,
         **options,
     )
-    if indices is not None:
-        output = query.new_zeros(batch * q_len, *output.shape[1:]).index_copy(0, indices, output)
+    if queries.indices is not None:
+        output = query.new_zeros(batch * q_len, *output.shape[1:]).index_copy(0, queries.indices, output)
     return output.unflatten(0, (batch, q_len))
 
 
@@ -102,8 +100,7 @@ def padded_attention(
     Raises:
         ValueError: the mask doesn't fit the batch, or a sliding window over interior padding.
     """
-    query, key, value = call.query, call.key, call.value
-    (batch, q_len), kv_len = query.shape[:2], key.shape[1]
+    (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
     if mask.shape[0] != batch:
         if mask.shape[0] != 1:
             raise ValueError(f"an attention mask for {mask.shape[0]} sequences does not fit a batch of {batch}")
@@ -112,38 +109,23 @@ def padded_attention(
         mask = mask[:, -kv_len:]
     elif mask.shape[1] < kv_len:  # the rest is unused room of a static cache
         kv_len = mask.shape[1]
-        key, value = key[:, :kv_len], value[:, :kv_len]
+        call = call._replace(key=call.key[:, :kv_len], value=call.value[:, :kv_len])
     if padded_queries and kv_len < q_len:
         raise ValueError(f"an attention mask of length {kv_len} does not fit {q_len} queries")
-    if fixed_shapes(query):
-        return _padded_by_sorting(functions, (query, key, value), mask.bool(), padded_queries, options)
-    tokens = padding(mask, q_len, padded_queries)
-    if tokens is None:
-        output: Tensor = functions.flash_attn_func(query, key, value, **options)
+    if fixed_shapes(call.query):
+        return _padded_by_sorting(functions, call, mask.bool(), padded_queries, options)
+    found = padding(mask, q_len, padded_queries)
+    if found is None:
+        output: Tensor = functions.flash_attn_func(call.query, call.key, call.value, **options)
         return output
-    if tokens.interior:
-        _require_no_window(options)
-    flat = query.new_zeros(batch * q_len, *query.shape[2:-1], value.shape[-1])
-    if not tokens.max_seqlen_q:
-        return flat.unflatten(0, (batch, q_len))
-    packed = functions.flash_attn_varlen_func(
-        query.flatten(0, 1)[tokens.q_index],
-        key.flatten(0, 1)[tokens.k_index],
-        value.flatten(0, 1)[tokens.k_index],
-        cu_seqlens_q=tokens.cu_seqlens_q,
-        cu_seqlens_k=tokens.cu_seqlens_k,
-        max_seqlen_q=tokens.max_seqlen_q,
-        max_seqlen_k=tokens.max_seqlen_k,
-        **options,
-    )
-    return flat.index_copy(0, tokens.q_index, packed).unflatten(0, (batch, q_len))
+    return sequences_attention(functions, call, *found, options)
 
 
 def _padded_by_sorting(
-    functions: Any, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor, padded_queries: bool, options: dict[str, Any]
+    functions: Any, call: AttentionCall, mask: Tensor, padded_queries: bool, options: dict[str, Any]
 ) -> Tensor:
     """`padded_attention` in fixed shapes: the tokens of each row come first, and its padding is a sequence of its own."""
-    query, key, value = tensors
+    query, key, value = call.query, call.key, call.value
     (batch, q_len), kv_len = query.shape[:2], key.shape[1]
     queries = query_mask(mask, q_len, padded_queries)
     if options["window_size"] != (-1, -1):
@@ -170,13 +152,6 @@ def _padded_by_sorting(
     )
     output = sort(packed.unflatten(0, (batch, q_len)), torch.argsort(q_order, dim=1))
     return torch.where(queries[:, :, None, None], output, 0)
-
-
-def _require_no_window(options: dict[str, Any]) -> None:
-    if options["window_size"] != (-1, -1):
-        raise ValueError(
-            "a sliding window over a mask with padding between tokens: distances would shrink with the padding"
-        )
 
 
 def paged_attention(kernel: Kernel, call: AttentionCall, paging: dict[str, Any]) -> Tensor:

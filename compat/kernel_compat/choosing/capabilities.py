@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from ..attention.defaults import registered_attention
-from ..attention.registry import UPSTREAM, check_name, upstream_owner
+from ..attention.names import UPSTREAM, check_name, upstream_owner
 from ..environment import Environment
 from ..errors import UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, Provider, known_kernels

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 from ..attention.defaults import registered_attention, resolve
-from ..attention.registry import upstream_owner
+from ..attention.names import upstream_owner
 from ..environment import Environment
 from ..errors import KernelUnavailableError
 from ..kernels import Features, known_kernels

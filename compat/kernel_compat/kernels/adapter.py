@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,9 +10,9 @@ from typing import Any, NamedTuple
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from .catalog import REFERENCE, instead, kernels_with
-from .provider import Features, Provider
+from .provider import FUNCTIONS, Features, Provider, WarnOnce
 
-__all__ = ["Functions", "WarnOnce", "adapt", "takes"]
+__all__ = ["Functions", "adapt", "takes"]
 
 
 class Functions(NamedTuple):
@@ -32,6 +31,16 @@ class Functions(NamedTuple):
     flash_attn_with_kvcache: Callable[..., Any] | None
 
 
+#: Keywords of FlashAttention-2 besides the lengths, with their defaults.
+_DEFAULTS: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "deterministic": False,
+    "s_aux": None,
+}
 #: Optional keywords, with the feature that each needs.
 _OPTIONAL = {
     "dropout_p": "dropout",
@@ -46,20 +55,20 @@ def adapt(
     name: str, raw: Mapping[str, Callable[..., Any] | None], features: Features, provider: Provider
 ) -> tuple[Features, Functions]:
     """Put a package's functions behind FlashAttention-2's keywords, and leave out the features that they don't take."""
-    varlen, kvcache = raw["flash_attn_varlen_func"], raw["flash_attn_with_kvcache"]
+    dense, varlen, kvcache = (raw[function] for function in FUNCTIONS)
     assert varlen is not None
     features = replace(_taken(varlen, features, provider), paged=features.paged and kvcache is not None)
-    call = _Call(name, features, provider)
-    dense = raw["flash_attn_func"]
-    if dense is not None:
-        core = all(takes(dense, keyword) for keyword in ("softmax_scale", "causal"))
-        if not core or _taken(dense, features, provider) != features:
-            dense = None  # the varlen function computes it
-    by_varlen = call.varlen(varlen)
+    if dense is not None and not (
+        all(takes(dense, keyword) for keyword in ("softmax_scale", "causal"))
+        and _taken(dense, features, provider) == features
+    ):
+        dense = None  # the varlen function computes it
+    adapter = _Adapter(name, features, provider, (dense, varlen, None))
     paged = None
     if kvcache is not None and features.paged:
-        paged = _Call(name, _taken(kvcache, features, provider), provider).kvcache(kvcache)
-    return features, Functions(call.dense(dense, by_varlen), by_varlen, paged)
+        cached = _Adapter(name, _taken(kvcache, features, provider), provider, (None, None, kvcache))
+        paged = cached.flash_attn_with_kvcache
+    return features, Functions(adapter.flash_attn_func, adapter.flash_attn_varlen_func, paged)
 
 
 def _taken(function: Callable[..., Any], features: Features, provider: Provider) -> Features:
@@ -83,270 +92,225 @@ def takes(function: Callable[..., Any], keyword: str, *, unnamed: bool = True) -
     return anything or keyword in parameters
 
 
-class WarnOnce:
-    """Warns once about each feature that a kernel lacks and that is not worth an error."""
+class _Adapter:
+    """A package's functions behind FlashAttention-2's keywords.
 
-    def __init__(self, kernel: str) -> None:
-        self.kernel = kernel
-        self._given: set[str] = set()
+    transformers reads off the signatures of the last two which keywords they take.
+    """
 
-    def __call__(self, lacking: str, consequence: str) -> None:
-        """Log the warning, unless it was logged before."""
+    def __init__(
+        self, name: str, features: Features, provider: Provider, functions: tuple[Callable[..., Any] | None, ...]
+    ) -> None:
         import torch
 
-        if torch.compiler.is_compiling() or lacking in self._given:
-            return
-        self._given.add(lacking)
-        warnings.warn(f"{self.kernel} has no {lacking}: {consequence}.", stacklevel=4)
-
-
-class _Call:
-    """Builds the functions of the convention over a package's."""
-
-    def __init__(self, name: str, features: Features, provider: Provider) -> None:
-        import torch
-
-        self.name = name
-        self.features = features
-        self.provider = provider
-        self.names = {keyword: provider.renamed.get(keyword, keyword) for keyword in (*_OPTIONAL, "block_table")}
-        self.supported = {keyword: getattr(features, feature) for keyword, feature in _OPTIONAL.items()}
-        self.dtypes = tuple(getattr(torch, dtype) for dtype in features.dtypes)
+        self._name, self._features, self._provider = name, features, provider
+        self._dense, self._varlen, self._kvcache = functions
+        self._names = {keyword: provider.renamed.get(keyword, keyword) for keyword in (*_OPTIONAL, "block_table")}
+        self._supported = {keyword: getattr(features, feature) for keyword, feature in _OPTIONAL.items()}
+        self._dtypes = tuple(getattr(torch, dtype) for dtype in features.dtypes)
         # torch.compile can't trace its look into the dispatcher.
-        self.runs_on = provider.runs_on and torch.compiler.assume_constant_result(provider.runs_on)
-        self.warn_once = WarnOnce(name)
+        self._runs_on = provider.runs_on and torch.compiler.assume_constant_result(provider.runs_on)
+        self._warn_once = WarnOnce(name)
 
-    def dense(self, function: Callable[..., Any] | None, varlen: Callable[..., Any]) -> Callable[..., Any]:
-        def flash_attn_func(
-            q: Any,
-            k: Any,
-            v: Any,
-            dropout_p: float = 0.0,
-            softmax_scale: float | None = None,
-            causal: bool = False,
-            window_size: tuple[int, int] = (-1, -1),
-            softcap: float = 0.0,
-            deterministic: bool = False,
-            s_aux: Any = None,
-        ) -> Any:
-            if function is None:
-                # Equal lengths are a special case of varlen.
-                import torch
+    def flash_attn_func(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+        if self._dense is not None:
+            given = {**_DEFAULTS, **options}
+            if len(given) > len(_DEFAULTS):
+                raise TypeError(f"unexpected keywords: {', '.join(given.keys() - _DEFAULTS.keys())}")
+            return self._compute(self._dense, (q, k, v), (q_len, kv_len), {}, given)
+        import torch
 
-                batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
-                starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-                q_starts = starts * q_len
-                packed = varlen(
-                    q.flatten(0, 1),
-                    k.flatten(0, 1),
-                    v.flatten(0, 1),
-                    cu_seqlens_q=q_starts,
-                    # The same tensor where they are equal: torch 2.15 chooses its fastest backend by that.
-                    cu_seqlens_k=q_starts if kv_len == q_len else starts * kv_len,
-                    max_seqlen_q=q_len,
-                    max_seqlen_k=kv_len,
-                    dropout_p=dropout_p,
-                    softmax_scale=softmax_scale,
-                    causal=causal,
-                    window_size=window_size,
-                    softcap=softcap,
-                    deterministic=deterministic,
-                    s_aux=s_aux,
-                )
-                return packed.unflatten(0, (batch, q_len))
-            dims = self.check(q, k, v)
-            options = self.options((q, k, v), dropout_p, window_size, softcap, deterministic, s_aux)
-            self.check_window(causal, window_size, q.shape[1], k.shape[1])
-            v_dim = v.shape[-1]
-            q, k, v, softmax_scale = _padded(q, k, v, softmax_scale, dims)
-            out = _first(function(q, k, v, softmax_scale=softmax_scale, causal=causal, **options))
-            return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
+        # Equal lengths are a special case of varlen.
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        q_starts = starts * q_len
+        packed = self.flash_attn_varlen_func(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            cu_seqlens_q=q_starts,
+            # The same tensor where they are equal: torch 2.15 chooses its fastest backend by that.
+            cu_seqlens_k=q_starts if kv_len == q_len else starts * kv_len,
+            max_seqlen_q=q_len,
+            max_seqlen_k=kv_len,
+            **options,
+        )
+        return packed.unflatten(0, (batch, q_len))
 
-        return flash_attn_func
-
-    def varlen(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def flash_attn_varlen_func(
-            q: Any,
-            k: Any,
-            v: Any,
-            cu_seqlens_q: Any,
-            cu_seqlens_k: Any,
-            max_seqlen_q: Any,
-            max_seqlen_k: Any,
-            dropout_p: float = 0.0,
-            softmax_scale: float | None = None,
-            causal: bool = False,
-            window_size: tuple[int, int] = (-1, -1),
-            softcap: float = 0.0,
-            deterministic: bool = False,
-            s_aux: Any = None,
-        ) -> Any:
-            dims = self.check(q, k, v)
-            options = self.options((q, k, v), dropout_p, window_size, softcap, deterministic, s_aux)
-            v_dim = v.shape[-1]
-            q, k, v, softmax_scale = _padded(q, k, v, softmax_scale, dims)
-            # transformers passes the maximum as a tensor up to 5.23; FA4 compiles for it as if it were one more
-            # array and dies. Every kernel takes an int.
-            same = max_seqlen_k is max_seqlen_q
-            max_q = max_seqlen_q if isinstance(max_seqlen_q, int) else int(max_seqlen_q)
-            max_k = max_q if same else max_seqlen_k if isinstance(max_seqlen_k, int) else int(max_seqlen_k)
-            self.check_window(causal, window_size, max_q, max_k)
-            out = _first(
-                function(
-                    q,
-                    k,
-                    v,
-                    cu_seqlens_q=cu_seqlens_q,
-                    cu_seqlens_k=cu_seqlens_k,
-                    max_seqlen_q=max_q,
-                    max_seqlen_k=max_k,
-                    softmax_scale=softmax_scale,
-                    causal=causal,
-                    **options,
-                )
-            )
-            return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
-
-        return flash_attn_varlen_func
-
-    def kvcache(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def flash_attn_with_kvcache(
-            q: Any,
-            k_cache: Any,
-            v_cache: Any,
-            k: Any = None,
-            v: Any = None,
-            cache_seqlens: Any = None,
-            block_table: Any = None,
-            softmax_scale: float | None = None,
-            causal: bool = False,
-            window_size: tuple[int, int] = (-1, -1),
-            softcap: float = 0.0,
-            s_aux: Any = None,
-        ) -> Any:
-            self.check(q, k_cache, v_cache)
-            options = self.options((q, k_cache, v_cache), 0.0, window_size, softcap, False, s_aux)
-            if not self.provider.handles_unbounded_right_window:  # it takes the room for keys as their number
-                room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-                self.check_window(causal, window_size, q.shape[1], room)
-            options[self.names["block_table"]] = block_table
-            return _first(
-                function(
-                    q,
-                    k_cache,
-                    v_cache,
-                    k,
-                    v,
-                    cache_seqlens=cache_seqlens,
-                    softmax_scale=softmax_scale,
-                    causal=causal,
-                    **options,
-                )
-            )
-
-        return flash_attn_with_kvcache
-
-    def options(
+    def flash_attn_varlen_func(
         self,
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: Any,
+        max_seqlen_k: Any,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        deterministic: bool = False,
+        s_aux: Any = None,
+    ) -> Any:
+        # transformers passes the maximum as a tensor up to 5.23; FA4 compiles for it as if it were one more
+        # array and dies. Every kernel takes an int.
+        same = max_seqlen_k is max_seqlen_q
+        max_q = max_seqlen_q if isinstance(max_seqlen_q, int) else int(max_seqlen_q)
+        max_k = max_q if same else max_seqlen_k if isinstance(max_seqlen_k, int) else int(max_seqlen_k)
+        lengths = {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_q,
+            "max_seqlen_k": max_k,
+        }
+        options = {
+            "dropout_p": dropout_p,
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": window_size,
+            "softcap": softcap,
+            "deterministic": deterministic,
+            "s_aux": s_aux,
+        }
+        return self._compute(self._varlen, (q, k, v), (max_q, max_k), lengths, options)
+
+    def flash_attn_with_kvcache(
+        self,
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        k: Any = None,
+        v: Any = None,
+        cache_seqlens: Any = None,
+        block_table: Any = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        s_aux: Any = None,
+    ) -> Any:
+        inputs = (q, k_cache, v_cache)
+        self._check(*inputs)
+        if not self._provider.handles_unbounded_right_window:  # it takes the room for keys as their number
+            room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+            self._check_window(causal, window_size, q.shape[1], room)
+        given = {**_DEFAULTS, "window_size": window_size, "softcap": softcap, "s_aux": s_aux}
+        options = self._options(inputs, given)
+        options[self._names["block_table"]] = block_table
+        scale = {"softmax_scale": softmax_scale, "causal": causal}
+        return _first(self._kvcache(*inputs, k, v, cache_seqlens=cache_seqlens, **scale, **options))  # type: ignore[misc]
+
+    def _compute(
+        self,
+        function: Any,
         inputs: tuple[Any, Any, Any],
-        dropout_p: float,
-        window_size: tuple[int, int],
-        softcap: float | None,
-        deterministic: bool,
-        s_aux: Any,
-    ) -> dict[str, Any]:
+        longest: tuple[int, int],
+        lengths: dict[str, Any],
+        given: dict[str, Any],
+    ) -> Any:
+        """Call a package's function with inputs whose head dimensions it takes.
+
+        Args:
+            longest: the lengths of the longest sequences of query and key.
+            lengths: the function's keywords for the sequences.
+            given: the keywords of `_DEFAULTS`.
+        """
+        dims = self._check(*inputs)
+        options = self._options(inputs, given)
+        causal, scale = given["causal"], given["softmax_scale"]
+        if not self._provider.handles_unbounded_right_window:
+            self._check_window(causal, given["window_size"], *longest)
+        v_dim = inputs[2].shape[-1]
+        if dims != (inputs[0].shape[-1], v_dim):
+            inputs, scale = _padded(inputs, scale, dims)
+        out = _first(function(*inputs, **lengths, softmax_scale=scale, causal=causal, **options))
+        return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
+
+    def _options(self, inputs: tuple[Any, Any, Any], given: dict[str, Any]) -> dict[str, Any]:
         """The package's keywords for a call; an error, or a warning once, for an option that it lacks."""
         options: dict[str, Any] = {}
-        supported, names = self.supported, self.names
-        if dropout_p:
+        supported, names = self._supported, self._names
+        if given["dropout_p"]:
             if supported["dropout_p"]:
-                options[names["dropout_p"]] = dropout_p
+                options[names["dropout_p"]] = given["dropout_p"]
             else:
-                self.warn_once("attention dropout", "it is not applied")
-        if deterministic:
+                self._warn_once("attention dropout", "it is not applied")
+        if given["deterministic"]:
             if supported["deterministic"]:
                 options[names["deterministic"]] = True
             else:
-                self.warn_once("deterministic backward", "gradients vary in their last bits")
-        left, right = window_size
-        left, right = -1 if left is None else left, -1 if right is None else right
-        if left >= 0 or right >= 0:
-            self.require("window_size", inputs)
-            unlimited = self.provider.unlimited
-            options[names["window_size"]] = (left if left >= 0 else unlimited, right if right >= 0 else unlimited)
-        if softcap:
-            self.require("softcap", inputs)
-            options[names["softcap"]] = softcap
-        if s_aux is not None:
-            self.require("s_aux", (s_aux,))
-            options[names["s_aux"]] = s_aux
+                self._warn_once("deterministic backward", "gradients vary in their last bits")
+        if given["window_size"] != (-1, -1):
+            left, right = (-1 if side is None else side for side in given["window_size"])
+            if left >= 0 or right >= 0:
+                self._require("window_size", inputs)
+                unlimited = self._provider.unlimited
+                options[names["window_size"]] = (left if left >= 0 else unlimited, right if right >= 0 else unlimited)
+        if given["softcap"]:
+            self._require("softcap", inputs)
+            options[names["softcap"]] = given["softcap"]
+        if given["s_aux"] is not None:
+            self._require("s_aux", (given["s_aux"],))
+            options[names["s_aux"]] = given["s_aux"]
         return options
 
-    def require(self, keyword: str, inputs: tuple[Any, ...]) -> None:
+    def _require(self, keyword: str, inputs: tuple[Any, ...]) -> None:
         """Refuse a keyword that the package doesn't take, and one without gradients where an input needs its gradient."""
         feature = _OPTIONAL[keyword]
-        if not self.supported[keyword]:
-            advice = self.undeclared(keyword, feature) + instead(self.name, feature)
-            raise UnsupportedFeatureError(Features.word(feature), self.name, advice)
-        if feature in self.features.forward_only and _needs_gradient(inputs):
-            advice = f"{instead(self.name, feature, gradients=True)} Or run it under torch.no_grad()."
-            raise UnsupportedFeatureError(f"gradients of {Features.word(feature)}", self.name, advice)
+        if not self._supported[keyword]:
+            advice = instead(self._name, feature)
+            if not self._provider.declared:
+                keyword = self._names[keyword]
+                advice = (
+                    f"Its function has no parameter {keyword!r}, and **kwargs may be ignored. If it honours {keyword!r}, "
+                    f"give the kernel object an attribute `features`: a kernel_compat.Features with {feature}=True. {advice}"
+                )
+            raise UnsupportedFeatureError(Features.word(feature), self._name, advice)
+        if feature in self._features.forward_only and _needs_gradient(inputs):
+            advice = f"{instead(self._name, feature, gradients=True)} Or run it under torch.no_grad()."
+            raise UnsupportedFeatureError(f"gradients of {Features.word(feature)}", self._name, advice)
 
-    def undeclared(self, keyword: str, feature: str) -> str:
-        """The sentence that says how to declare a feature that a signature doesn't show."""
-        if self.provider.declared:
-            return ""
-        keyword = self.names[keyword]
-        return (
-            f"Its function has no parameter {keyword!r}, and **kwargs may be ignored. If it honours {keyword!r}, give the "
-            f"kernel object an attribute `features`: a kernel_compat.Features with {feature}=True. "
-        )
-
-    def check_window(self, causal: bool, window_size: tuple[int, int], max_q: int, max_k: int) -> None:
+    def _check_window(self, causal: bool, window_size: tuple[int, int], max_q: int, max_k: int) -> None:
         left, right = window_size
-        if self.provider.handles_unbounded_right_window or causal or left is None or left < 0:
-            return
-        if (right is None or right < 0) and max_q > max_k + 1:
+        limited = right is not None and right >= 0
+        if not causal and not limited and left is not None and left >= 0 and max_q > max_k + 1:
             able = kernels_with(lambda package, _: package.handles_unbounded_right_window, Environment.detect())
             raise UnsupportedFeatureError(
                 "a window without a limit to the right over more queries than keys",
-                self.name,
+                self._name,
                 f"Give it a limit to the right, or use {' or '.join(able)}.",
             )
 
-    def check(self, q: Any, k: Any, v: Any) -> tuple[int, int]:
+    def _check(self, q: Any, k: Any, v: Any) -> tuple[int, int]:
         """Check the inputs, and return the head dimensions of query and value that they must be padded to."""
-        features = self.features
+        features = self._features
         device = q.device.type
-        if device not in features.devices and not (self.runs_on and self.runs_on(device)):
+        if device not in features.devices and not (self._runs_on and self._runs_on(device)):
             elsewhere = f"Move the model to {' or '.join(features.devices)}, or use {REFERENCE}."
-            if self.runs_on:  # it was loaded without such a device
-                raise KernelUnavailableError(self.name, [f"it has no kernel for tensors on {device!r}"], elsewhere)
-            raise UnsupportedFeatureError(f"tensors on {device!r}", self.name, elsewhere)
-        if q.dtype not in self.dtypes:
+            if self._runs_on:  # it was loaded without such a device
+                raise KernelUnavailableError(self._name, [f"it has no kernel for tensors on {device!r}"], elsewhere)
+            raise UnsupportedFeatureError(f"tensors on {device!r}", self._name, elsewhere)
+        if q.dtype not in self._dtypes:
             wanted = " or ".join(features.dtypes)
-            raise UnsupportedFeatureError(
-                f"{q.dtype}",
-                self.name,
-                f"Cast the model to {wanted}, run it under torch.autocast, or use {REFERENCE}.",
-            )
-        dims = self.head_dims(q.shape[-1], v.shape[-1])
-        if v.shape[-1] > q.shape[-1]:
-            raise UnsupportedFeatureError(
-                f"a value head dimension ({v.shape[-1]}) greater than the query's ({q.shape[-1]})",
-                self.name,
-                "No kernel does.",
-            )
+            advice = f"Cast the model to {wanted}, run it under torch.autocast, or use {REFERENCE}."
+            raise UnsupportedFeatureError(f"{q.dtype}", self._name, advice)
+        q_dim, v_dim = q.shape[-1], v.shape[-1]
+        dims = self._head_dims(q_dim, v_dim)
+        if v_dim > q_dim:
+            excess = f"a value head dimension ({v_dim}) greater than the query's ({q_dim})"
+            raise UnsupportedFeatureError(excess, self._name, "No kernel does.")
         if q.shape[-2] != k.shape[-2] and not features.gqa:
-            raise UnsupportedFeatureError("fewer key heads than query heads", self.name, instead(self.name, "gqa"))
+            raise UnsupportedFeatureError("fewer key heads than query heads", self._name, instead(self._name, "gqa"))
         if not features.backward and _needs_gradient((q, k, v)):
-            advice = f"{instead(self.name, 'backward')} Or run it under torch.no_grad()."
-            raise UnsupportedFeatureError("gradients", self.name, advice)
+            advice = f"{instead(self._name, 'backward')} Or run it under torch.no_grad()."
+            raise UnsupportedFeatureError("gradients", self._name, advice)
         return dims
 
-    def head_dims(self, q_dim: int, v_dim: int) -> tuple[int, int]:
+    def _head_dims(self, q_dim: int, v_dim: int) -> tuple[int, int]:
         """The head dimensions of query and value that these are padded to."""
-        features = self.features
+        features = self._features
         largest, multiple = features.max_head_dim, features.head_dim_multiple
         if largest is None or q_dim <= largest:
             dim = -(-q_dim // multiple) * multiple
@@ -356,25 +320,21 @@ class _Call:
                 return pair
         if not features.head_dims:
             advice = f"Its largest is {largest}; {REFERENCE} has no limit."
-            raise UnsupportedFeatureError(f"head dimension {q_dim}", self.name, advice)
+            raise UnsupportedFeatureError(f"head dimension {q_dim}", self._name, advice)
         beyond = " or ".join(map(str, features.head_dims))
-        raise UnsupportedFeatureError(
-            f"head dimensions {(q_dim, v_dim)} of query and value",
-            self.name,
-            f"On this GPU it takes up to {largest}, or {beyond}; {REFERENCE} has no limit.",
-        )
+        advice = f"On this GPU it takes up to {largest}, or {beyond}; {REFERENCE} has no limit."
+        raise UnsupportedFeatureError(f"head dimensions {(q_dim, v_dim)} of query and value", self._name, advice)
 
 
-def _padded(q: Any, k: Any, v: Any, scale: float | None, dims: tuple[int, int]) -> tuple[Any, Any, Any, float | None]:
+def _padded(inputs: tuple[Any, Any, Any], scale: float | None, dims: tuple[int, int]) -> tuple[Any, float]:
     """Zeros behind the head dimensions, which change neither scores nor output, and the scale of the dimension without them."""
-    q_extra, v_extra = dims[0] - q.shape[-1], dims[1] - v.shape[-1]
-    if not q_extra and not v_extra:
-        return q, k, v, scale
     from torch.nn.functional import pad
 
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    return pad(q, (0, q_extra)), pad(k, (0, q_extra)), pad(v, (0, v_extra)), scale
+    q, k, v = inputs
+    q_dim, v_dim = q.shape[-1], v.shape[-1]
+    scale = q_dim**-0.5 if scale is None else scale
+    extra = (0, dims[0] - q_dim)
+    return (pad(q, extra), pad(k, extra), pad(v, (0, dims[1] - v_dim))), scale
 
 
 def _needs_gradient(inputs: tuple[Any, ...]) -> bool:

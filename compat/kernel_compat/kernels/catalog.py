@@ -1,17 +1,18 @@
 """The table of kernels: every attention name with its packages, and the features of each by version and GPU generation.
 
-It holds data alone and imports neither torch nor a kernel. `explain`, the ladder, `check`, error messages and the tables of the
-documentation read it. The modules beside it add to a row the code that its package needs.
+It imports neither torch nor a kernel. `explain`, the ladder, `check`, error messages and the tables of the documentation read it.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from ..environment import SHIPS, Environment
+from . import torch_varlen
 from .provider import Features, Limit, Provider
 
 __all__ = [
@@ -29,29 +30,57 @@ def _package(distribution: str, features: Features, install: str, **facts: Any) 
     return Provider(SHIPS[distribution][0], distribution, features, install, **facts)
 
 
+def _as_built(config: str) -> Callable[[Any, Features], Features]:
+    """FlashAttention-3 may be built without some features: a module beside the interface records which."""
+
+    def refine(module: Any, features: Features) -> Features:
+        try:
+            flags = importlib.import_module(config).CONFIG["build_flags"]
+        except (ImportError, AttributeError, KeyError):
+            return features
+
+        def built(part: str) -> bool:
+            return not flags.get(f"FLASHATTENTION_DISABLE_{part}", False)
+
+        return replace(
+            features,
+            window=features.window and built("LOCAL"),
+            softcap=features.softcap and built("SOFTCAP"),
+            paged=features.paged and built("PAGEDKV") and built("APPENDKV"),
+            backward=features.backward and built("BACKWARD"),
+            dtypes=features.dtypes if built("FP16") else ("bfloat16",),
+        )
+
+    return refine
+
+
 FLASH_ATTN = _package(
     "flash-attn",
     Features(softcap=True, dropout=True, deterministic=True, paged=True, min_capability=(8, 0)),
     "Install it where torch is installed already: pip install --no-build-isolation flash-attn",
     minimum=("2.6", "the first with softcap"),
     handles_unbounded_right_window=False,
+    unpaged_because=lambda page_size, head_dim: (
+        f"its pages are multiples of 256 tokens, not of {page_size}" if page_size % 256 else None
+    ),
 )
 
 _BUILD_FA3 = "flash-attn-3 is on no package index: build it from the hopper folder of the flash-attention source"
 _HOPPER: dict[str, Any] = {"min_capability": (9, 0), "max_capability": (9, 9)}
 
-#: Builds may leave features out: `flash.py` reads which when it is loaded.
 FLASH_ATTN_3 = _package(
     "flash-attn-3",
     Features(softcap=True, deterministic=True, paged=True, **_HOPPER),
     f"{_BUILD_FA3}, or install its forward alone: pip install fa3-fwd",
     renamed={"block_table": "page_table"},
+    refine=_as_built("flash_attn_config"),
 )
 FA3_FWD = _package(
     "fa3-fwd",
     Features(softcap=True, window=False, backward=False, dtypes=("bfloat16",), **_HOPPER),
     "Install it with: pip install fa3-fwd",
     renamed={"block_table": "page_table"},
+    refine=_as_built("fa3_fwd_config"),
 )
 
 #: Compute capability 8.x has a forward only. The limits are read from flash_attn/cute/interface.py of the releases 4.0.0b3 to
@@ -62,7 +91,7 @@ FLASH_ATTN_4 = _package(
         softcap=True,
         sinks=True,
         deterministic=True,
-        # Measured on sm_90 with 4.0.0b36: the backward is silently wrong for 8, 16, 48 and 80, and right for multiples of 32.
+        # Measured on sm_90 with 4.0.0b36, for 8 to 256: for others dq is off by its own size (Dao-AILab/flash-attention#2896).
         head_dim_multiple=32,
         min_capability=(9, 0),
     ),
@@ -96,6 +125,10 @@ TORCH = Provider(
     limits=(Limit({"window": False}, before="2.11"), Limit({"paged": False}, before="2.12")),
     handles_unbounded_right_window=False,
     bundled=True,
+    refine=torch_varlen.refine,
+    functions=torch_varlen.functions,
+    unpaged_because=torch_varlen.unpaged_because,
+    runs_on=torch_varlen.runs_on,
 )
 
 _ANYWHERE: dict[str, Any] = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from .adapter import adapt, takes
+from .catalog import OWN
 from .kernel import Kernel
 from .provider import FUNCTIONS, Features, Provider
 
@@ -14,23 +16,22 @@ __all__ = ["ForeignKernel"]
 #: Keywords that every varlen function is called with.
 _REQUIRED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
 
+#: The features of an object that declares none, as far as its functions take the keywords.
+_EVERYTHING = replace(OWN.features, paged=True, value_head_dim=False)
+
 
 class ForeignKernel(Kernel):
     """A kernel over the functions of an object. Equal to another over the same object with the same functions and features.
 
     Its features are those of the object's attribute `features`, a `Features`; without it, those whose keywords are
-    named parameters of its functions, on any device and dtype.
-
-    Raises:
-        TypeError: the object has no function of FlashAttention.
-        ValueError: it has no ``flash_attn_varlen_func``, or one that doesn't take FlashAttention-2's keywords.
+    named parameters of its functions, on any device and dtype. Raises as `as_kernel`.
     """
 
     def __init__(self, source: Any) -> None:
         if not any(hasattr(source, name) for name in FUNCTIONS[:2]):
             raise TypeError(f"a kernel is a name, a Kernel or an object with flash_attn_varlen_func, not {source!r}")
         raw = {name: getattr(source, name, None) for name in FUNCTIONS}
-        varlen = raw["flash_attn_varlen_func"]
+        varlen, kvcache = raw["flash_attn_varlen_func"], raw["flash_attn_with_kvcache"]
         if not callable(varlen):
             raise ValueError(
                 f"{source!r} has no flash_attn_varlen_func: without it padded and packed batches can't be computed"
@@ -41,13 +42,13 @@ class ForeignKernel(Kernel):
             raise ValueError(f"the parameters of {source!r}'s flash_attn_varlen_func can't be read: {error}") from error
         if missing := [keyword for keyword in _REQUIRED if not takes(varlen, keyword)]:
             raise ValueError(f"{source!r}'s flash_attn_varlen_func does not take {', '.join(missing)}")
-        declared = getattr(source, "features", None)
-        declared = declared if isinstance(declared, Features) else None
-        name = getattr(source, "__name__", None) or type(source).__name__
         renamed = {"s_aux": "learnable_sink"} if "learnable_sink" in parameters else {}
-        if "page_table" in _parameters(raw["flash_attn_with_kvcache"]):
+        if kvcache is not None and takes(kvcache, "page_table", unnamed=False):
             renamed["block_table"] = "page_table"
         window = parameters["window_size"].default if "window_size" in parameters else None
+        features = getattr(source, "features", None)
+        declared = features if isinstance(features, Features) else None
+        name = getattr(source, "__name__", None) or type(source).__name__
         provider = Provider(
             name,
             name,
@@ -71,22 +72,3 @@ class ForeignKernel(Kernel):
 
     def __hash__(self) -> int:
         return id(self._source)
-
-
-_EVERYTHING = Features(
-    softcap=True,
-    sinks=True,
-    dropout=True,
-    deterministic=True,
-    paged=True,
-    dtypes=("float16", "bfloat16", "float32", "float64"),
-    devices=("cpu", "cuda", "xpu", "npu", "mps", "hpu"),
-    max_head_dim=None,
-)
-
-
-def _parameters(function: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()

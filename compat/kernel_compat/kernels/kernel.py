@@ -69,7 +69,7 @@ class Kernel:
         return self._functions
 
     def unpaged_because(self, page_size: int, head_dim: int) -> str | None:
-        """Why it can't use a cache in pages of `page_size` tokens, as things stand; None where it can. Loads the kernel."""
+        """Why it can't use a cache in pages of `page_size` tokens now; None if it can. Loads the kernel."""
         if self.load().flash_attn_with_kvcache is None:
             return f"{self.name} has no paged cache"
         return self.provider(Environment.detect()).unpaged_because(page_size, head_dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,18 +11,18 @@ from packaging.version import Version
 
 from ..environment import KNOWN_IMPORTS, Environment, importable
 
-__all__ = ["FUNCTIONS", "Features", "Limit", "Provider", "older"]
+__all__ = ["FUNCTIONS", "Features", "Limit", "Provider", "WarnOnce", "older"]
 
 #: The functions of a kernel, by the names they have in FlashAttention-2.
 FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 
-#: What messages call the features that have another name there.
+#: Features that messages call by another name.
 _WORDS = {"window": "sliding windows", "sinks": "attention sinks"}
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a kernel can do.
+    """The features of a kernel.
 
     Attributes:
         causal: causal masks, aligned to the bottom right where query and key lengths differ.
@@ -84,7 +85,7 @@ class Features:
 
     @staticmethod
     def word(feature: str) -> str:
-        """What messages call a feature."""
+        """The name of a feature in messages."""
         return _WORDS.get(feature, feature)
 
 
@@ -127,19 +128,19 @@ class Provider:
         features: the features of its newest version on the GPUs without a limit.
         install: a sentence with the command that installs it.
         limits: features that differ by version and GPU.
-        minimum: the oldest version that is supported, and why it is; None where every version is.
+        minimum: the oldest supported version and the reason; None if every version is supported.
         renamed: the package's keyword for a keyword of FlashAttention-2.
         unlimited: the package's value for a window side without a limit.
         handles_unbounded_right_window: whether results are right for a window without a limit to the right over more queries
             than keys. FlashAttention-2 takes the number of keys for that limit, counted from the diagonal.
-        bundled: the module comes with torch or with this library.
+        bundled: whether the module comes with torch or with this library.
         declared: whether `features` holds for keywords taken by ``**kwargs`` too. Otherwise a function has the features whose
             keywords are among its named parameters.
-        refine: returns the features that the imported module was built with, of those passed.
-        functions: returns the functions in the imported module, by their names in FlashAttention-2.
-        unpaged_because: returns why pages of so many tokens can't be used with a head dimension; None where they can.
-        runs_on: returns whether there is a kernel for a device type that `features` doesn't name. A provider with this
-            loads without any device, and refuses tensors of other devices when it is called.
+        refine: called with the imported module and the features; returns those that the module was built with.
+        functions: called with the imported module; returns its functions, by their names in FlashAttention-2.
+        unpaged_because: called with a page size and a head dimension; returns why such pages can't be used, None if they can.
+        runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it. A provider
+            with this loads without any device, and its functions refuse tensors of other devices.
     """
 
     module: str
@@ -209,15 +210,25 @@ class Provider:
         if not environment.devices:
             return ["no CUDA device is visible"]
         features = self.features_in(environment)
-        low, high = features.min_capability, features.max_capability
-        if any(
-            (low is None or low <= device.capability) and (high is None or device.capability <= high)
-            for device in environment.devices
-        ):
+        low, high = features.min_capability or (0, 0), features.max_capability
+        if any(low <= device.capability and (not high or device.capability <= high) for device in environment.devices):
             return []
-        need = f"{low[0]}.{low[1]}" if low else "any"
-        if high is not None:
-            need += f" to {high[0]}.x"
-        elif low is not None:
-            need += " or greater"
+        need = f"{low[0]}.{low[1]} " + (f"to {high[0]}.x" if high else "or greater")
         return [f"it needs compute capability {need}, and there is {', '.join(map(str, environment.devices))}"]
+
+
+class WarnOnce:
+    """Warns once about each feature that a kernel lacks and that is not worth an error."""
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+        self._lacking: set[str] = set()
+
+    def __call__(self, lacking: str, consequence: str) -> None:
+        """Warn, unless this feature was warned about before. Does nothing under torch.compile."""
+        import torch
+
+        if torch.compiler.is_compiling() or lacking in self._lacking:
+            return
+        self._lacking.add(lacking)
+        warnings.warn(f"{self._kernel} has no {lacking}: {consequence}.", stacklevel=5)

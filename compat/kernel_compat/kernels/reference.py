@@ -1,7 +1,6 @@
 """The reference kernel: plain torch, every feature but paged, on any device; slow, and right.
 
-It is the embedded default where there is no GPU and the oracle of all tests: scores are computed in full,
-in float32 or the inputs' higher precision.
+Scores are computed in full, in float32 or the inputs' higher precision.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FlashAttention from torch itself: ``torch.nn.attention.varlen.varlen_attn``, there from torch 2.10.
 
-Its features are read from its signature. Every release so far has one of these:
+Its features are read from its signature:
 
 - 2.10: ``is_causal``; no window, no scale.
 - 2.11: ``scale`` and ``window_size``, of which ``(-1, 0)`` is causal.
@@ -15,17 +15,16 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ..environment import torch_flash_backend
 from ..errors import SeamError, UnsupportedFeatureError
-from .adapter import WarnOnce
-from .catalog import TORCH
-from .kernel import Kernel
-from .provider import Features
+from .provider import Features, WarnOnce
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+__all__ = ["functions", "refine", "runs_on", "unpaged_because"]
 
 _NAME = "flash_attention_torch"
 _LEADING = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
@@ -44,11 +43,7 @@ _PAGING = frozenset({"seqused_k", "block_table"})
 
 
 def _options(varlen_attn: Any) -> frozenset[str]:
-    """The options of a `varlen_attn`, by its signature.
-
-    Raises:
-        SeamError: the signature is unknown.
-    """
+    """The options of a `varlen_attn`, by its signature; raises SeamError if that is unknown."""
     from ..patching.seam import parameter_problem
 
     problem = parameter_problem(varlen_attn, _LEADING)
@@ -65,15 +60,26 @@ def _options(varlen_attn: Any) -> frozenset[str]:
     import torch
 
     expected = f"parameters ({', '.join(_LEADING)}, ...), and is_causal or window_size for causality"
-    raise SeamError(f"{TORCH.module}:varlen_attn", expected, problem, f"torch {torch.__version__}")
+    raise SeamError("torch.nn.attention.varlen:varlen_attn", expected, problem, f"torch {torch.__version__}")
 
 
-def _refine(module: Any, features: Features) -> Features:
+def refine(module: Any, features: Features) -> Features:
+    """The features of the `varlen_attn` in a module."""
     options = _options(getattr(module, "varlen_attn", None))
     return replace(features, window="window_size" in options, paged=options >= _PAGING)
 
 
-def _runs_on(device: str) -> bool:
+def functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
+    """The `varlen_attn` in a module as FlashAttention-2's functions."""
+    varlen = _Varlen(getattr(module, "varlen_attn", None))
+    return {
+        "flash_attn_func": None,
+        "flash_attn_varlen_func": varlen.flash_attn_varlen_func,
+        "flash_attn_with_kvcache": varlen.flash_attn_with_kvcache if varlen.options >= _PAGING else None,
+    }
+
+
+def runs_on(device: str) -> bool:
     """Whether torch has a kernel for a device type: CUDA's, or one that a backend or a test has registered."""
     import torch
 
@@ -84,20 +90,18 @@ def _runs_on(device: str) -> bool:
         return False
 
 
-def _functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
-    varlen = _Varlen(getattr(module, "varlen_attn", None))
-    return {
-        "flash_attn_func": None,
-        "flash_attn_varlen_func": varlen.flash_attn_varlen_func,
-        "flash_attn_with_kvcache": varlen.flash_attn_with_kvcache if varlen.has_pages else None,
-    }
+def unpaged_because(page_size: int, head_dim: int) -> str | None:
+    """Why the active backend can't use a cache in pages of `page_size` tokens; None if it can."""
+    if head_dim % 8:
+        return f"in pages a head dimension must be a multiple of 8, not {head_dim}"
+    backend = torch_flash_backend()
+    if backend is None and page_size % 256:
+        return f"its pages are multiples of 256 tokens, not of {page_size}"
+    import torch
 
-
-class _Lengths(NamedTuple):
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
+    if backend == "FA4" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 10:
+        return "FA4, which is active, has no paged cache on this device"
+    return None
 
 
 class _Varlen:
@@ -107,8 +111,8 @@ class _Varlen:
         import torch
 
         self.options = _options(varlen_attn)
-        self.has_pages = self.options >= _PAGING
         self._varlen_attn = varlen_attn
+        # Looked up here: torch.compile can't trace a look into sys.modules.
         self._active_backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
         self._warn_once = WarnOnce(_NAME)
 
@@ -126,11 +130,22 @@ class _Varlen:
         window_size: tuple[int, int] = (-1, -1),
         deterministic: bool = False,
     ) -> Tensor:
-        if deterministic:
-            self._warn_of_backward(q, k, v)
-        lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        chosen = self._chosen(causal, window_size, deterministic)
-        return self._call(q, k, v, lengths, softmax_scale, chosen)
+        import torch
+
+        determined = torch.are_deterministic_algorithms_enabled()
+        if deterministic and not determined and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            consequence = (
+                "gradients vary in their last bits unless torch.use_deterministic_algorithms(True) is in force"
+            )
+            self._warn_once("deterministic backward of its own", consequence)
+        chosen: dict[str, Any] = {}
+        if "num_splits" in self.options:
+            if deterministic or determined:
+                chosen["num_splits"] = 1  # no sum in an order that depends on the rest of the batch
+            elif self._active_backend() is not None and _prefers_flash():
+                chosen["num_splits"] = 0  # the backend chooses; excludes cuDNN, which takes none
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return self._call((q, k, v), lengths, softmax_scale, causal, window_size, chosen)
 
     def flash_attn_with_kvcache(
         self,
@@ -144,7 +159,6 @@ class _Varlen:
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
-        deterministic: bool = False,
     ) -> Tensor:
         import torch
 
@@ -165,60 +179,50 @@ class _Varlen:
         lengths = lengths.clamp(min=0).to(torch.int32)
         # FA2 needs the offsets of the keys as well, and reads `seqused_k`; FA3 and FA4 refuse them beside pages.
         k_offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        packed = _Lengths(
+        packed = (
             torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len,
             k_offsets if backend is None else None,
             q_len,
             block_table.shape[1] * k_cache.shape[1],  # an upper bound: the greatest length is on the device
         )
-        chosen = self._chosen(causal, window_size, deterministic, paged=True)
-        chosen.update(seqused_k=lengths, block_table=block_table)
-        output = self._call(q.flatten(0, 1), k_cache, v_cache, packed, softmax_scale, chosen)
-        return output.unflatten(0, (batch, q_len))
+        chosen: dict[str, Any] = {"seqused_k": lengths, "block_table": block_table}
+        if "num_splits" in self.options:
+            chosen["num_splits"] = 1  # in pages torch 2.13 is silently wrong where it splits (measured)
+        inputs = (q.flatten(0, 1), k_cache, v_cache)
+        return self._call(inputs, packed, softmax_scale, causal, window_size, chosen).unflatten(0, (batch, q_len))
 
     def _check_paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Tensor | None) -> None:
         import torch
 
         if q.shape[-1] % 8:
-            raise UnsupportedFeatureError(
-                f"a paged cache of head dimension {q.shape[-1]}", _NAME, "It must be a multiple of 8."
-            )
-        if self._active_backend() == "FA4" and q.is_cuda and not _fa4_has_pages(q.device):
-            raise UnsupportedFeatureError(
-                "a paged cache while FA4 is active, on this device",
-                _NAME,
-                "kernel_compat.use_torch_flash_backend(None) returns to the kernel that has one.",
-            )
-        if k_cache.shape[-1] != v_cache.shape[-1]:
-            raise UnsupportedFeatureError(
-                "a paged cache whose values have another head dimension than its keys", _NAME, "Pad the values."
-            )
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, *new)):
-            raise UnsupportedFeatureError("gradients through a paged cache", _NAME, "Run it under torch.no_grad().")
+            feature, advice = f"a paged cache of head dimension {q.shape[-1]}", "It must be a multiple of 8."
+        elif self._active_backend() == "FA4" and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 10:
+            feature = "a paged cache while FA4 is active, on this device"
+            advice = "kernel_compat.use_torch_flash_backend(None) returns to the kernel that has one."
+        elif k_cache.shape[-1] != v_cache.shape[-1]:
+            feature = "a paged cache whose values have another head dimension than its keys"
+            advice = "Pad the values."
+        elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, *new)):
+            feature, advice = "gradients through a paged cache", "Run it under torch.no_grad()."
+        else:
+            return
+        raise UnsupportedFeatureError(feature, _NAME, advice)
 
-    def _chosen(
-        self, causal: bool, window_size: tuple[int, int], deterministic: bool, paged: bool = False
-    ) -> dict[str, Any]:
-        """The options of `varlen_attn` for those of a call."""
-        import torch
-
-        chosen: dict[str, Any] = {}
+    def _call(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        lengths: tuple[Any, ...],
+        scale: float | None,
+        causal: bool,
+        window_size: tuple[int, int],
+        chosen: dict[str, Any],
+    ) -> Tensor:
+        """Call `varlen_attn` with the options of `chosen` and those that the other arguments need."""
+        q, k, v = inputs
         if "is_causal" in self.options:
             chosen["is_causal"] = causal
         else:
             chosen["window_size"] = (window_size[0], 0) if causal else window_size
-        if "num_splits" in self.options:
-            if paged or deterministic or torch.are_deterministic_algorithms_enabled():
-                # No sum in an order that depends on the rest of the batch. In pages torch 2.13 is silently wrong where it
-                # splits (measured).
-                chosen["num_splits"] = 1
-            elif self._active_backend() is not None and _prefers_flash():
-                chosen["num_splits"] = 0  # the backend chooses; excludes cuDNN, which takes none
-        return chosen
-
-    def _call(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, scale: float | None, chosen: dict[str, Any]
-    ) -> Tensor:
         if "scale" not in self.options:
             q, k, v = _scaled(q, k, v, scale)
         elif scale is not None:
@@ -229,36 +233,6 @@ class _Varlen:
             chosen["enable_gqa"] = True
         output: Tensor = self._varlen_attn(q, k, v, *lengths, **chosen)
         return output
-
-    def _warn_of_backward(self, *inputs: Tensor) -> None:
-        import torch
-
-        if torch.are_deterministic_algorithms_enabled() or not torch.is_grad_enabled():
-            return
-        if any(x.requires_grad for x in inputs):
-            consequence = (
-                "gradients vary in their last bits unless torch.use_deterministic_algorithms(True) is in force"
-            )
-            self._warn_once("deterministic backward of its own", consequence)
-
-
-def _unpaged_because(page_size: int, head_dim: int) -> str | None:
-    import torch
-
-    if head_dim % 8:
-        return f"in pages a head dimension must be a multiple of 8, not {head_dim}"
-    backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    if backend is None and page_size % 256:
-        return f"its pages are multiples of 256 tokens, not of {page_size}"
-    if backend == "FA4" and torch.cuda.is_available() and not _fa4_has_pages(None):
-        return "FA4, which is active, has no paged cache on this device"
-    return None
-
-
-def _fa4_has_pages(device: torch.device | None) -> bool:
-    import torch
-
-    return bool(torch.cuda.get_device_capability(device)[0] == 10)
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -316,9 +290,3 @@ def _prefers_flash() -> bool:
 
     ordered = getattr(torch.nn.attention, "_is_sdp_priority_order_active", lambda: False)
     return bool(torch.backends.cuda.flash_sdp_enabled()) and not ordered()
-
-
-FLASH_ATTENTION_TORCH = Kernel(
-    _NAME,
-    (replace(TORCH, refine=_refine, functions=_functions, unpaged_because=_unpaged_because, runs_on=_runs_on),),
-)

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any
 
 from ..attention.defaults import resolve
-from ..attention.registry import upstream_owner
+from ..attention.names import upstream_owner
 from ..choosing.capabilities import require_known
 from ..choosing.ladder import ladder
 from ..choosing.preload import verify_flash_support

@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
-from ..call import UNSUPPORTED_ARGUMENTS
+from ..call import check_heads, unsupported_argument
 from ..tensors import fixed_shapes, memoised, require
 from .all_to_all import all_to_all
 
 __all__ = ["Slice", "check_call", "on_every_rank"]
 
 T = TypeVar("T")
-
-_NAME = "sequence parallelism"
 
 
 class Slice(NamedTuple):
@@ -39,7 +37,7 @@ class Slice(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The place of the rank's first token in the full sequence."""
+        """The index of the rank's first token in the full sequence."""
         return self.rank * self.length
 
     @property
@@ -82,7 +80,6 @@ def check_call(
 
     Args:
         tensors: query, key and value of the rank's tokens, of shape (batch, heads, length, head_dim).
-        mask, kwargs: as the layer passes them.
 
     Raises:
         UnsupportedFeatureError: the call can't be spread over ranks.
@@ -111,31 +108,23 @@ def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str
     """Check shapes and keywords, which are the same on every rank: so is the error."""
     query, key, value = tensors
     skip = "Pass skip_sequence_parallel=True where every rank has all keys, or none of another's."
-    for name in ("cache", "output_attentions", *UNSUPPORTED_ARGUMENTS):
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise UnsupportedFeatureError(f"the argument {name}", _NAME, skip)
+    if argument := "cache" if kwargs.get("cache") is not None else unsupported_argument(kwargs):
+        raise _unsupported(f"the argument {argument}", skip)
     (batch, heads, length), (kv_heads, kv_length) = query.shape[:3], key.shape[1:3]
     if kv_length != length:
-        raise UnsupportedFeatureError(
-            f"{kv_length} keys beside {length} queries, as with a cache", _NAME, f"Pass use_cache=False. {skip}"
+        raise _unsupported(
+            f"{kv_length} keys beside {length} queries, as with a cache", f"Pass use_cache=False. {skip}"
         )
     if key.shape[:3] != value.shape[:3] or key.shape[0] != batch:
         raise ValueError(f"shapes that don't fit: {[tuple(x.shape) for x in tensors]}")
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
+    check_heads(heads, kv_heads, kwargs.get("s_aux"))
     if heads % ranks:
-        raise UnsupportedFeatureError(
-            f"{heads} query heads on {ranks} ranks", _NAME, "The number of ranks must divide that of the query heads."
+        raise _unsupported(
+            f"{heads} query heads on {ranks} ranks", "The number of ranks must divide that of the query heads."
         )
     if kv_heads % ranks and ranks % kv_heads:
-        raise UnsupportedFeatureError(
-            f"{kv_heads} key heads on {ranks} ranks",
-            _NAME,
-            "The number of ranks must divide that of the key heads, or be a multiple of it.",
-        )
-    sinks = kwargs.get("s_aux")
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks of shape {tuple(sinks.shape)} are not one for each of {heads} heads")
+        advice = "The number of ranks must divide that of the key heads, or be a multiple of it."
+        raise _unsupported(f"{kv_heads} key heads on {ranks} ranks", advice)
 
 
 def _require_full(mask: Any, heads: int, own: Slice) -> Tensor | None:
@@ -143,24 +132,24 @@ def _require_full(mask: Any, heads: int, own: Slice) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
-        raise UnsupportedFeatureError(
-            f"a mask of {type(mask).__name__}", _NAME, "It takes tensors of 2 or 4 dimensions."
-        )
-    if mask.ndim == 2 and mask.shape[1] != own.tokens:
-        raise UnsupportedFeatureError(
+        raise _unsupported(f"a mask of {type(mask).__name__}", "It takes tensors of 2 or 4 dimensions.")
+    if mask.ndim == 2:
+        if mask.shape[1] == own.tokens:
+            return mask
+        raise _unsupported(
             f"a padding mask of {mask.shape[1]} tokens for a sequence of {own.tokens}",
-            _NAME,
             "Pass that of the full sequence, or register the name with sequence_parallel=, whose mask function gathers it.",
         )
-    if mask.ndim == 2:
-        return mask
     if mask.shape[2:] != (own.tokens, own.tokens) or mask.shape[1] not in (1, heads):
-        raise UnsupportedFeatureError(
+        raise _unsupported(
             f"a mask of shape {tuple(mask.shape)} for {heads} heads and a sequence of {own.tokens}",
-            _NAME,
             "A 4D mask must be that of the full sequence; patterns besides padding, causality and a window come as one.",
         )
     return mask if mask.shape[1] == 1 else mask.chunk(own.ranks, 1)[own.rank]
+
+
+def _unsupported(feature: str, advice: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(feature, "sequence parallelism", advice)
 
 
 def _require_end(offsets: Tensor, own: Slice) -> None:
@@ -189,35 +178,33 @@ def _require_positions(positions: Tensor, beginnings: Tensor | None, causal: boo
     if positions.ndim != 2 or positions.shape[1] != own.length or (beginnings is not None and beginnings.ndim == 4):
         return
     first, length = own.first, own.length
+
+    def of_one_sequence() -> Tensor:
+        index = torch.arange(first, first + length, device=positions.device)
+        return (positions == index if causal else (positions != 0) | (index == 0)).all()
+
+    def at_a_beginning() -> Tensor:
+        assert beginnings is not None
+        default = (positions == torch.arange(length, device=positions.device)).all(1)
+        if beginnings.ndim == 1:
+            row = torch.arange(own.batch, device=beginnings.device) * own.tokens
+            begins = (beginnings == (row + first)[:, None]).any(1)
+        else:
+            mask = beginnings.bool()
+            begins = ~(mask[:, first] & mask[:, :first].any(1))
+        return (begins | ~default).all()
+
     message = f"position_ids on rank {own.rank}, which has tokens {first} to {first + length - 1}, "
-
-    if beginnings is None:
-        if not causal and own.batch > 1:  # vision encoders number their patches in their own ways
-            return
-
-        def one_sequence() -> Tensor:
-            index = torch.arange(first, first + length, device=positions.device)
-            return (positions == index if causal else (positions != 0) | (index == 0)).all()
-
+    if beginnings is not None:
+        if own.rank:
+            message += "begin at 0 in the middle of a sequence. Pass them sliced as the tokens are"
+            _require_once(positions, ("begin", first, weakref.ref(beginnings)), at_a_beginning, message, own.wait)
+    elif causal or own.batch == 1:  # else vision encoders number their patches in their own ways
         message += (
             "are not those of one sequence. Pass them sliced as the tokens are (by default they begin at 0 on every rank), "
             "and packed sequences as cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of them all"
         )
-        _require_once(positions, ("one sequence", first, causal), one_sequence, message, own.wait)
-    elif own.rank:
-
-        def at_a_beginning() -> Tensor:
-            default = (positions == torch.arange(length, device=positions.device)).all(1)
-            if beginnings.ndim == 1:
-                row = torch.arange(own.batch, device=beginnings.device) * own.tokens
-                begins = (beginnings == (row + first)[:, None]).any(1)
-            else:
-                mask = beginnings.bool()
-                begins = ~(mask[:, first] & mask[:, :first].any(1))
-            return (begins | ~default).all()
-
-        message += "begin at 0 in the middle of a sequence. Pass them sliced as the tokens are"
-        _require_once(positions, ("begin", first, weakref.ref(beginnings)), at_a_beginning, message, own.wait)
+        _require_once(positions, ("one sequence", first, causal), of_one_sequence, message, own.wait)
 
 
 def _require_once(

@@ -108,19 +108,22 @@ def gathering_mask_function(group: ProcessGroup | None) -> Callable[..., Tensor 
     """
     import torch.distributed as dist
 
-    from ..mask_function import mask_pattern, plain_mask_function
+    from ..mask_function import mask_pattern, plain_mask_function, query_length
     from ..tensors import fixed_shapes
     from .all_to_all import gather_mask
 
     def mask_function(**arguments: Any) -> Tensor | None:
         mask: Tensor | None = arguments.get("attention_mask")
-        queries = arguments.get("cache_position")
-        ranks, length = dist.get_world_size(group), arguments["q_length"] if queries is None else queries.shape[0]
-        if ranks == 1 or mask is None or mask.shape[1] not in (length, ranks * length):
-            return plain_mask_function(**arguments)
-        # As many keys as queries: there is no cache. Other patterns are built in full from slices, and the forward refuses
-        # them.
-        if arguments["kv_length"] not in (length, mask.shape[1]) or mask_pattern(arguments) is None:
+        ranks, length = dist.get_world_size(group), query_length(arguments)
+        if (
+            ranks == 1
+            or mask is None
+            or mask.shape[1] not in (length, ranks * length)
+            # As many keys as queries: there is no cache. Other patterns are built in full from slices, and the forward refuses
+            # them.
+            or arguments["kv_length"] not in (length, mask.shape[1])
+            or mask_pattern(arguments) is None
+        ):
             return plain_mask_function(**arguments)
         if mask.shape[1] == length:
             mask = gather_mask(mask, group, ranks)
@@ -131,11 +134,12 @@ def gathering_mask_function(group: ProcessGroup | None) -> Callable[..., Tensor 
 
 def _with_model_arguments(kwargs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
     """The keywords of a layer, with the lengths and positions that its model got and didn't pass on."""
-    lengths = () if context.lengths is None else zip(context.lengths._fields, context.lengths, strict=True)
-    known = {name: value for name, value in lengths if value is not None}
-    if context.positions is not None:
-        known["position_ids"] = context.positions
-    return {**known, **{name: value for name, value in kwargs.items() if name not in known or value is not None}}
+    known = {} if context.lengths is None else context.lengths._asdict()
+    known["position_ids"] = context.positions
+    return {
+        **kwargs,
+        **{name: value for name, value in known.items() if value is not None and kwargs.get(name) is None},
+    }
 
 
 def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor | None:
@@ -146,10 +150,9 @@ def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor
 
 
 def process_group(group: Any) -> ProcessGroup | None:
-    """The process group of a group, a mesh of one dimension, or None.
+    """The process group of a group, a mesh of one dimension, or None; raises TypeError for anything else.
 
-    Raises:
-        TypeError: it is something else, such as the value that ``new_group`` returns on a rank outside of the group.
+    That is also the value that ``new_group`` returns on a rank outside of the group.
     """
     if group is None:
         return None
@@ -160,6 +163,7 @@ def process_group(group: Any) -> ProcessGroup | None:
         group = group.get_group()
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"a group is a torch.distributed ProcessGroup that this rank is in, a DeviceMesh of one dimension or None, not {group!r}"
+            "a group is a torch.distributed ProcessGroup that this rank is in, a DeviceMesh of one dimension or None, "
+            f"not {group!r}"
         )
     return group
