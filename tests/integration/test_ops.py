@@ -973,7 +973,7 @@ def test_a_forward_that_is_replaced_already_is_refused() -> None:
 
     with (
         left_as_it_was(model),
-        pytest.raises(UnsupportedFeatureError, match="model.norm .*whose forward has been replaced by .*lambda"),
+        pytest.raises(UnsupportedFeatureError, match="model.norm .*its forward has been replaced by .*lambda"),
     ):
         ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation=PLAIN))
 

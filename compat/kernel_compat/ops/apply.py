@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..patching import swap
 from ..patching.seam import Seam
 from . import registry
 from .config import OpsConfig
-from .instances import require_module
+from .instances import require_module, undo
 from .op_slot import active
 from .report import RECORD, Report, lock
 
@@ -45,28 +45,28 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
         KernelUnavailableError: a kernel doesn't import, or doesn't run on a device of this machine.
         ValueError: the model, or a part of it, has the kernels of another config.
     """
-    if not isinstance(config, OpsConfig):
-        raise TypeError(f"config must be an OpsConfig, not {config!r}")
+    _require_config(config)
     require_module(model)
     with lock:
-        record: Report | None = vars(model).get(RECORD)
-        if record is not None:
+        records = {path: vars(module).get(RECORD) for path, module in model.named_modules()}
+        inside = {path: record for path, record in records.items() if record is not None}
+        for path, record in inside.items():
             if record.config != config:
-                raise ValueError(
-                    f"this {type(model).__name__} has the kernels of {record.config}: undo that before applying {config}"
-                )
-            if replaced := record.replaced:
+                where = path or f"this {type(model).__name__}"
+                raise ValueError(f"{where} has the kernels of {record.config}: undo that before applying {config}")
+        if "" in inside:
+            found: Report = inside[""]
+            if replaced := found.replaced:
                 raise ValueError(
                     f"replaced since the kernels were applied: {', '.join(replaced)}; undo the report first"
                 )
-            return record
+            return found
         from .plan import Plan
 
-        inner = _records_inside(model, config)
         plan = Plan(model, config.values())
         plan.make()
         report = Report(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
-        for path, part in inner:
+        for path, part in inside.items():
             report.absorb(path, part)
         vars(model)[RECORD] = report
         return report
@@ -90,17 +90,6 @@ def refusal(model: Any, op: str, value: str) -> str:
     return refusal(model, op, value)
 
 
-def _records_inside(model: Any, config: OpsConfig) -> list[tuple[str, Report]]:
-    found = []
-    for path, module in model.named_modules():
-        record = vars(module).get(RECORD)
-        if module is not model and record is not None:
-            if record.config != config:
-                raise ValueError(f"{path} has the kernels of {record.config}: undo that before applying {config}")
-            found.append((path, record))
-    return found
-
-
 @contextmanager
 def use(config: OpsConfig) -> Iterator[None]:
     """Apply a config to every model of transformers that is built in the block, by this thread, as soon as it is built.
@@ -112,8 +101,7 @@ def use(config: OpsConfig) -> Iterator[None]:
         TypeError: no `OpsConfig`.
         SeamError: this release builds models in another way.
     """
-    if not isinstance(config, OpsConfig):
-        raise TypeError(f"config must be an OpsConfig, not {config!r}")
+    _require_config(config)
     _post_init.enter()
     token = active.set(config)
     try:
@@ -123,34 +111,41 @@ def use(config: OpsConfig) -> Iterator[None]:
         _post_init.leave()
 
 
+def _require_config(config: Any) -> None:
+    if not isinstance(config, OpsConfig):
+        raise TypeError(f"config must be an OpsConfig, not {config!r}")
+
+
 class _PostInit:
     """`PreTrainedModel.post_init`, which every model calls when it is built, while a `use` block is open in any thread."""
 
     def __init__(self) -> None:
         self.users = 0
-        self.located: Any = None
+        #: Our value, and the earlier ones that other code had overwritten when they were undone.
+        self.changes: list[swap.Change] = []
 
     def enter(self) -> None:
         with lock:
             if not self.users:
-                importlib.import_module(POST_INIT.module)
-                self.located = POST_INIT.locate(f"transformers {registry.detect().version('transformers')}")
-                original: Callable[..., Any] = self.located.original
+                self.changes = undo(self.changes)
+                located = POST_INIT.locate(f"transformers {registry.detect().version('transformers')}")
+                original = located.original
 
                 def post_init(self: Any) -> None:
                     original(self)
                     if (config := active.get()) is not None:
                         apply_ops(self, config)
 
-                self.located.replacement = post_init
-                self.located.owner.post_init = post_init
+                located.replacement = post_init
+                swap.make([located])
+                self.changes.append(located)
             self.users += 1
 
     def leave(self) -> None:
         with lock:
             self.users -= 1
-            if not self.users and self.located.in_place:
-                self.located.owner.post_init = self.located.original
+            if not self.users:
+                self.changes = undo(self.changes)
 
 
 _post_init = _PostInit()

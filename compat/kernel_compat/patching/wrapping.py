@@ -20,7 +20,7 @@ from .swap import ABSENT, swap
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Layer", "assert_same_signature", "covered", "put_beneath", "slip_beneath", "wrap"]
+__all__ = ["Beneath", "assert_same_signature", "wrap"]
 
 #: Called as ``around(inner, args, kwargs)``; returns the result of the forward. Must be picklable.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -230,33 +230,38 @@ def _take_back(modules: Sequence[nn.Module], number: int) -> None:
                 swap([(vars(module), STATE, ABSENT)])
 
 
-def put_beneath(module: nn.Module, old: object, new: Callable[..., Any] | None) -> bool:
-    """Have the forward of ours that is over `old` be over `new`, None for the class's; False where none is."""
-    with _lock:
-        state = _state_of(module)
-        for index, layer in enumerate(state.layers if state is not None else ()):
-            if layer.in_instance and layer.inner == old:
-                _relay(module, index, Layer(new, in_instance=new is not None))
-                return True
-    return False
+class Beneath(dict[str, Any]):
+    """The forwards beneath ours on one module, by number, for `swap`: entries of the instance; the class's are absent."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
-def covered(module: nn.Module) -> Layer | None:
-    """The layer of the forward of ours that is in place; None where none is."""
-    state, index = _state_of(module), _index_in_place(module)
-    return state.layers[index] if state is not None and index is not None else None
+    @property
+    def names(self) -> list[str]:
+        """The number of each forward of ours."""
+        state = _state_of(self.module)
+        return [] if state is None else [str(index) for index in range(len(state.layers))]
 
+    @property
+    def top(self) -> str | None:
+        """The number of the forward of ours that is in place; None where none is."""
+        return str(_index_in_place(self.module)) if self.names and _index_in_place(self.module) is not None else None
 
-def slip_beneath(module: nn.Module, new: Callable[..., Any]) -> None:
-    """Have the forward of ours that is in place be over `new`. The way back is `put_beneath`."""
-    with _lock:
-        index = _index_in_place(module)
-        assert index is not None
-        _relay(module, index, Layer(new, in_instance=True))
+    def get(self, name: str, default: Any = None) -> Any:
+        """The forward of the instance beneath one of ours."""
+        layer = vars(self.module)[STATE].layers[int(name)] if name in self.names else None
+        return layer.inner if layer is not None and layer.in_instance else default
 
+    def __setitem__(self, name: str, forward: Any) -> None:
+        self._lay(int(name), Layer(forward, in_instance=True))
 
-def _relay(module: nn.Module, index: int, layer: Layer) -> None:
-    """Put one of our forwards over another layer."""
-    vars(module)[STATE].layers[index] = layer
-    if _index_in_place(module) == index:
-        swap([(vars(module), "forward", _method(module, layer, index))])
+    def pop(self, name: str, default: Any = None) -> None:
+        """Have one of ours be over the class's forward."""
+        self._lay(int(name), Layer(None, in_instance=False))
+
+    def _lay(self, index: int, layer: Layer) -> None:
+        with _lock:
+            vars(self.module)[STATE].layers[index] = layer
+            if _index_in_place(self.module) == index:
+                swap([(vars(self.module), "forward", _method(self.module, layer, index))])

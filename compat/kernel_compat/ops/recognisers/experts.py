@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
-from .probing import SAME, Unproven, difference, quiet, run
+from .probing import SAME, Unproven, arguments, clone, closest, difference, quiet, run
 from .recogniser import ModuleRecogniser
+
+__all__ = ["RECOGNISER", "Experts", "forward_of", "prove", "reference"]
 
 #: The sizes of a probe's parameters, instead of the model's. The number of experts stays the model's.
 HIDDEN, INTERMEDIATE = 6, 10
@@ -123,12 +124,12 @@ def _activated(experts: Experts, inside: Tensor) -> Tensor:
     return activation(gate) * up
 
 
-def is_candidate(module: nn.Module) -> bool:
+def _is_candidate(module: nn.Module) -> bool:
     """Whether a module looks like experts in two parameters: these, and a forward of three arguments."""
-    return len(_wide(module)) == 2 and len(_arguments(module)) == 3
+    return len(_wide(module)) == 2 and len(arguments(module)) == 3
 
 
-def calls_itself_one(path: str, module: nn.Module) -> bool:
+def _calls_itself_one(path: str, module: nn.Module) -> bool:
     """Whether a module is, by its name, a mixture's experts: all of them, and not the shared ones."""
     if path.rpartition(".")[2] == "experts":
         return True
@@ -136,30 +137,21 @@ def calls_itself_one(path: str, module: nn.Module) -> bool:
     return name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
 
 
-def unlike_because(path: str, module: nn.Module) -> str:
+def _unlike_because(path: str, module: nn.Module) -> str:
     """Why a mixture's experts at a path aren't a candidate; empty where they are, hold one, or the module is something else."""
-    if not calls_itself_one(path, module):
-        return ""
-    if any(is_candidate(inner) for inner in module.modules()):
+    if not _calls_itself_one(path, module) or any(_is_candidate(inner) for inner in module.modules()):
         return ""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         if len(module) < 2:
             return ""
         return "its experts are modules of their own, and kernels take them in two parameters, as most of transformers 5 has them"
-    if not _wide(module) and not any(_wide(inner) for inner in module.modules()):
+    if not any(_wide(inner) for inner in module.modules()):
         return "its experts are not held in two parameters of three dimensions"
-    return f"its forward takes ({', '.join(_arguments(module))}), and not hidden states, experts and weights"
+    return f"its forward takes ({', '.join(arguments(module))}), and not hidden states, experts and weights"
 
 
 def _wide(module: nn.Module) -> list[str]:
     return [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
-
-
-def _arguments(module: nn.Module) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(type(module).forward).parameters)[1:]
-    except (TypeError, ValueError):
-        return ()
 
 
 def prove(module: nn.Module) -> Experts:
@@ -170,35 +162,37 @@ def prove(module: nn.Module) -> Experts:
     """
     layouts = list(_layouts(module))
     _require_plain(module, layouts)
-    nearest = float("inf")
     with quiet() as generator:
-        for layout in layouts:
-            probe = _Probe(module, layout, generator)
-            try:
-                given = [probe.run(scale) for scale in SCALES]
-            except Unproven:
-                if layout is layouts[-1] and nearest == float("inf"):
-                    raise
-                continue
-            for found in _formulas(module, layout):
-                worst = max(
-                    difference(one, probe.expected(found, scale)) for scale, one in zip(SCALES, given, strict=True)
-                )
-                if worst < SAME:
-                    if found.bias and found.variant != "gpt_oss":
-                        raise Unproven(f"it is {found}, and there is no variant of that with biases")
-                    if found.interleaved and found.variant != "gpt_oss":
-                        raise Unproven(f"it is {found}, and there is no such variant")
-                    probe.leave_out(found)
-                    return found
-                nearest = min(nearest, worst)
-    raise Unproven(f"it differs from every formula by {nearest:.1e} or more (float32, relative)")
+
+        def compared() -> Iterator[tuple[tuple[Experts, _Probe], float]]:
+            failed = 0
+            for layout in layouts:
+                probe = _Probe(module, layout, generator)
+                try:
+                    given = [probe.run(scale) for scale in SCALES]
+                except Unproven:
+                    failed += 1
+                    if failed == len(layouts):
+                        raise
+                    continue
+                for found in _formulas(module, layout):
+                    off = (
+                        difference(one, probe.expected(found, scale)) for scale, one in zip(SCALES, given, strict=True)
+                    )
+                    yield (found, probe), max(off)
+
+        found, probe = closest(compared(), "every formula")
+        if found.variant != "gpt_oss" and (found.bias or found.interleaved):
+            what = "of that with biases" if found.bias else "with gate and up taking turns"
+            raise Unproven(f"it is {found}, and there is no variant {what}")
+        probe.leave_out(found)
+        return found
 
 
 def _layouts(module: nn.Module) -> Iterator[Experts]:
     """The formulas that the shapes of the two parameters allow."""
     first, second = _wide(module)
-    names = _arguments(module)
+    names = arguments(module)
     biases = {name for name, p in module._parameters.items() if p is not None and p.dim() != 3}
     for up, down in ((first, second), (second, first)):
         wide, narrow = (tuple(module._parameters[name].shape) for name in (up, down))
@@ -233,17 +227,13 @@ def _formulas(module: nn.Module, layout: Experts) -> Iterator[Experts]:
     limits, alphas = _settings(module, "limit"), _settings(module, "alpha")
     for one in (layout, replace(layout, interleaved=True)):
         yield from (replace(one, activation=name) for name in ACTIVATIONS if name != "relu2")
-        for limit in limits:
-            yield replace(one, limit=limit)
-            yield from (replace(one, limit=limit, alpha=alpha) for alpha in alphas)
+        yield from (replace(one, limit=limit, alpha=alpha) for limit in limits for alpha in (None, *alphas))
 
 
 def _settings(module: nn.Module, name: str) -> list[float]:
     """The numbers among a module's attributes whose names contain `name`."""
-    found = (
-        v for k, v in vars(module).items() if name in k and isinstance(v, (int, float)) and not isinstance(v, bool)
-    )
-    return list(dict.fromkeys(float(v) for v in found if 0 < v < float("inf")))
+    found = (float(v) for k, v in vars(module).items() if name in k and type(v) in (int, float))
+    return list(dict.fromkeys(v for v in found if 0 < v < float("inf")))
 
 
 class _EagerConfig:
@@ -263,44 +253,37 @@ class _Probe:
 
     def __init__(self, module: nn.Module, layout: Experts, generator: torch.Generator) -> None:
         self.experts = len(module._parameters[layout.up])
-        outside = INTERMEDIATE * (2 if layout.gated else 1)
-        sizes = {layout.up: (outside, HIDDEN), layout.down: (HIDDEN, INTERMEDIATE)}
-        self.weights = [torch.randn(self.experts, *sizes[name], generator=generator) for name in sizes]
-        self.biases = [
-            torch.randn(self.experts, size[0], generator=generator) for size in sizes.values() if layout.bias
-        ]
+        names = (layout.up, layout.down)
+        sizes = ((INTERMEDIATE * (2 if layout.gated else 1), HIDDEN), (HIDDEN, INTERMEDIATE))
+        weights = [torch.randn(self.experts, *size, generator=generator) for size in sizes]
+        biases = [torch.randn(self.experts, size[0], generator=generator) for size in sizes if layout.bias]
+        self.parameters = (*weights, *biases)
         self.hidden_states = torch.randn(9, HIDDEN, generator=generator)
         self.top_k_weights = torch.randn(9, 3, generator=generator)
         self.top_k_index = torch.randint(self.experts, (9, 3), generator=generator)
         self.top_k_index[0, 0], self.top_k_index[1, 1] = 0, self.experts - 1
-        held = [weight.mT.contiguous() if layout.transposed else weight for weight in self.weights]
-        parameters = dict(zip(sizes, held, strict=True))
-        parameters |= {f"{name}_bias": bias for name, bias in zip(sizes, self.biases, strict=False)}
-        small: dict[str, Any] = {name: nn.Parameter(p, requires_grad=False) for name, p in parameters.items()}
-        # Not by copy.copy: the class that FSDP2 gives a module makes one of the class it was of.
-        self.module: nn.Module = object.__new__(type(module))
-        vars(self.module).update(vars(module), _parameters={**module._parameters, **small}, training=True)
+        held = [weight.mT.contiguous() if layout.transposed else weight for weight in weights]
+        small = dict(zip((*names, *(f"{name}_bias" for name in names)), (*held, *biases), strict=False))
+        self.module = clone(module, {**module._parameters, **small}, module._modules)
         if hasattr(module, "config"):
             vars(self.module)["config"] = _EagerConfig(module.config)
 
     def run(self, scale: float) -> Any:
-        return run(self.module, self.hidden_states * scale, self.top_k_index.clone(), self.top_k_weights.clone())
+        return run(self.module, self.hidden_states * scale, self.top_k_index, self.top_k_weights)
 
     def expected(self, found: Experts, scale: float) -> Tensor:
-        return reference(
-            found, self.hidden_states * scale, self.top_k_index, self.top_k_weights, *self.weights, *self.biases
-        )
+        return reference(found, self.hidden_states * scale, self.top_k_index, self.top_k_weights, *self.parameters)
 
     def leave_out(self, found: Experts) -> None:
-        """Check that it skips the id that stands for another rank's experts, where it accepts that id.
+        """Check that the id that stands for another rank's experts adds nothing, where it is accepted.
 
         Raises:
-            Unproven: it makes something of it.
+            Unproven: it adds something.
         """
         self.top_k_index[::2, 2] = self.experts
         try:
             given = self.run(1.0)
-        except Unproven:  # it can't be given such an id
+        except Unproven:  # it isn't accepted
             return
         if not difference(given, self.expected(found, 1.0)) < SAME:
             raise Unproven(f"of {self.experts} experts it takes the id {self.experts} for one that counts")
@@ -348,15 +331,4 @@ def _as_linear_layers_do(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-RECOGNISER = ModuleRecogniser(is_candidate, prove, forward_of, calls_itself_one, unlike_because)
-
-__all__ = [
-    "RECOGNISER",
-    "Experts",
-    "calls_itself_one",
-    "forward_of",
-    "is_candidate",
-    "prove",
-    "reference",
-    "unlike_because",
-]
+RECOGNISER = ModuleRecogniser(_is_candidate, prove, forward_of, _calls_itself_one, _unlike_because)
