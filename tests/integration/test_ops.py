@@ -381,13 +381,16 @@ def test_what_somebody_put_over_it_stays() -> None:
     model = build("llama")
     report = ops.apply_ops(model, config_for("llama"))
     norm = model.model.norm
-    norm.forward = lambda x: x
+    ours, norm.forward = norm.forward, lambda x: x
 
     with pytest.warns(UserWarning, match="forward of a LlamaRMSNorm has been replaced since"):
         report.undo()
 
     assert norm(torch.ones(1, 64)).eq(1).all()
     assert "forward" not in vars(model)
+    norm.forward = ours  # undone in another order than made
+    report.undo()
+    assert "forward" not in vars(norm)
 
 
 # With what else is done to models ------------------------------------------------------------------------------------
@@ -686,6 +689,21 @@ def test_post_init_is_upstream_s_again_behind_blocks() -> None:
         assert transformers.PreTrainedModel.post_init is not before
         with pytest.raises(TypeError, match="config must be an OpsConfig"), ops.use({}):  # type: ignore[arg-type]
             pass
+    assert transformers.PreTrainedModel.post_init is before
+
+
+def test_what_somebody_put_over_post_init_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = transformers.PreTrainedModel.post_init
+    with monkeypatch.context() as patched:
+        with ops.use(CHUNKED):
+            ours = transformers.PreTrainedModel.post_init
+            patched.setattr(transformers.PreTrainedModel, "post_init", lambda self: before(self))
+            theirs = transformers.PreTrainedModel.post_init
+        assert transformers.PreTrainedModel.post_init is theirs
+    assert transformers.PreTrainedModel.post_init is ours  # their undo has put it back
+    assert ops.applied(build("llama")) is None
+    with ops.use(CHUNKED):
+        pass
     assert transformers.PreTrainedModel.post_init is before
 
 

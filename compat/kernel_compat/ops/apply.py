@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..patching import swap
+from ..errors import SeamError
+from ..patching.installation import Installation
 from ..patching.seam import Seam
-from . import registry
+from ..patching.shim import Shim
 from .config import OpsConfig
-from .instances import require_module, undo
+from .instances import require_module
 from .op_slot import active
 from .report import RECORD, Report, lock
 
@@ -102,13 +103,16 @@ def use(config: OpsConfig) -> Iterator[None]:
         SeamError: this release builds models in another way.
     """
     _require_config(config)
-    _post_init.enter()
-    token = active.set(config)
-    try:
-        yield
-    finally:
-        active.reset(token)
-        _post_init.leave()
+    with _building.installed() as report:
+        if report[_SHIM.name].state != "applied":
+            raise SeamError(
+                POST_INIT.target, "a method that is called with self", report[_SHIM.name].reason, "transformers"
+            )
+        token = active.set(config)
+        try:
+            yield
+        finally:
+            active.reset(token)
 
 
 def _require_config(config: Any) -> None:
@@ -116,36 +120,20 @@ def _require_config(config: Any) -> None:
         raise TypeError(f"config must be an OpsConfig, not {config!r}")
 
 
-class _PostInit:
-    """`PreTrainedModel.post_init`, which every model calls when it is built, while a `use` block is open in any thread."""
+def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["post_init"]
 
-    def __init__(self) -> None:
-        self.users = 0
-        #: Our value, and the earlier ones that other code had overwritten when they were undone.
-        self.changes: list[swap.Change] = []
+    def post_init(self: Any) -> None:
+        original(self)
+        if (config := active.get()) is not None:
+            apply_ops(self, config)
 
-    def enter(self) -> None:
-        with lock:
-            if not self.users:
-                self.changes = undo(self.changes)
-                located = POST_INIT.locate(f"transformers {registry.detect().version('transformers')}")
-                original = located.original
-
-                def post_init(self: Any) -> None:
-                    original(self)
-                    if (config := active.get()) is not None:
-                        apply_ops(self, config)
-
-                located.replacement = post_init
-                swap.make([located])
-                self.changes.append(located)
-            self.users += 1
-
-    def leave(self) -> None:
-        with lock:
-            self.users -= 1
-            if not self.users:
-                self.changes = undo(self.changes)
+    return {"post_init": post_init}
 
 
-_post_init = _PostInit()
+_SHIM = Shim(
+    "ops_use", "transformers", ">=4", "a config waits for models to be built", seams=(POST_INIT,), replace=_replace
+)
+
+#: `PreTrainedModel.post_init`, which every model calls when it is built, replaced while any thread is in `use`.
+_building = Installation(discover=lambda: ([_SHIM], {}))

@@ -82,8 +82,7 @@ class Plan:
         self._environment = registry.detect()
         self._loss: tuple[losses.CausalLoss, KernelSpec] | None = None
         self._hub = hub.Layers(model)
-        #: The kernel of a spec, loaded once.
-        self._kernel = functools.cache(lambda spec: _never if dry else spec.load())
+        self._kernel: Callable[[KernelSpec], Any] = functools.cache(lambda spec: None if dry else spec.load())
         for op in _RECOGNISERS:
             self.add(op, config.get(f"{op}_implementation") or EAGER)
         self._attention = config.get("attn_implementation")
@@ -333,10 +332,6 @@ def _attempt(prove: Callable[[Any], Any], subject: Any) -> Any:
 def _require_unreplaced(module: nn.Module) -> None:
     if (own := replaced(module)) is not None:
         raise Unproven(f"its forward has been replaced by {whose(own)}, and one of the two can be in force")
-
-
-def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a dry plan binds nothing")
 
 
 def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:

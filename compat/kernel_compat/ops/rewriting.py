@@ -30,12 +30,12 @@ _FUTURE = functools.reduce(
 
 def globals_read(function: Any, pattern: re.Pattern[str]) -> dict[str, Any]:
     """The globals that a function, or a function that it wraps, reads under a name that matches a pattern; by name."""
-    found: dict[str, Any] = {}
-    for one in _layers(function, set()):
-        for name in _global_names(one.__code__, pattern.fullmatch):
-            if name in one.__globals__:
-                found[name] = one.__globals__[name]
-    return found
+    return {
+        name: one.__globals__[name]
+        for one in _layers(function, set())
+        for name in sorted(_global_names(one.__code__, pattern.fullmatch))
+        if name in one.__globals__
+    }
 
 
 def callers(class_: type, pattern: re.Pattern[str]) -> dict[str, dict[str, Any]]:
@@ -101,7 +101,7 @@ def _compiled(function: FunctionType, names: set[str]) -> CodeType:
     original = function.__code__
     title = f"{function.__qualname__} of {original.co_filename}"
     try:
-        file = _parsed(original)
+        file = ast.parse("".join(inspect.findsource(original)[0]))
     except (OSError, TypeError, SyntaxError) as error:
         raise KernelCompatError(f"the source of {title} can't be read ({error})") from None
     definition = next((node for node in ast.walk(file) if _defines(node, original)), None)
@@ -111,11 +111,6 @@ def _compiled(function: FunctionType, names: set[str]) -> CodeType:
     if not names <= set(code.co_freevars):
         raise KernelCompatError(f"{title} declares {', '.join(sorted(names))} as global")
     return code
-
-
-def _parsed(code: CodeType) -> ast.Module:
-    """The file of a code object."""
-    return ast.parse("".join(inspect.findsource(code)[0]))
 
 
 def _defines(node: ast.AST, code: CodeType) -> TypeGuard[ast.FunctionDef]:
@@ -196,17 +191,10 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
 def _global_names(code: CodeType, wanted: Callable[[str], Any]) -> set[str]:
-    """The wanted names that a code object loads from the globals."""
+    """The wanted names that a code object, or one inside it, loads from the globals."""
     found = set()
-    for one in _codes(code):
-        if any(map(wanted, one.co_names)):  # cheap, and disassembling isn't
-            found |= {str(i.argval) for i in dis.get_instructions(one) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return {name for name in found if wanted(name)}
+    if any(map(wanted, code.co_names)):  # cheap, and disassembling isn't
+        read = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        found = {name for name in map(str, read) if wanted(name)}
+    return found.union(*(_global_names(one, wanted) for one in code.co_consts if isinstance(one, CodeType)))

@@ -38,11 +38,7 @@ def reference(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, att
 
 
 def prove(function: Any) -> Balancing:
-    """Check that a function computes `reference`.
-
-    Raises:
-        Unproven: it doesn't.
-    """
+    """The formula of a function; raises `Unproven`."""
     names = parameters_of(function)
     if names != PARAMETERS:
         raise Unproven(f"it takes ({', '.join(names)}), and not ({', '.join(PARAMETERS)})")

@@ -35,11 +35,11 @@ class Experts:
 
     Attributes:
         up: the name of the parameter with the first projections: gate and up in one, or up alone.
-        down: of that with the second ones.
+        down: the name of the parameter with the second projections.
         arguments: the names under which the forward takes the hidden states, the experts of each token, and their weights.
         transposed: the parameters are (experts, in, out), and not (experts, out, in).
         gated: there is a gate.
-        interleaved: gate and up take turns, and are not one behind the other.
+        interleaved: rows of gate and up alternate; else all of the gate's come first.
         bias: there are biases, under the names of the parameters with ``_bias``.
         activation: one of `ACTIVATIONS`.
         limit: gates are clamped to this from above, ups from both sides.
@@ -73,16 +73,13 @@ class Experts:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of a kernel for the variant, besides the biases."""
-        if self.variant == "gpt_oss":
-            return {"limit": self.limit, "alpha": self.alpha, "interleaved": self.interleaved}
-        if self.variant == "swiglu_limited":
-            return {"limit": self.limit}
-        return {"activation": self.activation} if self.variant in ("geglu", "up") else {}
+        names = {"gpt_oss": ("limit", "alpha", "interleaved"), "swiglu_limited": ("limit",)}
+        names |= {"geglu": ("activation",), "up": ("activation",)}
+        return {name: getattr(self, name) for name in names.get(self.variant, ())}
 
     def __str__(self) -> str:
-        gate, up = "gate", "up"
-        if self.limit is not None:
-            gate, up = f"min(gate, {self.limit:g})", f"clamp(up, {self.limit:g})"
+        limit = self.limit
+        gate, up = ("gate", "up") if limit is None else (f"min(gate, {limit:g})", f"clamp(up, {limit:g})")
         inside = f"{self.activation}({gate}) * {up}" if self.gated else f"{self.activation}(up)"
         if self.alpha is not None:
             inside = f"{gate} * sigmoid({self.alpha:g} * {gate}) * ({up} + 1)"
@@ -131,20 +128,18 @@ def _is_candidate(module: nn.Module) -> bool:
 
 def _calls_itself_one(path: str, module: nn.Module) -> bool:
     """Whether a module is, by its name, a mixture's experts: all of them, and not the shared ones."""
-    if path.rpartition(".")[2] == "experts":
-        return True
     name = type(module).__name__
-    return name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
+    named = name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
+    return named or path.rpartition(".")[2] == "experts"
 
 
 def _unlike_because(path: str, module: nn.Module) -> str:
-    """Why a mixture's experts at a path aren't a candidate; empty where they are, hold one, or the module is something else."""
+    """Why a mixture's experts can't have a kernel; empty where they or a part of them are a candidate, and for other modules."""
     if not _calls_itself_one(path, module) or any(_is_candidate(inner) for inner in module.modules()):
         return ""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        if len(module) < 2:
-            return ""
-        return "its experts are modules of their own, and kernels take them in two parameters, as most of transformers 5 has them"
+        apart = "its experts are modules of their own, and kernels take them in two parameters, as most of transformers 5 has them"
+        return apart if len(module) > 1 else ""
     if not any(_wide(inner) for inner in module.modules()):
         return "its experts are not held in two parameters of three dimensions"
     return f"its forward takes ({', '.join(arguments(module))}), and not hidden states, experts and weights"
@@ -155,11 +150,7 @@ def _wide(module: nn.Module) -> list[str]:
 
 
 def prove(module: nn.Module) -> Experts:
-    """The formula of experts, which is that of transformers' eager implementation, whichever one is chosen.
-
-    Raises:
-        Unproven: none of the formulas.
-    """
+    """The formula of experts, which is that of transformers' eager implementation, whichever one is chosen; raises `Unproven`."""
     layouts = list(_layouts(module))
     _require_plain(module, layouts)
     with quiet() as generator:
@@ -275,11 +266,7 @@ class _Probe:
         return reference(found, self.hidden_states * scale, self.top_k_index, self.top_k_weights, *self.parameters)
 
     def leave_out(self, found: Experts) -> None:
-        """Check that the id that stands for another rank's experts adds nothing, where it is accepted.
-
-        Raises:
-            Unproven: it adds something.
-        """
+        """Raise `Unproven` if the id that stands for another rank's experts adds something."""
         self.top_k_index[::2, 2] = self.experts
         try:
             given = self.run(1.0)
@@ -294,12 +281,14 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
 
     The kernel is called with hidden states (tokens, hidden), the ids of each token's experts (tokens, k), their weights
     (tokens, k), and the parameters (experts, 2 * intermediate or intermediate, hidden) and (experts, hidden, intermediate):
-    views, where they are held the other way. By keyword it gets the biases, where there are any, as ``up_bias`` and
-    ``down_bias``, and `Experts.options`. It skips ids that are no expert's. There is
-    a token at least, and hidden states and parameters are of one dtype; the weights may be of another.
+    views, where they are held the other way. Its keywords are the biases ``up_bias`` and ``down_bias``, where there are any,
+    and `Experts.options`. It skips ids that are no expert's. There is at least one token; hidden states and parameters have
+    one dtype, and the weights may have another.
     """
-    up, down, names, transposed, bias = experts.up, experts.down, experts.arguments, experts.transposed, experts.bias
-    options = experts.options
+    names, transposed, options = experts.arguments, experts.transposed, experts.options
+    held = {"up": experts.up, "down": experts.down}
+    if experts.bias:
+        held |= {f"{key}_bias": f"{name}_bias" for key, name in held.items()}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         hidden_states, top_k_index, top_k_weights = (*args, *(kwargs[name] for name in names[len(args) :]))
@@ -307,9 +296,7 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
             raise ValueError(f"there are {tuple(top_k_weights.shape)} weights for {tuple(top_k_index.shape)} experts")
         if hidden_states.shape[0] == 0:
             return torch.zeros_like(hidden_states)
-        tensors = {"x": hidden_states, "up": getattr(self, up), "down": getattr(self, down)}
-        if bias:
-            tensors.update(up_bias=getattr(self, f"{up}_bias"), down_bias=getattr(self, f"{down}_bias"))
+        tensors = {"x": hidden_states, **{key: getattr(self, name) for key, name in held.items()}}
         tensors = _as_linear_layers_do(tensors)
         x, wide, narrow = tensors.pop("x"), tensors.pop("up"), tensors.pop("down")
         if transposed:
@@ -320,7 +307,7 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
 
 
 def _as_linear_layers_do(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In the dtype of autocast, where that is on; in one dtype, or refused, where it isn't."""
+    """The tensors in autocast's dtype where autocast is on; else unchanged, and refused if their dtypes differ."""
     kind = tensors["x"].device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -77,6 +77,12 @@ def _projections(module: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _others(module: nn.Module) -> list[nn.Module]:
+    """The children that aren't linear, such as activations."""
+    inside = _projections(module)
+    return [child for name, child in module._modules.items() if child is not None and name not in inside]
+
+
 def _layouts(module: nn.Module, variant: str = "standard") -> list[GatedMlp]:
     """The formulas that a module may compute, by the sizes of its projections."""
     sizes = _projections(module)
@@ -96,12 +102,11 @@ def _layouts(module: nn.Module, variant: str = "standard") -> list[GatedMlp]:
 
 def _is_candidate(module: nn.Module) -> bool:
     """Whether a module looks like one: two projections up, or one of twice the size, one down, and no other parameters."""
-    if not _layouts(module) or not takes_one(module):
-        return False
-    inside = _projections(module)
-    others = [child for name, child in module._modules.items() if child is not None and name not in inside]
-    return not any(p is not None for p in module._parameters.values()) and not any(
-        list(child.parameters()) for child in others
+    bare = [module, *_others(module)]
+    return (
+        bool(_layouts(module))
+        and takes_one(module)
+        and not any(list(one.parameters(recurse=one is not module)) for one in bare)
     )
 
 
@@ -112,14 +117,8 @@ def _is_required(path: str, module: nn.Module) -> bool:
 
 
 def prove(module: nn.Module) -> GatedMlp:
-    """The formula of a module.
-
-    Raises:
-        Unproven: none of the formulas.
-    """
-    inside = _projections(module)
-    others = [module, *(child for name, child in module._modules.items() if child and name not in inside)]
-    if any(buffer is not None for one in others for buffer in one._buffers.values()):
+    """The formula of a module; raises `Unproven`."""
+    if any(buffer is not None for one in (module, *_others(module)) for buffer in one._buffers.values()):
         raise Unproven("it has buffers, whose values may become others")
     with quiet() as generator:
         formulas = (

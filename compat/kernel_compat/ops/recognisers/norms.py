@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -83,45 +83,25 @@ def _rms_note(module: nn.Module) -> str:
     return "without a weight stays eager" if _calls_itself_rms(module) and weightless else ""
 
 
-def _prove_rms(module: nn.Module) -> Norm:
-    def roundings(variant: str) -> dict[Casting | None, Callable[..., Tensor]]:
-        castings: tuple[Casting, ...] = ("llama", "gemma", "none")
-        return {casting: partial(reference, offset=variant == "offset", casting=casting) for casting in castings}
-
-    formulas = {variant: roundings(variant)["gemma"] for variant in ("standard", "offset")}
-    return _prove(module, [*_vectors(module)], formulas, "every formula", roundings)
-
-
-def _prove_gated(module: nn.Module) -> Norm:
-    return _prove(module, _vectors(module), {"standard": gated_reference}, "weight * x / rms * silu(gate)")
-
-
-def _prove_layer(module: nn.Module) -> Norm:
-    formula = "(x - mean) / deviation * weight + bias"
-    return _prove(
-        module, ["weight", "bias"], {"standard": _layer_reference}, formula, lambda variant: {None: _layer_reference}
-    )
+#: The formulas of an RMSNorm by variant and casting. Castings are equal in float32.
+_RMS_FORMULAS: dict[tuple[str, Casting | None], Callable[..., Tensor]] = {
+    (variant, casting): partial(reference, offset=offset, casting=casting)
+    for variant, offset in (("standard", False), ("offset", True))
+    for casting in get_args(Casting)
+}
 
 
 def _prove(
     module: nn.Module,
-    parameters: list[str],
-    formulas: Mapping[str, Callable[..., Tensor]],
+    formulas: Mapping[tuple[str, Casting | None], Callable[..., Tensor]],
     description: str,
-    roundings: Callable[[str], Mapping[Casting | None, Callable[..., Tensor]]] | None = None,
+    rounds: bool = True,
 ) -> Norm:
-    """The formula of a module.
+    """The formula of a module: of `formulas`, which take inputs, weight, bias where there is one, and eps.
 
-    Args:
-        parameters: their names, in the order in which formulas take them behind the inputs.
-        formulas: by variant; the last argument is eps.
-        description: of the formulas, for the error.
-        roundings: for a variant, the formulas with the roundings that it may have in bfloat16.
-
-    Raises:
-        Unproven: none of the formulas.
+    Where `rounds`, it must round in the same places in bfloat16.
     """
-    inputs = arguments(module)
+    inputs, parameters = arguments(module), sorted(_vectors(module), reverse=True)  # the weight first
     size = module._parameters[parameters[0]].shape[0]
     with quiet() as generator:
         values = {name: torch.randn(size, generator=generator) for name in parameters}
@@ -132,23 +112,22 @@ def _prove(
             for name, eps in _epsilons(module).items():
                 # Some rows so small that eps shows, some so large that a clamp does.
                 x = rows * torch.tensor([1.0, 1e4, 1.0, eps**0.5, eps]).unsqueeze(-1)
-                for variant, formula in formulas.items():
-                    yield (
-                        (variant, name, eps),
-                        max(
-                            difference(run(probe, *given), formula(*given, *values.values(), eps), by_row=True)
-                            for probe in probes
-                            for given in ((x, *gates), (x[0], *(gate[0] for gate in gates)))
-                        ),
+                for variant, formula in {variant: formula for (variant, _), formula in formulas.items()}.items():
+                    off = max(
+                        difference(run(probe, *given), formula(*given, *values.values(), eps), by_row=True)
+                        for probe in probes
+                        for given in ((x, *gates), (x[0], *(gate[0] for gate in gates)))
                     )
+                    yield (variant, name, eps), off
 
         variant, name, eps = closest(compared(), description)
         casting = None
-        if roundings is not None:
+        if rounds:
             half = {name: value.bfloat16() for name, value in values.items()}
             x = torch.randn(max(16, 4096 // size), size, generator=generator).bfloat16()
-            expected = {key: formula(x, *half.values(), eps) for key, formula in roundings(variant).items()}
-            casting = rounded_as(run(clone(module, half), x), expected)
+            found = run(clone(module, half), x)
+            castings = {key[1]: formula for key, formula in formulas.items() if key[0] == variant}
+            casting = rounded_as(found, {key: formula(x, *half.values(), eps) for key, formula in castings.items()})
     return Norm(variant, inputs, tuple(parameters), name, eps, casting)
 
 
@@ -172,7 +151,7 @@ def forward_of(norm: Norm, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
 
 RMS = ModuleRecogniser(
     lambda module: len(_vectors(module)) == 1 and takes_one(module),
-    _prove_rms,
+    partial(_prove, formulas=_RMS_FORMULAS, description="every formula"),
     forward_of,
     is_required=lambda path, module: _calls_itself_rms(module),
     unlike=lambda path, module: (
@@ -183,7 +162,12 @@ RMS = ModuleRecogniser(
 
 GATED = ModuleRecogniser(
     lambda module: len(_vectors(module)) == 1 and arguments(module)[1:] in (("gate",), ("g",), ("z",)),
-    _prove_gated,
+    partial(
+        _prove,
+        formulas={("standard", None): gated_reference},
+        description="weight * x / rms * silu(gate)",
+        rounds=False,
+    ),
     forward_of,
     # transformers builds flash-linear-attention's own module where that is installed.
     note=lambda module: "is flash-linear-attention's already" if type(module).__module__.startswith("fla.") else "",
@@ -191,7 +175,11 @@ GATED = ModuleRecogniser(
 
 LAYER = ModuleRecogniser(
     lambda module: sorted(_vectors(module)) == ["bias", "weight"] and takes_one(module),
-    _prove_layer,
+    partial(
+        _prove,
+        formulas={("standard", None): _layer_reference},
+        description="(x - mean) / deviation * weight + bias",
+    ),
     forward_of,
     is_required=lambda path, module: "layernorm" in type(module).__name__.lower(),
 )

@@ -70,14 +70,19 @@ def clone(
     return other
 
 
-def arguments(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters of a class's forward, with a ``*`` before those that aren't taken by position."""
+def parameters_of(function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters, with a ``*`` before those not taken by position; empty without a signature."""
     try:
-        parameters = [*inspect.signature(type(module).forward).parameters.values()][1:]
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return ()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name if p.kind in positional else f"*{p.name}" for p in parameters)
+
+
+def arguments(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a class's forward, as `parameters_of`."""
+    return parameters_of(type(module).forward)[1:]
 
 
 def takes_one(module: nn.Module) -> bool:
@@ -86,24 +91,8 @@ def takes_one(module: nn.Module) -> bool:
     return len(names) == 1 and not names[0].startswith("*")
 
 
-def parameters_of(function: Any) -> tuple[str, ...]:
-    """The names of a function's parameters.
-
-    Raises:
-        Unproven: it has no signature.
-    """
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError) as error:
-        raise Unproven(f"its parameters can't be read ({error})") from None
-
-
 def call(function: Callable[..., Any], *inputs: Any) -> Any:
-    """The result for copies of the inputs.
-
-    Raises:
-        Unproven: it failed.
-    """
+    """The result for copies of the inputs; raises `Unproven` if the function fails."""
     try:
         return function(*(one.clone() if isinstance(one, Tensor) else one for one in inputs))
     except Exception as error:  # the code of any model
@@ -116,11 +105,7 @@ def run(module: nn.Module, *inputs: Any) -> Any:
 
 
 def difference(found: Any, expected: Tensor, by_row: bool = False) -> float:
-    """The largest difference, relative to the largest value that is expected; infinite where the shapes differ.
-
-    Args:
-        by_row: relative to the largest value of its row, the last dimension.
-    """
+    """The largest difference, relative to the largest value that is expected, or of its row; infinite where shapes differ."""
     if not isinstance(found, Tensor) or found.shape != expected.shape or found.is_meta:
         return float("inf")
     found, expected = found.double(), expected.double()
@@ -130,15 +115,7 @@ def difference(found: Any, expected: Tensor, by_row: bool = False) -> float:
 
 
 def closest(formulas: Iterable[tuple[F, float]], description: str) -> F:
-    """The first formula from which a module differs by rounding alone.
-
-    Args:
-        formulas: each with the difference; none is computed after the one that is returned.
-        description: of the formulas, for the error.
-
-    Raises:
-        Unproven: there is none.
-    """
+    """The first of the formulas, each with the difference from it, that differs by rounding alone; raises `Unproven`."""
     least = float("inf")
     for formula, off in formulas:
         if off < SAME:
@@ -148,11 +125,7 @@ def closest(formulas: Iterable[tuple[F, float]], description: str) -> F:
 
 
 def rounded_as(found: Any, expected: Mapping[F, Tensor]) -> F:
-    """The key of the values in bfloat16 that a result equals to the bit, up to the share `ALIKE`.
-
-    Raises:
-        Unproven: there are none.
-    """
+    """The key of the values in bfloat16 that a result equals to the bit, but for a few; raises `Unproven`."""
     best = 0.0
     for key, values in expected.items():
         if isinstance(found, Tensor) and (found.dtype, found.shape) == (values.dtype, values.shape):
@@ -172,11 +145,10 @@ def kind(module: nn.Module) -> tuple[Any, ...]:
 
     A value that isn't plain (a function, a tensor, an object) equals itself alone.
     """
-    shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
     simple = (bool, int, float, str, type(None))
-    settings = tuple(
-        (k, v if isinstance(v, simple) else id(v)) for k, v in vars(module).items() if k not in _OF_MODULES
-    )
+    own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    settings = tuple((name, value if isinstance(value, simple) else id(value)) for name, value in own.items())
+    shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
     buffers = tuple((name, id(value)) for name, value in module._buffers.items())
     children = tuple((name, child and kind(child)) for name, child in module._modules.items())
     return (type(module), shapes, settings, buffers, children)

@@ -73,11 +73,7 @@ def sectioned(cos: Tensor, sections: Iterable[int]) -> Tensor:
 
 
 def prove(function: Any) -> Rotary:
-    """The formula of a function.
-
-    Raises:
-        Unproven: none of the formulas.
-    """
+    """The formula of a function; raises `Unproven`."""
     names = parameters_of(function)
     positional = names[4:]
     if positional not in _PARAMETERS:
@@ -124,11 +120,7 @@ def prove(function: Any) -> Rotary:
 
 
 def require_equal_halves(model: nn.Module) -> None:
-    """Check that cosines and sines have two equal halves, for all layers.
-
-    Raises:
-        Unproven: they don't, or the modules that make them can't be found or run.
-    """
+    """Raise `Unproven` unless the cosines and sines of all layers can be computed and have two equal halves."""
     makers = [m for m in model.modules() if _makes_cosines(m)]
     if not makers:
         raise Unproven("nothing in the model that makes cosines and sines was found")
@@ -159,7 +151,7 @@ def _tables(maker: nn.Module) -> Iterator[Tensor]:
     for more in [(one,) for one in types] if takes_type else [()]:
         try:
             made = run(probe, x, positions, *more)
-        except Unproven:
+        except Unproven:  # it takes three kinds of positions
             made = run(probe, x, positions.expand(3, 1, 5), *more)
         if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(one, Tensor) for one in made)):
             raise Unproven(f"{type(maker).__name__} makes no pair of cosines and sines")
