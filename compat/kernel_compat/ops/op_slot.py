@@ -22,18 +22,7 @@ class OpSlot:
     `apply_ops` on a model with the module in it, which then doesn't change the module's forward. As a global of a
     modeling file it belongs to the process, and `bind` fills it.
 
-    ::
-
-        class MyRMSNorm(nn.Module):
-            def __init__(self, size, eps):
-                super().__init__()
-                self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-                self.kernel = OpSlot("rms_norm", "standard")
-
-            def forward(self, x):
-                if self.kernel.use_non_eager_impl:
-                    return self.kernel(x, self.weight, self.eps, casting="llama")
-                ...
+    An example is in docs/kernel-selection.md.
 
     Attributes:
         op: one of `OPS`.
