@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,31 +84,15 @@ def _others(module: nn.Module) -> list[nn.Module]:
     return [child for name, child in module._modules.items() if child is not None and name not in inside]
 
 
-def _layouts(module: nn.Module, variant: str = "standard") -> list[GatedMlp]:
-    """The formulas that a module may compute, by the sizes of its projections."""
-    sizes = _projections(module)
-    if len(sizes) == 3:
-        for down in sizes:
-            one, other = (name for name in sizes if name != down)
-            if sizes[one] == sizes[other] == sizes[down][::-1] and sizes[down][0] != sizes[down][1]:
-                return [GatedMlp(one, other, down, True, variant), GatedMlp(other, one, down, True, variant)]
-        if len(set(sizes.values())) == 1:  # all square: any of them may be any
-            return [GatedMlp(a, b, c, True, variant) for a, b, c in itertools.permutations(sizes)]
-    if len(sizes) == 2:
-        for both, down in itertools.permutations(sizes):
-            if sizes[both] == (sizes[down][1], 2 * sizes[down][0]):
-                return [GatedMlp(both, "", down, first, variant) for first in (True, False)]
-    return []
-
-
 def _is_candidate(module: nn.Module) -> bool:
     """Whether a module looks like one: two projections up, or one of twice the size, one down, and no other parameters."""
-    bare = [module, *_others(module)]
-    return (
-        bool(_layouts(module))
-        and takes_one(module)
-        and not any(list(one.parameters(recurse=one is not module)) for one in bare)
-    )
+    sizes = [*_projections(module).values()]
+    if len(sizes) == 3:
+        fits = any(gate == up == down[::-1] for gate, up, down in itertools.permutations(sizes))
+    else:
+        fits = len(sizes) == 2 and any(both == (down[1], 2 * down[0]) for both, down in itertools.permutations(sizes))
+    others = [module, *_others(module)]
+    return fits and takes_one(module) and not any(list(one.parameters(recurse=one is not module)) for one in others)
 
 
 def _is_required(path: str, module: nn.Module) -> bool:
@@ -121,27 +106,36 @@ def prove(module: nn.Module) -> GatedMlp:
     if any(buffer is not None for one in (module, *_others(module)) for buffer in one._buffers.values()):
         raise Unproven("it has buffers, whose values may become others")
     with quiet() as generator:
-        formulas = (
-            (mlp, max(_difference(module, mlp, generator, training) for training in (True, False)))
-            for variant in ACTIVATIONS
-            for mlp in _layouts(module, variant)
-        )
-        return closest(formulas, "down(silu(gate(x)) * up(x)), and with gelu_tanh,")
+        formulas = _formulas([*_projections(module)])
+        tried = [(mlp, partial(_difference, module, mlp, generator)) for mlp in formulas]
+        return closest(tried, "down(silu(gate(x)) * up(x)), and with gelu_tanh,")
 
 
-def _difference(module: nn.Module, mlp: GatedMlp, generator: torch.Generator, training: bool) -> float:
+def _formulas(names: list[str]) -> list[GatedMlp]:
+    """The formulas of projections with these names, whichever they are."""
+    orders: list[Any] = [*itertools.permutations(names)]
+    if len(names) == 3:
+        return [GatedMlp(gate, up, down, True, variant) for variant in ACTIVATIONS for gate, up, down in orders]
+    pairs = [(both, down, first) for both, down in orders for first in (True, False)]
+    return [GatedMlp(both, "", down, first, variant) for variant in ACTIVATIONS for both, down, first in pairs]
+
+
+def _difference(module: nn.Module, mlp: GatedMlp, generator: torch.Generator) -> float:
     projections = {
         name: _Linear(getattr(getattr(module, name), "bias", None) is not None, mlp, name, generator)
         for name in (mlp.gate, mlp.up, mlp.down)
         if name
     }
-    children = {
-        name: projections.get(name) or (child and clone(child, {}, child._modules, training))
-        for name, child in module._modules.items()
-    }
-    probe, rows = clone(module, {}, children, training), torch.randn(2, 5, HIDDEN, generator=generator)
-    # So large that a clamp shows.
-    return max(difference(run(probe, x), _reference(projections, mlp, x)) for x in (rows, rows * 30, rows * 1000))
+    probes = []
+    for training in (True, False):
+        children = {
+            name: projections.get(name) or (child and clone(child, {}, child._modules, training))
+            for name, child in module._modules.items()
+        }
+        probes.append(clone(module, {}, children, training))
+    rows = torch.randn(2, 5, HIDDEN, generator=generator)
+    inputs = (rows, rows * 30, rows * 1000)  # so large that a clamp shows
+    return max(difference(run(probe, x), _reference(projections, mlp, x)) for probe in probes for x in inputs)
 
 
 class _Linear(nn.Module):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -108,19 +108,22 @@ def _prove(
         rows, *gates = (torch.randn(2, 5, size, generator=generator) for _ in inputs)
         probes = [clone(module, values, training=training) for training in (True, False)]
 
-        def compared() -> Iterator[tuple[tuple[str, str, float], float]]:
-            for name, eps in _epsilons(module).items():
-                # Some rows so small that eps shows, some so large that a clamp does.
-                x = rows * torch.tensor([1.0, 1e4, 1.0, eps**0.5, eps]).unsqueeze(-1)
-                for variant, formula in {variant: formula for (variant, _), formula in formulas.items()}.items():
-                    off = max(
-                        difference(run(probe, *given), formula(*given, *values.values(), eps), by_row=True)
-                        for probe in probes
-                        for given in ((x, *gates), (x[0], *(gate[0] for gate in gates)))
-                    )
-                    yield (variant, name, eps), off
+        def off(formula: Callable[..., Tensor], eps: float) -> float:
+            # Some rows so small that eps shows, some so large that a clamp does.
+            x = rows * torch.tensor([1.0, 1e4, 1.0, eps**0.5, eps]).unsqueeze(-1)
+            return max(
+                difference(run(probe, *given), formula(*given, *values.values(), eps), by_row=True)
+                for probe in probes
+                for given in ((x, *gates), (x[0], *(gate[0] for gate in gates)))
+            )
 
-        variant, name, eps = closest(compared(), description)
+        each = {variant: formula for (variant, _), formula in formulas.items()}
+        tried = (
+            ((variant, name, eps), partial(off, formula, eps))
+            for name, eps in _epsilons(module).items()
+            for variant, formula in each.items()
+        )
+        variant, name, eps = closest(tried, description)
         casting = None
         if rounds:
             half = {name: value.bfloat16() for name, value in values.items()}
