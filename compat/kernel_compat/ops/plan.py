@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from ..patching import swap
 from . import hub, registry, rewriting
-from .instances import Change, ops_of, ours, replaced, require_module, undo, whose
+from .instances import Change, ops_of, ours, replaced, undo, whose
 from .losses import causal as losses
 from .losses.over_logits import LogitsLoss
 from .op_slot import OpSlot
@@ -43,12 +43,7 @@ _ATTENTION = "_attn_implementation_internal"
 
 
 def refusal(model: Any, op: str, value: str) -> str:
-    """The reason why a kernel would be refused for a model; empty where it wouldn't.
-
-    Raises:
-        TypeError: not a module, or a compiled one.
-    """
-    require_module(model)
+    """The reason why a kernel would be refused for a model; empty where it wouldn't."""
     try:
         Plan(model, {f"{op}_implementation": value})
     except (UnsupportedFeatureError, KernelUnavailableError, ValueError) as error:
@@ -74,7 +69,7 @@ class Plan:
 
     def __init__(self, model: nn.Module, config: Mapping[str, str | None], dry: bool = False) -> None:
         self.model: Any = model
-        self.changes: list[swap.Change] = []
+        self.changes: list[Change] = []
         self.bindings: list[Binding] = []
         self.notes: list[str] = []
         self.shared: set[str] = set()
@@ -116,14 +111,14 @@ class Plan:
         Raises:
             UnsupportedFeatureError: its loss is another with the kernel. As after every error, nothing is changed.
         """
-        self.changes += self._hub.guards([change.module for change in self.changes if isinstance(change, Change)])
+        self.changes += self._hub.guards([change.module for change in self.changes])
         eager = _probe(*self._loss, bound=False) if self._loss else None
         try:
             swap.make(self.changes)
             if self._attention is not None:
                 self._set_attention(self._attention)
-            if eager is not None and self._loss is not None:
-                self._compare(*self._loss, eager)
+            if self._loss and eager is not None:
+                _compare(*self._loss, eager)
         except BaseException:
             undo(self.changes)
             raise
@@ -146,19 +141,6 @@ class Plan:
         finally:
             for change in changes:
                 change.replacement = change.current
-
-    def _compare(self, loss: losses.CausalLoss, spec: KernelSpec, eager: float) -> None:
-        half = next(loss.model.parameters()).dtype in (torch.float16, torch.bfloat16)
-        with _refusing(spec.op, spec.name, "", loss.model):
-            try:
-                found = _probe(loss, spec, bound=True)
-            except UnsupportedFeatureError:
-                raise
-            except Exception as error:
-                raise Unproven(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
-            off = abs((float("nan") if found is None else found) - eager) / max(abs(eager), 1e-6)
-            if not off < (2e-2 if half else 1e-4):
-                raise Unproven(f"the loss of a probe is off by {off:.1e}")
 
     # The modules of each op.
 
@@ -255,12 +237,12 @@ class Plan:
                 return
             inner = self._taken(module, "forward") or type(module).forward
             if (own := replaced(module)) is not None:
-                self.changes.append(swap.Change(module, losses.INNER, (own,)))
+                self.changes.append(Change(module, losses.INNER, (own,)))
                 inner = _inner_of(inner)
             self.changes += [
                 Change(loss.head, "forward", MethodType(ours(losses.head_forward(kernel), op, value), loss.head)),
-                swap.Change(loss.head, losses.FORWARD, None),
-                swap.Change(module, losses.HEAD, (loss.head,)),
+                Change(loss.head, losses.FORWARD, None),
+                Change(module, losses.HEAD, (loss.head,)),
                 Change(module, "_loss_function", losses.Loss(module)),
             ]
             self._bind(module, losses.model_forward(loss, value, inner), binding)
@@ -298,7 +280,7 @@ class Plan:
     def _taken(self, module: nn.Module, method: str) -> Any:
         """The function that is planned for a method, taken out of the plan; None where none is."""
         for change in self.changes:
-            if isinstance(change, Change) and change.module is module and change.attribute == method:
+            if change.module is module and change.attribute == method:
                 self.changes.remove(change)
                 return change.replacement.__func__
         return None
@@ -344,6 +326,15 @@ def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _compare(loss: losses.CausalLoss, spec: KernelSpec, eager: float) -> None:
+    half = next(loss.model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    with _refusing(spec.op, spec.name, "", loss.model):
+        found = _probe(loss, spec, bound=True)
+        off = abs((float("nan") if found is None else found) - eager) / max(abs(eager), 1e-6)
+        if not off < (2e-2 if half else 1e-4):
+            raise Unproven(f"the loss of a probe is off by {off:.1e}")
+
+
 def _probe(loss: losses.CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
     """The loss of a model on six tokens; None where it can't be run as it is, or needs more than tokens."""
     model = loss.model
@@ -365,10 +356,12 @@ def _probe(loss: losses.CausalLoss, spec: KernelSpec, *, bound: bool) -> float |
             for module, _ in modes:  # not by eval(), which replaces forwards where use_kernels is on
                 module.training = False
             value = model(input_ids=tokens, labels=labels).loss
-        except Exception:  # it needs images, or another kind of tokens
-            if bound:
+        except Exception as error:
+            if not bound:  # it needs images, or another kind of tokens
+                return None
+            if isinstance(error, UnsupportedFeatureError):
                 raise
-            return None
+            raise Unproven(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
         finally:
             for module, mode in modes:
                 module.training = mode

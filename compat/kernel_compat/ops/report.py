@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from ..patching import swap
 from .config import OpsConfig
 from .instances import Change, undo
 from .spec import Binding
@@ -37,7 +36,7 @@ class Report:
     bindings: tuple[Binding, ...]
     notes: tuple[str, ...] = ()
     model: Any = field(default=None, repr=False)
-    _changes: list[swap.Change] = field(default_factory=list, repr=False)
+    _changes: list[Change] = field(default_factory=list, repr=False)
     _whole: Report | None = field(default=None, repr=False)
     _blocks: int = field(default=0, repr=False)
 
@@ -60,10 +59,9 @@ class Report:
         paths = {id(module): path for path, module in self.model.named_modules()}
         found = []
         for change in self._changes:
-            if isinstance(change, Change):
-                path = paths.get(id(change.module), type(change.module).__name__)
-                if not change.in_force or layers.around(path):
-                    found.append(change.label or f"{path}.{change.attribute}".strip("."))
+            path = paths.get(id(change.module), type(change.module).__name__)
+            if not change.in_force or layers.around(path):
+                found.append(change.label or f"{path}.{change.attribute}".strip("."))
         return tuple(dict.fromkeys(found))
 
     def undo(self) -> None:
@@ -82,9 +80,9 @@ class Report:
                 del vars(self.model)[RECORD]
             self.model = None
             self._changes = undo(self._changes)
-            left = [_named(change) for change in self._changes]
-        for name in left:
-            warnings.warn(f"{name} has been replaced since apply_ops: it is left as it is", stacklevel=2)
+            left = [f"{one.label or one.attribute} of a {type(one.module).__name__}" for one in self._changes]
+        for what in left:
+            warnings.warn(f"{what} has been replaced since apply_ops: it is left as it is", stacklevel=2)
 
     def absorb(self, path: str, part: Report) -> None:
         """Take over the report of a part of the model, which was applied before the model's own."""
@@ -116,9 +114,3 @@ class Report:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()  # an unpickled model has its class's methods
-
-
-def _named(change: swap.Change) -> str:
-    if isinstance(change, Change):
-        return f"{change.attribute.removesuffix('_internal')} of a {type(change.module).__name__}"
-    return f"{change.name} of a {type(change.owner).__name__}"
