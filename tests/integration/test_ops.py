@@ -578,6 +578,31 @@ def test_accelerate_s_hooks_stay_around_it() -> None:
     assert all(torch.equal(restored[key], value) for key, value in expected.items())
 
 
+@pytest.mark.parametrize("order", ["hook ops unhook undo", "ops hook undo unhook", "ops hook unhook undo"])
+def test_a_hook_of_accelerate_comes_and_goes_in_any_order(order: str, recwarn: pytest.WarningsRecorder) -> None:
+    hooks = pytest.importorskip("accelerate").hooks
+    model = build("llama")
+    norm = model.model.norm
+    eager = model(input_ids=IDS).logits
+    report = None
+    for step_ in order.split():
+        if step_ == "ops":
+            report = ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation=PLAIN))
+        elif step_ == "undo":
+            assert report is not None
+            report.undo()
+        elif step_ == "hook":
+            hooks.add_hook_to_module(norm, hooks.ModelHook())
+        else:
+            hooks.remove_hook_from_module(norm)
+        assert report is None or report.replaced == ()
+        torch.testing.assert_close(model(input_ids=IDS).logits, eager)
+
+    forward = vars(norm).get("forward")  # accelerate leaves the class's, bound
+    assert forward is None or forward.__func__ is type(norm).forward
+    assert not [warning for warning in recwarn if "replaced since" in str(warning.message)]
+
+
 @pytest.mark.parametrize("first", ["ops", "peft"])
 def test_adapters_go_around_it(first: str) -> None:
     peft = pytest.importorskip("peft")
