@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn.functional import layer_norm, silu
 
 from kernel_compat import ops
-from kernel_compat.ops.recognisers import balancing, gated, norms, rotary
+from kernel_compat.ops.recognisers import balancing, norms, rotary
 
 PLAIN = "plain_torch"
 
@@ -43,7 +43,7 @@ def _multimodal() -> Any:
 
 @ops.register_kernel("rms_norm_gated", "standard", PLAIN)
 def _rms_norm_gated() -> Any:
-    return gated.reference
+    return norms.gated_reference
 
 
 @ops.register_kernel("load_balancing_loss", "standard", PLAIN)

@@ -29,7 +29,8 @@ from kernel_compat import Environment, KernelUnavailableError, SeamError, Unsupp
 from kernel_compat.environment import Device
 from kernel_compat.models import LigerSupport, liger_support, use_liger_kernel, use_sdpa_backends
 from kernel_compat.ops import registry
-from kernel_compat.ops.instances import Change, ops_of
+from kernel_compat.ops.instances import ops_of
+from kernel_compat.patching import swap
 
 try:
     from liger_kernel.transformers import monkey_patch
@@ -262,21 +263,20 @@ def test_failing_half_way(monkeypatch: pytest.MonkeyPatch, call: int, error: typ
     undisturbed = use_liger_kernel(other)
     scene = Scene(model, other)
     calls = 0
-    original = Change.make
+    original = swap._write
 
-    def fail(self: Change) -> None:
+    def fail(*assignment: Any) -> None:
         nonlocal calls
         calls += 1
-        original(self)
         if calls == call:
-            self.undo()
             raise error("half way")
+        original(*assignment)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Change, "make", fail)
+        patched.setattr(swap, "_write", fail)
         with pytest.raises(error, match="half way"):
             use_liger_kernel(model)
-    assert calls == call
+    assert calls == 2 * call - 1  # it restored what it had set
     assert scene.changes() == []
     undisturbed.undo()
     assert torch.equal(logits(model), expected)

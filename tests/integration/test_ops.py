@@ -381,13 +381,16 @@ def test_what_somebody_put_over_it_stays() -> None:
     model = build("llama")
     report = ops.apply_ops(model, config_for("llama"))
     norm = model.model.norm
-    norm.forward = lambda x: x
+    ours, norm.forward = norm.forward, lambda x: x
 
     with pytest.warns(UserWarning, match="forward of a LlamaRMSNorm has been replaced since"):
         report.undo()
 
     assert norm(torch.ones(1, 64)).eq(1).all()
     assert "forward" not in vars(model)
+    norm.forward = ours  # undone in another order than made
+    report.undo()
+    assert "forward" not in vars(norm)
 
 
 # With what else is done to models ------------------------------------------------------------------------------------
@@ -575,6 +578,31 @@ def test_accelerate_s_hooks_stay_around_it() -> None:
     assert all(torch.equal(restored[key], value) for key, value in expected.items())
 
 
+@pytest.mark.parametrize("order", ["hook ops unhook undo", "ops hook undo unhook", "ops hook unhook undo"])
+def test_a_hook_of_accelerate_comes_and_goes_in_any_order(order: str, recwarn: pytest.WarningsRecorder) -> None:
+    hooks = pytest.importorskip("accelerate").hooks
+    model = build("llama")
+    norm = model.model.norm
+    eager = model(input_ids=IDS).logits
+    report = None
+    for step_ in order.split():
+        if step_ == "ops":
+            report = ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation=PLAIN))
+        elif step_ == "undo":
+            assert report is not None
+            report.undo()
+        elif step_ == "hook":
+            hooks.add_hook_to_module(norm, hooks.ModelHook())
+        else:
+            hooks.remove_hook_from_module(norm)
+        assert report is None or report.replaced == ()
+        torch.testing.assert_close(model(input_ids=IDS).logits, eager)
+
+    forward = vars(norm).get("forward")  # accelerate leaves the class's, bound
+    assert forward is None or forward.__func__ is type(norm).forward
+    assert not [warning for warning in recwarn if "replaced since" in str(warning.message)]
+
+
 @pytest.mark.parametrize("first", ["ops", "peft"])
 def test_adapters_go_around_it(first: str) -> None:
     peft = pytest.importorskip("peft")
@@ -688,6 +716,21 @@ def test_post_init_is_upstream_s_again_behind_blocks() -> None:
         assert transformers.PreTrainedModel.post_init is not before
         with pytest.raises(TypeError, match="config must be an OpsConfig"), ops.use({}):  # type: ignore[arg-type]
             pass
+    assert transformers.PreTrainedModel.post_init is before
+
+
+def test_what_somebody_put_over_post_init_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = transformers.PreTrainedModel.post_init
+    with monkeypatch.context() as patched:
+        with ops.use(CHUNKED):
+            ours = transformers.PreTrainedModel.post_init
+            patched.setattr(transformers.PreTrainedModel, "post_init", lambda self: None)
+            theirs = transformers.PreTrainedModel.post_init
+        assert transformers.PreTrainedModel.post_init is theirs
+    assert transformers.PreTrainedModel.post_init is ours  # their undo has put it back
+    assert ops.applied(build("llama")) is None
+    with ops.use(CHUNKED):
+        pass
     assert transformers.PreTrainedModel.post_init is before
 
 
@@ -982,7 +1025,7 @@ def test_a_forward_that_is_replaced_already_is_refused() -> None:
 
     with (
         left_as_it_was(model),
-        pytest.raises(UnsupportedFeatureError, match="model.norm .*whose forward has been replaced by .*lambda"),
+        pytest.raises(UnsupportedFeatureError, match="model.norm .*its forward has been replaced by .*lambda"),
     ):
         ops.apply_ops(model, ops.OpsConfig(rms_norm_implementation=PLAIN))
 

@@ -168,7 +168,7 @@ def test_a_forward_of_somebody_else_s_is_refused() -> None:
     model = build("qwen3_moe")
     layer = model.model.layers[0].mlp.experts
     layer.forward = lambda *args: None
-    with pytest.raises(UnsupportedFeatureError, match="whose forward has been replaced"):
+    with pytest.raises(UnsupportedFeatureError, match="its forward has been replaced"):
         ops.apply_ops(model, config())
 
 

@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..ops.table import Table, table
+from ..environment import Environment
+from ..errors import KernelCompatError
+from ..ops import registry
+from ..ops.spec import EAGER, OPS
 from .arguments import BadArgumentsError, add_json
 from .tables import fields_of, print_environment, print_table, print_text, reasons_text, usable_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["add_arguments", "as_json", "find", "show"]
+__all__ = ["Choice", "Fit", "Table", "add_arguments", "as_json", "find", "show"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of a config's field: the variants that it has kernels for, the reasons why it isn't usable here, a remark."""
+
+    op: str
+    value: str
+    variants: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    install: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The effect of a value on a model, on a device that it runs on: the number of modules and their formulas, or why it is refused."""
+
+    op: str
+    value: str
+    modules: int = 0
+    variants: tuple[str, ...] = ()
+    proven: tuple[str, ...] = ()
+    refused: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """All values of all ops; the entry points that failed, with the error; and the class of a model with the effects on it."""
+
+    environment: Environment
+    choices: tuple[Choice, ...]
+    broken: dict[str, str]
+    model: str = ""
+    fits: tuple[Fit, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +64,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def find(arguments: argparse.Namespace) -> Table:
     """The kernels, and for a model the modules that each would replace."""
+    environment = registry.detect()
+    choices = tuple(_choice(op, value, environment) for op in OPS for value in registry.choices(op))
+    if arguments.model is None:
+        return Table(environment, choices, registry.broken())
+    model = _build(arguments.model)
+    fits = tuple(_fit(model, one) for one in choices if one.value != EAGER)
+    return Table(environment, choices, registry.broken(), type(model).__name__, fits)
+
+
+def _choice(op: str, value: str, environment: Environment) -> Choice:
+    if value == EAGER:
+        return Choice(op, value, note="the model's own code")
+    specs = registry.registered_kernels(op, value)
+    usable = [spec for spec in specs if not spec.unavailable_because(environment)]
+    first, variants = (usable or specs)[0], tuple(spec.variant for spec in usable or specs)
+    if usable:
+        return Choice(op, value, variants, note=first.note)
+    reasons = tuple(first.unavailable_because(environment))
+    return Choice(op, value, variants, reasons, first.install_hint(environment), first.note)
+
+
+def _build(path: str) -> Any:
+    """The model of a folder, on the meta device."""
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise BadArgumentsError(f"--model: {path} has no config.json: it is no folder that a model was saved in")
+    import torch
+    import transformers
+
     try:
-        return table(arguments.model)
-    except ValueError as error:
-        raise BadArgumentsError(f"--model: {error}") from None
+        config = transformers.AutoConfig.from_pretrained(path)
+        name = (getattr(config, "architectures", None) or ["AutoModelForCausalLM"])[0]
+        class_ = getattr(transformers, name, None)
+        with torch.device("meta"):
+            if class_ is not None and hasattr(class_, "_from_config"):
+                return class_._from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a config of any kind
+        problem = f"no model can be built from {path} ({type(error).__name__}: {error})"
+        raise BadArgumentsError(f"--model: {problem}") from error
+
+
+def _fit(model: Any, choice: Choice) -> Fit:
+    from ..ops.plan import Plan
+
+    op, value = choice.op, choice.value
+    try:
+        plan = Plan(model, {f"{op}_implementation": value}, dry=True)
+    except KernelCompatError as error:
+        return Fit(op, value, refused=str(error))
+    variants, proven = (tuple(dict.fromkeys(getattr(b, name) for b in plan.bindings)) for name in ("variant", "proven"))
+    return Fit(op, value, len(plan.bindings), variants, proven, notes=tuple(plan.notes))
 
 
 def as_json(found: Table) -> dict[str, Any]:
@@ -46,7 +134,7 @@ def show(console: Console, found: Table) -> None:
             reasons_text(one.reasons, one.install) or one.note,
         )
         for one in found.choices
-        if one.value != "eager"  # every field has that value
+        if one.value != EAGER  # every field has that value
     ]
     print_table(console, "Kernels", ("field", "value", "variants", "here", ""), rows)
     for name, problem in found.broken.items():

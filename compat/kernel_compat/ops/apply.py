@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ..errors import SeamError
+from ..patching.installation import Installation
 from ..patching.seam import Seam
-from . import registry
+from ..patching.shim import Shim
 from .config import OpsConfig
 from .instances import require_module
 from .op_slot import active
@@ -45,28 +46,28 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
         KernelUnavailableError: a kernel doesn't import, or doesn't run on a device of this machine.
         ValueError: the model, or a part of it, has the kernels of another config.
     """
-    if not isinstance(config, OpsConfig):
-        raise TypeError(f"config must be an OpsConfig, not {config!r}")
+    _require_config(config)
     require_module(model)
     with lock:
-        record: Report | None = vars(model).get(RECORD)
-        if record is not None:
+        records = {path: vars(module).get(RECORD) for path, module in model.named_modules()}
+        inside = {path: record for path, record in records.items() if record is not None}
+        for path, record in inside.items():
             if record.config != config:
-                raise ValueError(
-                    f"this {type(model).__name__} has the kernels of {record.config}: undo that before applying {config}"
-                )
-            if replaced := record.replaced:
+                where = path or f"this {type(model).__name__}"
+                raise ValueError(f"{where} has the kernels of {record.config}: undo that before applying {config}")
+        if "" in inside:
+            found: Report = inside[""]
+            if replaced := found.replaced:
                 raise ValueError(
                     f"replaced since the kernels were applied: {', '.join(replaced)}; undo the report first"
                 )
-            return record
+            return found
         from .plan import Plan
 
-        inner = _records_inside(model, config)
         plan = Plan(model, config.values())
         plan.make()
         report = Report(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
-        for path, part in inner:
+        for path, part in inside.items():
             report.absorb(path, part)
         vars(model)[RECORD] = report
         return report
@@ -90,17 +91,6 @@ def refusal(model: Any, op: str, value: str) -> str:
     return refusal(model, op, value)
 
 
-def _records_inside(model: Any, config: OpsConfig) -> list[tuple[str, Report]]:
-    found = []
-    for path, module in model.named_modules():
-        record = vars(module).get(RECORD)
-        if module is not model and record is not None:
-            if record.config != config:
-                raise ValueError(f"{path} has the kernels of {record.config}: undo that before applying {config}")
-            found.append((path, record))
-    return found
-
-
 @contextmanager
 def use(config: OpsConfig) -> Iterator[None]:
     """Apply a config to every model of transformers that is built in the block, by this thread, as soon as it is built.
@@ -112,45 +102,38 @@ def use(config: OpsConfig) -> Iterator[None]:
         TypeError: no `OpsConfig`.
         SeamError: this release builds models in another way.
     """
+    _require_config(config)
+    with _building.installed() as report:
+        if report[_SHIM.name].state != "applied":
+            raise SeamError(
+                POST_INIT.target, "a method that is called with self", report[_SHIM.name].reason, "transformers"
+            )
+        token = active.set(config)
+        try:
+            yield
+        finally:
+            active.reset(token)
+
+
+def _require_config(config: Any) -> None:
     if not isinstance(config, OpsConfig):
         raise TypeError(f"config must be an OpsConfig, not {config!r}")
-    _post_init.enter()
-    token = active.set(config)
-    try:
-        yield
-    finally:
-        active.reset(token)
-        _post_init.leave()
 
 
-class _PostInit:
-    """`PreTrainedModel.post_init`, which every model calls when it is built, while a `use` block is open in any thread."""
+def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["post_init"]
 
-    def __init__(self) -> None:
-        self.users = 0
-        self.located: Any = None
+    def post_init(self: Any) -> None:
+        original(self)
+        if (config := active.get()) is not None:
+            apply_ops(self, config)
 
-    def enter(self) -> None:
-        with lock:
-            if not self.users:
-                importlib.import_module(POST_INIT.module)
-                self.located = POST_INIT.locate(f"transformers {registry.detect().version('transformers')}")
-                original: Callable[..., Any] = self.located.original
-
-                def post_init(self: Any) -> None:
-                    original(self)
-                    if (config := active.get()) is not None:
-                        apply_ops(self, config)
-
-                self.located.replacement = post_init
-                self.located.owner.post_init = post_init
-            self.users += 1
-
-    def leave(self) -> None:
-        with lock:
-            self.users -= 1
-            if not self.users and self.located.in_place:
-                self.located.owner.post_init = self.located.original
+    return {"post_init": post_init}
 
 
-_post_init = _PostInit()
+_SHIM = Shim(
+    "ops_use", "transformers", ">=4", "a config waits for models to be built", seams=(POST_INIT,), replace=_replace
+)
+
+#: `PreTrainedModel.post_init`, which every model calls when it is built, replaced while any thread is in `use`.
+_building = Installation(discover=lambda: ([_SHIM], {}))

@@ -21,15 +21,15 @@ from .spec import EAGER
 
 __all__ = ["OpsConfig"]
 
-#: VeOmni's fields that kernel-compat has no kernels for, with the values that ask for none.
+#: VeOmni's fields that kernel-compat has no kernels for, with the value that asks for none.
 _VEOMNI = {
-    "rotary_pos_emb_vision_implementation": ("eager",),
-    "causal_conv1d_implementation": ("eager",),
-    "chunk_gated_delta_rule_implementation": ("eager",),
-    "dsa_indexer_implementation": ("eager",),
-    "dsa_attention_implementation": ("eager",),
-    "mhc_implementation": ("eager",),
-    "qat_implementation": ("none",),
+    "rotary_pos_emb_vision_implementation": "eager",
+    "causal_conv1d_implementation": "eager",
+    "chunk_gated_delta_rule_implementation": "eager",
+    "dsa_indexer_implementation": "eager",
+    "dsa_attention_implementation": "eager",
+    "mhc_implementation": "eager",
+    "qat_implementation": "none",
 }
 
 #: The kernels that `OpsConfig.auto` may choose, the fastest on an H200 first, forward and backward (docs/benchmarks.md).
@@ -94,10 +94,14 @@ class OpsConfig:
             if value == EAGER:
                 continue
             environment = environment or registry.detect()
-            if name == "attn_implementation":
-                _check_attention(value, environment)
-            else:
-                registry.require(_op(name), value, environment)
+            if name != "attn_implementation":
+                registry.require(name.removesuffix("_implementation"), value, environment)
+                continue
+            require_known(value)
+            step = ladder(value, environment)[0]
+            if step.usable is False:
+                hint = "What would work: kernel-compat check."
+                raise KernelUnavailableError(f"attn_implementation={value!r}", [step.reason], hint)
 
     def __getitem__(self, op: str) -> str:
         """The value for an op."""
@@ -126,11 +130,11 @@ class OpsConfig:
             raise TypeError(f"the ops are a mapping of fields to values, not {values!r}")
         chosen = dict(values)
         for name, harmless in _VEOMNI.items():
-            if name in chosen and (value := chosen.pop(name)) not in harmless:
+            if (value := chosen.pop(name, harmless)) != harmless:
                 raise ValueError(
-                    f"{name}={value!r}: kernel-compat has no kernels for it, so that it can only be {harmless[0]!r}"
+                    f"{name}={value!r}: kernel-compat has no kernels for it, so that it can only be {harmless!r}"
                 )
-        known = [f.name for f in fields(cls) if f.name != "reasons"]
+        known = [*cls().values()]
         for name in chosen:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, 1, 0.4)
@@ -214,10 +218,6 @@ def _best_attention(environment: Environment, model: Any) -> tuple[str | None, s
     return None, "; ".join(why)
 
 
-def _op(name: str) -> str:
-    return name.removesuffix("_implementation")
-
-
 def _refusal(op: str, value: str, environment: Environment, model: Any) -> str:
     try:
         registry.require(op, value, environment)
@@ -228,12 +228,3 @@ def _refusal(op: str, value: str, environment: Environment, model: Any) -> str:
     from .plan import refusal
 
     return refusal(model, op, value)
-
-
-def _check_attention(value: str, environment: Environment) -> None:
-    require_known(value)
-    step = ladder(value, environment)[0]
-    if step.usable is False:
-        raise KernelUnavailableError(
-            f"attn_implementation={value!r}", [step.reason], "What would work: kernel-compat check."
-        )

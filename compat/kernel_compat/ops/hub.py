@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -39,7 +40,8 @@ class Layers:
         ids = {id(module) for module in changed}
         if not any(id(m) in ids or ops_of(m) for layer in self._layers.values() for m in layer.modules()):
             return []
-        return [Change(m, f.__name__, f) for m in self._models for f in _GUARDS if hasattr(type(m), f.__name__)]
+        pairs = ((model, f) for model in self._models for f in _GUARDS if hasattr(type(model), f.__name__))
+        return [Change(model, f.__name__, MethodType(f, model)) for model, f in pairs]
 
     def _over(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         while path:

@@ -8,75 +8,64 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, TypeVar
 
-from ..errors import UnsupportedFeatureError
 from ..patching import swap
-from ..patching.wrapping import covered, put_beneath
+from ..patching.wrapping import forwards_of
 
 #: On functions of ours: the ops that they are for, with the config's value.
 MARK = "__kernel_compat_op__"
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(eq=False)
-class Change:
-    """One attribute of one instance. Knows its way back once it is made.
+class Change(swap.Change):
+    """One attribute of a module, or of its config or slot. A forward is put under accelerate's hook and our wrappers.
 
     Attributes:
-        module: whose.
-        name: of the attribute.
-        value: the new value; a function is bound to the module.
+        module: the owner of the attribute.
+        attribute: its name.
+        label: its path for people, where it isn't that of the module in the model with the attribute.
     """
 
-    module: Any
-    name: str
-    value: Any
-    _slot: str = ""
-    _before: Any = swap.ABSENT
-    _after: Any = None
+    def __init__(self, module: Any, attribute: str, value: Any, label: str = "") -> None:
+        owner, name = _place(module) if attribute == "forward" else (module, attribute)
+        super().__init__(owner, name, value)
+        self.module, self.attribute, self.label = module, attribute, label
 
-    def make(self) -> None:
-        """Set the attribute."""
-        attributes = vars(self.module)
-        self._slot = slot(self.module) if self.name == "forward" else self.name
-        self._after = MethodType(self.value, self.module) if isinstance(self.value, FunctionType) else self.value
-        beneath = covered(self.module) if self._slot == "forward" else swap.ABSENT
-        if beneath is not swap.ABSENT:
-            self._before = swap.ABSENT if beneath is None else beneath
-            put_beneath(self.module, beneath, self._after)
-        else:
-            change = swap.Change(attributes, self._slot, self._after)
-            swap.make([change])
-            self._before = change.before
-
-    def undo(self) -> bool:
-        """Restore the value before ours; False where other code has overwritten ours, which stays theirs."""
-        for name in dict.fromkeys((self._slot, "_old_forward" if self.name == "forward" else self._slot)):
-            before = self._before
-            if before is swap.ABSENT and name != self._slot:  # a hook was put over ours
-                class_: Any = type(self.module)
-                before = MethodType(class_.forward, self.module)
-            if not swap.undo([swap.Change(vars(self.module), name, self._after, before)]):
-                return True
-        before = None if self._before is swap.ABSENT else self._before
-        return self.name == "forward" and put_beneath(self.module, self._after, before)
+    def follow(self) -> None:
+        """Find our forward where hooks and wrappers that came later have put it."""
+        if self.attribute != "forward" or self.in_place:
+            return
+        wrappers = [(wrapper, "inner") for wrapper in forwards_of(self.module)]
+        places = [(self.module, "forward"), (self.module, "_old_forward"), *wrappers]
+        for owner, name in places:
+            if swap.Change(owner, name, self.replacement).in_place:
+                self.owner, self.name = owner, name
+                if name == "_old_forward" and self.before is swap.ABSENT:  # the hook calls what is there
+                    self.before = MethodType(type(self.module).forward, self.module)
+                return
 
     @property
     def in_force(self) -> bool:
-        """Whether our method is still called, directly or by a wrapper around it; True for other values."""
-        if not isinstance(self.value, FunctionType):
+        """Whether ours is in place, or is called by a function that wraps it."""
+        if self.attribute.startswith("_kernel_compat"):  # nobody else's, and the loss's own code changes them
             return True
-        found = _own(self.module) if self.name == "forward" else vars(self.module).get(self.name)
-        function = getattr(found, "__func__", found)
-        while function is not None and function is not self.value:
+        if not isinstance(self.replacement, MethodType):
+            return self.in_place
+        function = _function(self.module, self.attribute)
+        while function is not None and function is not self.replacement.__func__:
             function = getattr(function, "__wrapped__", None)  # accelerate's, for mixed precision
         return function is not None
+
+
+def undo(changes: list[Change]) -> list[Change]:
+    """Restore the values before ours, the last first; returns the changes that other code has overwritten."""
+    for change in changes:
+        change.follow()
+    return swap.undo(changes[::-1])[::-1]
 
 
 def require_module(model: Any) -> None:
@@ -92,15 +81,9 @@ def require_module(model: Any) -> None:
         raise TypeError("model is compiled already: apply the ops to the model itself, then compile it")
 
 
-def slot(module: Any) -> str:
-    """Where an instance's forward is: under accelerate's hook, where one is in place."""
-    hooked = "_hf_hook" in vars(module) and isinstance(_top(module), partial)
-    return "_old_forward" if hooked else "forward"
-
-
 def replaced(module: Any) -> Any:
     """The forward that an instance has of its own, None where its class's is in force."""
-    found = _own(module)
+    found = _own(module, "forward")
     if isinstance(found, MethodType) and found.__self__ is module:
         return None if found.__func__ is getattr(type(module), "forward", None) else found
     return found
@@ -108,38 +91,11 @@ def replaced(module: Any) -> Any:
 
 def ops_of(module: Any, method: str = "forward") -> Mapping[str, str]:
     """The ops of the kernels that this library has bound to a module's method, with the config's values."""
-    found = _own(module) if method == "forward" else vars(module).get(method)
-    return getattr(getattr(found, "__func__", found), MARK, {})
-
-
-def _own(module: Any) -> Any:
-    name = slot(module)
-    return _top(module) if name == "forward" else vars(module).get(name)
-
-
-def _top(module: Any) -> Any:
-    beneath = covered(module)
-    return vars(module).get("forward") if beneath is swap.ABSENT else beneath
-
-
-def require_unreplaced(module: Any, path: str, op: str, kernel: str) -> None:
-    """Check that the class's forward is in force.
-
-    Raises:
-        UnsupportedFeatureError: the instance has another.
-    """
-    found = replaced(module)
-    if found is None:
-        return
-    raise UnsupportedFeatureError(
-        f"{path or 'the model'} ({type(module).__name__}), whose forward has been replaced by {whose(found)}",
-        f"{op} {kernel!r}",
-        "Undo that, or leave the op eager: one of the two can be in force.",
-    )
+    return getattr(_function(module, method), MARK, {})
 
 
 def whose(method: Any) -> str:
-    """Where a method comes from, for people."""
+    """The qualified name of a method, for people."""
     function = getattr(method, "__func__", method)
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(method).__name__)}"
 
@@ -148,3 +104,24 @@ def ours(function: F, op: str, value: str) -> F:
     """Mark a function, or another value, as this library's, for `op` besides the ops that it is marked for."""
     setattr(function, MARK, {**getattr(function, MARK, {}), op: value})
     return function
+
+
+def _place(module: Any) -> tuple[Any, str]:
+    """The owner and name of an instance's forward: beneath our wrapper or accelerate's hook, where one is in place."""
+    present = vars(module).get("forward")
+    owner, name = (present, "inner") if present in forwards_of(module) else (module, "forward")
+    if "_hf_hook" in vars(module) and isinstance(swap.Change(owner, name).current, partial):
+        return module, "_old_forward"
+    return owner, name
+
+
+def _own(module: Any, method: str) -> Any:
+    """A method that an instance has of its own; None where it has none."""
+    owner, name = _place(module) if method == "forward" else (module, method)
+    found = swap.Change(owner, name).current
+    return None if found is swap.ABSENT else found
+
+
+def _function(module: Any, method: str) -> Any:
+    found = _own(module, method)
+    return getattr(found, "__func__", found)

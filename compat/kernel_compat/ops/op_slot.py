@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from . import registry
-from .spec import EAGER, OPS
+from .spec import EAGER, require_variant
 
 __all__ = ["OpSlot", "active"]
 
@@ -22,18 +22,7 @@ class OpSlot:
     `apply_ops` on a model with the module in it, which then doesn't change the module's forward. As a global of a
     modeling file it belongs to the process, and `bind` fills it.
 
-    ::
-
-        class MyRMSNorm(nn.Module):
-            def __init__(self, size, eps):
-                super().__init__()
-                self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-                self.kernel = OpSlot("rms_norm", "standard")
-
-            def forward(self, x):
-                if self.kernel.use_non_eager_impl:
-                    return self.kernel(x, self.weight, self.eps, casting="llama")
-                ...
+    An example is in docs/kernel-selection.md.
 
     Attributes:
         op: one of `OPS`.
@@ -46,14 +35,15 @@ class OpSlot:
         KernelUnavailableError: the active config's kernel doesn't import.
     """
 
+    value: str
+    use_non_eager_impl: bool
+    kernel: Callable[..., Any]
+
     def __init__(self, op: str, variant: str) -> None:
-        if op not in OPS:
-            raise ValueError(f"{op!r} is no op: there are {', '.join(OPS)}")
-        if variant not in OPS[op]:
-            raise ValueError(f"{op} has no variant {variant!r}: it has {', '.join(OPS[op])}")
+        require_variant(op, variant)
         self.op = op
         self.variant = variant
-        self.fill(EAGER, _empty)
+        self._fill(EAGER, _empty)
         if (config := active.get()) is not None:
             self.bind(config)
 
@@ -66,20 +56,21 @@ class OpSlot:
         """
         value = choice if isinstance(choice, str) else choice[self.op]
         if value == EAGER:
-            self.fill(EAGER, _empty)
+            self._fill(EAGER, _empty)
             return
         registry.require(self.op, value, registry.detect())
-        for spec in registry.registered_kernels(self.op):
-            if (spec.variant, spec.name) == (self.variant, value):
-                self.fill(value, spec.load())
-                return
-        raise ValueError(f"{self.op} has no kernel {value!r} for the variant {self.variant!r}")
+        specs = {spec.variant: spec for spec in registry.registered_kernels(self.op, value)}
+        if self.variant not in specs:
+            raise ValueError(f"{self.op} has no kernel {value!r} for the variant {self.variant!r}")
+        self._fill(value, specs[self.variant].load())
 
-    def fill(self, value: str, kernel: Callable[..., Any]) -> None:
-        """Set the value and the kernel that it stands for."""
-        self.value = value
-        self.use_non_eager_impl = value != EAGER
-        self.kernel = kernel
+    @staticmethod
+    def contents(value: str, kernel: Callable[..., Any]) -> dict[str, Any]:
+        """The attributes of a slot that is filled with a kernel, or with none for ``eager``."""
+        return {"value": value, "use_non_eager_impl": value != EAGER, "kernel": kernel}
+
+    def _fill(self, value: str, kernel: Callable[..., Any]) -> None:
+        vars(self).update(self.contents(value, kernel))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel.

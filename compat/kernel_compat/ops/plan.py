@@ -6,18 +6,19 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
+from ..patching import swap
 from . import hub, registry, rewriting
-from .instances import Change, ops_of, ours, replaced, require_module, require_unreplaced
+from .instances import Change, ops_of, ours, replaced, undo, whose
 from .losses import causal as losses
 from .op_slot import OpSlot
-from .recognisers import balancing, experts, gated, layer_norms, mlps, norms, rotary
+from .recognisers import balancing, experts, mlps, norms, rotary
 from .recognisers.probing import Unproven, kind
 from .recognisers.recogniser import FunctionRecogniser, ModuleRecogniser
 from .spec import EAGER, Binding, KernelSpec
@@ -27,23 +28,21 @@ __all__ = ["Plan", "refusal"]
 #: In the order in which a model is changed: a fused loss wraps the forward that a balancing loss is in.
 _RECOGNISERS: dict[str, ModuleRecogniser | FunctionRecogniser | None] = {
     "moe": experts.RECOGNISER,
-    "rms_norm": norms.RECOGNISER,
-    "rms_norm_gated": gated.RECOGNISER,
-    "layer_norm": layer_norms.RECOGNISER,
+    "rms_norm": norms.RMS,
+    "rms_norm_gated": norms.GATED,
+    "layer_norm": norms.LAYER,
     "swiglu_mlp": mlps.RECOGNISER,
     "rotary_pos_emb": rotary.RECOGNISER,
     "load_balancing_loss": balancing.RECOGNISER,
     "cross_entropy_loss": None,
 }
 
+#: The attribute of transformers' configs that holds the attention name.
+_ATTENTION = "_attn_implementation_internal"
+
 
 def refusal(model: Any, op: str, value: str) -> str:
-    """The reason why a kernel would be refused for a model; empty where it wouldn't.
-
-    Raises:
-        TypeError: not a module, or a compiled one.
-    """
-    require_module(model)
+    """The reason why a kernel would be refused for a model; empty where it wouldn't."""
     try:
         Plan(model, {f"{op}_implementation": value})
     except (UnsupportedFeatureError, KernelUnavailableError, ValueError) as error:
@@ -59,7 +58,7 @@ class Plan:
         dry: load no kernels and check no device, to see what would be bound; such a plan must not be made.
 
     Attributes:
-        changes: in the order in which they are made.
+        changes: those of `make`, which adds the ones that are known when it is called.
         notes: the ops that the model doesn't have, and the parts that stay eager.
         shared: the ops that a part of the model has the same kernels for already.
 
@@ -68,24 +67,24 @@ class Plan:
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, str | None], dry: bool = False) -> None:
-        self.model = model
-        self.dry = dry
-        self.changes: list[Change | _Attention | _Filling] = []
+        self.model: Any = model
+        self.changes: list[Change] = []
         self.bindings: list[Binding] = []
         self.notes: list[str] = []
         self.shared: set[str] = set()
-        self._kernels: dict[KernelSpec, Callable[..., Any]] = {}
+        self._dry = dry
         self._environment = registry.detect()
         self._loss: tuple[losses.CausalLoss, KernelSpec] | None = None
         self._hub = hub.Layers(model)
+        self._kernel: Callable[[KernelSpec], Any] = functools.cache(lambda spec: None if dry else spec.load())
         for op in _RECOGNISERS:
             self.add(op, config.get(f"{op}_implementation") or EAGER)
-        name = config.get("attn_implementation")
-        if name is not None and hasattr(model, "set_attn_implementation"):
-            self.changes.append(_Attention(model, name))
-            self.bindings.append(Binding("", "attn", "", name))
-        elif name is not None:
+        self._attention = config.get("attn_implementation")
+        if self._attention is not None and not hasattr(model, "set_attn_implementation"):
+            self._attention = None
             self.notes.append("attn: this is no model of transformers")
+        if self._attention is not None:
+            self.bindings.append(Binding("", "attn", "", self._attention))
 
     def add(self, op: str, value: str) -> list[Binding]:
         """Plan one op more, and return its bindings. After an error the plan is useless."""
@@ -112,36 +111,35 @@ class Plan:
             UnsupportedFeatureError: its loss is another with the kernel. As after every error, nothing is changed.
         """
         self.changes += self._hub.guards([change.module for change in self.changes])
-        done = []
+        eager = _probe(*self._loss, bound=False) if self._loss else None
         try:
-            eager = _probe(*self._loss, bound=False) if self._loss else None
-            for change in self.changes:
-                change.make()
-                done.append(change)
-            if eager is not None and self._loss is not None:
-                self._compare(*self._loss, eager)
+            swap.make(self.changes)
+            if self._attention is not None:
+                self._set_attention(self._attention)
+            if self._loss and eager is not None:
+                _compare(*self._loss, eager)
         except BaseException:
-            for change in reversed(done):
-                change.undo()
+            undo(self.changes)
             raise
         if self._loss and eager is None:
             self.notes.append(
                 "cross_entropy_loss: the first forward with labels shows whether the model calls its loss"
             )
 
-    def _compare(self, loss: losses.CausalLoss, spec: KernelSpec, eager: float) -> None:
-        half = next(loss.model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    def _set_attention(self, name: str) -> None:
+        """Have transformers set the attention name, and note the configs that it is set in."""
+        owners = [module.config for module in self.model.modules() if hasattr(module, "config")]
+        owners += [getattr(owner, part, None) for owner in owners for part in getattr(owner, "sub_configs", ())]
+        configs = {id(owner): owner for owner in owners if _ATTENTION in getattr(owner, "__dict__", ())}
+        changes = [Change(config, _ATTENTION, None, "attn_implementation") for config in configs.values()]
+        self.changes += changes
+        for change in changes:
+            change.before = change.replacement = change.current
         try:
-            found = _probe(loss, spec, bound=True)
-        except UnsupportedFeatureError:
-            raise
-        except Exception as error:
-            why = f"its forward failed on a probe ({type(error).__name__}: {error})"
-            raise self._refused(spec.op, spec.name, "", loss.model, why) from error
-        off = abs((float("nan") if found is None else found) - eager) / max(abs(eager), 1e-6)
-        if not off < (2e-2 if half else 1e-4):
-            why = f"the loss of a probe is off by {off:.1e}"
-            raise self._refused(spec.op, spec.name, "", loss.model, why)
+            self.model.set_attn_implementation(name)
+        finally:
+            for change in changes:
+                change.replacement = change.current
 
     # The modules of each op.
 
@@ -153,9 +151,11 @@ class Plan:
                 if slot.value == value:  # it was filled when the module was built
                     self.shared.add(op)
                     continue
-                spec = self._spec(op, value, slot.variant, path, module)
-                self.changes.append(_Filling(slot, value, self._kernel(spec)))
-                self.bindings.append(Binding(f"{path}.{name}".strip("."), op, slot.variant, value, "an OpSlot"))
+                with _refusing(op, value, path, module):
+                    kernel = self._kernel(self._spec(op, value, slot.variant))
+                label = f"{path}.{name}".strip(".")
+                self.changes += [Change(slot, key, given, label) for key, given in slot.contents(value, kernel).items()]
+                self.bindings.append(Binding(label, op, slot.variant, value, "an OpSlot"))
 
     def _modules(self, op: str, value: str, recogniser: ModuleRecogniser) -> None:
         proven: dict[Any, Any] = {}
@@ -163,57 +163,58 @@ class Plan:
         for path, module in self.model.named_modules():
             if self._has(module, op, value):
                 continue
-            if not recogniser.is_candidate(module):
-                if why := recogniser.unlike(path, module):
-                    raise self._refused(op, value, path, module, why)
-                if note := recogniser.note(module):
-                    noted.setdefault(note, set()).add(type(module).__name__)
-                continue
-            key = kind(module)
-            if key not in proven:
-                proven[key] = _attempt(recogniser.prove, module)
-            found = proven[key]
-            if isinstance(found, Unproven):
-                if recogniser.is_required(path, module):
-                    raise self._refused(op, value, path, module, str(found))
-                continue
-            spec = self._spec(op, value, found.variant, path, module)
-            require_unreplaced(module, path, op, value)
-            self._bind(path, module, spec, recogniser.bind(found, self._kernel(spec)), str(found))
+            with _refusing(op, value, path, module):
+                if not recogniser.is_candidate(module):
+                    if why := recogniser.unlike(path, module):
+                        raise Unproven(why)
+                    if note := recogniser.note(module):
+                        noted.setdefault(note, set()).add(type(module).__name__)
+                    continue
+                if (key := kind(module)) not in proven:
+                    proven[key] = _attempt(recogniser.prove, module)
+                if isinstance(found := proven[key], Unproven):
+                    if recogniser.is_required(path, module):
+                        raise found
+                    continue
+                forward = recogniser.bind(found, self._kernel(self._spec(op, value, found.variant)))
+                _require_unreplaced(module)
+                self._bind(module, forward, Binding(path, op, found.variant, value, str(found)))
         self.notes += [f"{op}: {', '.join(sorted(names))} {note}" for note, names in noted.items()]
 
     def _functions(self, op: str, value: str, recogniser: FunctionRecogniser) -> None:
-        proven: dict[int, Any] = {}
-        callers: dict[type, dict[str, dict[str, Any]]] = {}
-        bound: dict[Any, Callable[..., Any]] = {}
-        made: dict[Any, FunctionType] = {}
-        model_proven: Any = None
+        callers: Callable[..., Any] = functools.cache(rewriting.callers)
+
+        @functools.cache
+        def replacement(name: str, function: Any) -> tuple[str, Callable[..., Any]]:
+            try:
+                found = recogniser.prove(hub.unkernelized(function))
+            except Unproven as error:
+                raise Unproven(f"{name}: {error}") from None
+            spec = self._spec(op, value, found.variant)
+            if spec.assumes or getattr(found, "needs_equal_halves", False):
+                recogniser.require(self.model)
+            return spec.variant, recogniser.bind(found, self._kernel(spec))
+
+        @functools.cache
+        def rewritten(function: FunctionType, replacements: tuple[tuple[str, Any], ...]) -> FunctionType:
+            try:
+                return rewriting.with_globals(function, dict(replacements))
+            except KernelCompatError as error:
+                raise Unproven(str(error)) from error
+
         for path, module in self.model.named_modules():
-            if type(module) not in callers:
-                callers[type(module)] = rewriting.callers(type(module), recogniser.names)
-            for method, functions in callers[type(module)].items():
+            for method, functions in callers(type(module), recogniser.names).items():
                 if self._has(module, op, value, method):
                     continue
-                replacements, variants = {}, []
-                for name, function in functions.items():
-                    if id(function) not in proven:
-                        proven[id(function)] = _attempt(recogniser.prove, hub.unkernelized(function))
-                    found = proven[id(function)]
-                    if isinstance(found, Unproven):
-                        raise self._refused(op, value, path, module, f"{name}: {found}")
-                    spec = self._spec(op, value, found.variant, path, module)
-                    if spec.assumes or getattr(found, "needs_equal_halves", False):
-                        if model_proven is None:
-                            model_proven = _attempt(recogniser.require, self.model) or True
-                        if isinstance(model_proven, Unproven):
-                            raise self._refused(op, value, path, module, str(model_proven))
-                    if (found, spec) not in bound:
-                        bound[found, spec] = recogniser.bind(found, self._kernel(spec))
-                    replacements[name] = bound[found, spec]
-                    variants.append(found.variant)
-                if method == "forward":
-                    require_unreplaced(module, path, op, value)
-                self._rewrite(path, module, method, replacements, made, spec, "+".join(dict.fromkeys(variants)))
+                with _refusing(op, value, path, module):
+                    found = {name: replacement(name, function) for name, function in functions.items()}
+                    variant = "+".join(dict.fromkeys(variant for variant, _ in found.values()))
+                    original = self._taken(module, method) or inspect.getattr_static(type(module), method)
+                    function = rewritten(original, tuple((name, kernel) for name, (_, kernel) in found.items()))
+                    if method == "forward":
+                        _require_unreplaced(module)
+                    where = path if method == "forward" else f"{path}.{method}".strip(".")
+                    self._bind(module, function, Binding(where, op, variant, value, ", ".join(found)), method)
 
     def _losses(self, op: str, value: str) -> None:
         found = losses.find(self.model)
@@ -222,63 +223,41 @@ class Plan:
         path, module = found
         if self._has(module, op, value) or self._has(module, op, value, "_loss_function"):
             return
-        try:
+        with _refusing(op, value, path, module):
             loss = losses.prove(module)
-        except Unproven as error:
-            raise self._refused(op, value, path, module, str(error)) from None
-        over_logits = any(spec.variant == "causal_logits" for spec in self._specs(op, value))
-        spec = self._spec(op, value, "causal_logits" if over_logits else "causal", path, module)
-        kernel = self._kernel(spec)
-        if over_logits:
-            self.changes.append(Change(module, "_loss_function", ours(losses.over_logits(kernel), op, value)))
-            self.bindings.append(Binding(path, op, spec.variant, value, "causal cross-entropy"))
-        else:
-            self._fuse(path, module, loss, spec, kernel)
-        self._loss = loss, spec
-
-    def _fuse(
-        self, path: str, module: Any, loss: losses.CausalLoss, spec: KernelSpec, kernel: Callable[..., Any]
-    ) -> None:
-        pending = self._pending(module, "forward")
-        inner: Callable[..., Any] = type(module).forward
-        if pending is not None:
-            inner = pending.value
-            self.changes.remove(pending)
-        elif (own := replaced(module)) is not None:
-            self.changes.append(Change(module, losses.INNER, (own,)))
-            inner = _inner_of(inner)
-        self.changes += [
-            Change(loss.head, "forward", ours(losses.head_forward(kernel), spec.op, spec.name)),
-            Change(loss.head, losses.FORWARD, None),
-            Change(module, losses.HEAD, (loss.head,)),
-            Change(module, "_loss_function", losses.Loss(losses.over_hidden_states)),
-        ]
-        self._bind(path, module, spec, losses.model_forward(loss, spec.name, inner), "causal cross-entropy")
+            over_logits = any(spec.variant == "causal_logits" for spec in registry.registered_kernels(op, value))
+            spec = self._spec(op, value, "causal_logits" if over_logits else "causal")
+            kernel = self._kernel(spec)
+            self._loss = loss, spec
+            binding = Binding(path, op, spec.variant, value, "causal cross-entropy")
+            if over_logits:
+                self.changes.append(Change(module, "_loss_function", ours(losses.over_logits(kernel), op, value)))
+                self.bindings.append(binding)
+                return
+            inner = self._taken(module, "forward") or type(module).forward
+            if (own := replaced(module)) is not None:
+                self.changes.append(Change(module, losses.INNER, (own,)))
+                inner = _inner_of(inner)
+            self.changes += [
+                Change(loss.head, "forward", MethodType(ours(losses.head_forward(kernel), op, value), loss.head)),
+                Change(loss.head, losses.FORWARD, None),
+                Change(module, losses.HEAD, (loss.head,)),
+                Change(module, "_loss_function", losses.Loss(losses.over_hidden_states)),
+            ]
+            self._bind(module, losses.model_forward(loss, value, inner), binding)
 
     # What they share.
 
-    def _specs(self, op: str, value: str) -> list[KernelSpec]:
-        return [spec for spec in registry.registered_kernels(op) if spec.name == value]
-
-    def _spec(self, op: str, value: str, variant: str, path: str, module: nn.Module) -> KernelSpec:
-        specs = {spec.variant: spec for spec in self._specs(op, value)}
+    def _spec(self, op: str, value: str, variant: str) -> KernelSpec:
+        specs = {spec.variant: spec for spec in registry.registered_kernels(op, value)}
         if variant not in specs:
             there = ", ".join(specs) or "none"
-            raise self._refused(
-                op, value, path, module, f"it is of the variant {variant!r}, and the kernel is for {there}"
-            )
+            raise Unproven(f"it is of the variant {variant!r}, and the kernel is for {there}")
         spec = specs[variant]
-        if not self.dry and (reasons := spec.unavailable_because(self._environment)):
+        if not self._dry and (reasons := spec.unavailable_because(self._environment)):
             hint = spec.install_hint(self._environment)
             raise KernelUnavailableError(f"{op} {value!r} for the variant {variant!r}", reasons, hint)
         return spec
-
-    def _kernel(self, spec: KernelSpec) -> Callable[..., Any]:
-        if self.dry:
-            return _never
-        if spec not in self._kernels:
-            self._kernels[spec] = spec.load()
-        return self._kernels[spec]
 
     def _has(self, module: nn.Module, op: str, wanted: str, method: str = "forward") -> bool:
         """Whether a module has the kernel already.
@@ -297,102 +276,31 @@ class Plan:
         self.shared.add(op)
         return True
 
-    def _bind(self, path: str, module: nn.Module, spec: KernelSpec, forward: Callable[..., Any], proven: str) -> None:
-        if why := self._hub.refuse(path):
-            raise self._refused(spec.op, spec.name, path, module, why)
-        self.changes.append(Change(module, "forward", ours(forward, spec.op, spec.name)))
-        self.bindings.append(Binding(path, spec.op, spec.variant, spec.name, proven))
+    def _taken(self, module: nn.Module, method: str) -> Any:
+        """The function that is planned for a method, taken out of the plan; None where none is."""
+        for change in self.changes:
+            if change.module is module and change.attribute == method:
+                self.changes.remove(change)
+                return change.replacement.__func__
+        return None
 
-    def _rewrite(
-        self,
-        path: str,
-        module: nn.Module,
-        method: str,
-        replacements: dict[str, Callable[..., Any]],
-        made: dict[Any, FunctionType],
-        spec: KernelSpec,
-        variant: str,
-    ) -> None:
-        pending = self._pending(module, method)
-        function = pending.value if pending is not None else inspect.getattr_static(type(module), method)
-        key = (function, *sorted((name, id(value)) for name, value in replacements.items()))
-        if key not in made:
-            try:
-                made[key] = ours(rewriting.with_globals(function, replacements), spec.op, spec.name)
-            except KernelCompatError as error:
-                raise self._refused(spec.op, spec.name, path, module, str(error)) from error
-        if pending is not None:
-            self.changes.remove(pending)
-        self.changes.append(Change(module, method, made[key]))
-        where = f"{path}.{method}".strip(".") if method != "forward" else path
-        self.bindings.append(Binding(where, spec.op, variant, spec.name, ", ".join(replacements)))
+    def _bind(self, module: nn.Module, function: Callable[..., Any], binding: Binding, method: str = "forward") -> None:
+        if method == "forward" and (why := self._hub.refuse(binding.path)):
+            raise Unproven(why)
+        self.changes.append(Change(module, method, MethodType(ours(function, binding.op, binding.kernel), module)))
+        self.bindings.append(binding)
 
-    def _pending(self, module: nn.Module, name: str) -> Change | None:
-        return next((c for c in self.changes if isinstance(c, Change) and c.module is module and c.name == name), None)
 
-    def _refused(self, op: str, value: str, path: str, module: nn.Module, why: str) -> UnsupportedFeatureError:
+@contextmanager
+def _refusing(op: str, value: str, path: str, module: nn.Module) -> Iterator[None]:
+    """Raise an `UnsupportedFeatureError` that names the module for an `Unproven`."""
+    try:
+        yield
+    except Unproven as error:
         where = f"{path or 'the model'} ({type(module).__name__})"
-        return UnsupportedFeatureError(f"{where}: {why}", f"{op} {value!r}", f"Set {op}_implementation='eager'.")
-
-
-class _Attention:
-    """Another attention name for a model of transformers, and the way back."""
-
-    name = "attn_implementation"
-
-    def __init__(self, model: Any, value: str) -> None:
-        self.module = model
-        self._value = value
-        self._before: list[tuple[Any, str]] = []
-        self._after: list[str] = []
-
-    def make(self) -> None:
-        configs = {id(m.config): m.config for m in self.module.modules() if hasattr(m, "config")}
-        self._before = [
-            (c, c._attn_implementation)
-            for c in configs.values()
-            if getattr(c, "_attn_implementation", None) is not None
-        ]
-        self.module.set_attn_implementation(self._value)
-        self._after = [config._attn_implementation for config, _ in self._before]
-
-    @property
-    def in_force(self) -> bool:
-        return self._after == [config._attn_implementation for config, _ in self._before]
-
-    def undo(self) -> bool:
-        in_force = self.in_force
-        for (config, before), after in zip(self._before, self._after, strict=True):
-            if config._attn_implementation == after:
-                config._attn_implementation = before
-        return in_force
-
-
-class _Filling:
-    """A kernel for a slot, and the way back."""
-
-    def __init__(self, slot: OpSlot, value: str, kernel: Callable[..., Any]) -> None:
-        self.module = slot
-        self.name = slot.op
-        self._after = (value, kernel)
-        self._before = (slot.value, slot.kernel)
-
-    def make(self) -> None:
-        self.module.fill(*self._after)
-
-    @property
-    def in_force(self) -> bool:
-        return (self.module.value, self.module.kernel) == self._after
-
-    def undo(self) -> bool:
-        if not self.in_force:
-            return False
-        self.module.fill(*self._before)
-        return True
-
-
-def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a dry plan binds nothing")
+        raise UnsupportedFeatureError(
+            f"{where}: {error}", f"{op} {value!r}", f"Set {op}_implementation='eager'."
+        ) from error
 
 
 def _attempt(prove: Callable[[Any], Any], subject: Any) -> Any:
@@ -400,6 +308,11 @@ def _attempt(prove: Callable[[Any], Any], subject: Any) -> Any:
         return prove(subject)
     except Unproven as error:
         return error
+
+
+def _require_unreplaced(module: nn.Module) -> None:
+    if (own := replaced(module)) is not None:
+        raise Unproven(f"its forward has been replaced by {whose(own)}, and one of the two can be in force")
 
 
 def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
@@ -410,6 +323,15 @@ def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
         return getattr(self, losses.INNER)[0](*args, **kwargs)
 
     return forward
+
+
+def _compare(loss: losses.CausalLoss, spec: KernelSpec, eager: float) -> None:
+    half = next(loss.model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    with _refusing(spec.op, spec.name, "", loss.model):
+        found = _probe(loss, spec, bound=True)
+        off = abs((float("nan") if found is None else found) - eager) / max(abs(eager), 1e-6)
+        if not off < (2e-2 if half else 1e-4):
+            raise Unproven(f"the loss of a probe is off by {off:.1e}")
 
 
 def _probe(loss: losses.CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
@@ -423,27 +345,23 @@ def _probe(loss: losses.CausalLoss, spec: KernelSpec, *, bound: bool) -> float |
     device = model.get_input_embeddings().weight.device
     if spec.hardware.device not in ("any", device.type) and not spec.hardware.interpreted:
         return None
+    modes = [(module, module.training) for module in model.modules()]
     # Kernels compute the loss where gradients are on.
-    with _evaluating(model), torch.inference_mode(False), torch.set_grad_enabled(bound):
+    with torch.inference_mode(False), torch.set_grad_enabled(bound):
         tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
         labels = tokens.clone()
         labels[0, 2] = -100
         try:
+            for module, _ in modes:  # not by eval(), which replaces forwards where use_kernels is on
+                module.training = False
             value = model(input_ids=tokens, labels=labels).loss
-        except Exception:  # it needs images, or another kind of tokens
-            if bound:
+        except Exception as error:
+            if not bound:  # it needs images, or another kind of tokens
+                return None
+            if isinstance(error, UnsupportedFeatureError):
                 raise
-            return None
+            raise Unproven(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
+        finally:
+            for module, mode in modes:
+                module.training = mode
     return None if value is None else float(value.detach())
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -12,11 +12,9 @@ from packaging.requirements import Requirement
 from ..environment import Environment
 from ..errors import KernelUnavailableError
 from .builtin import SPECS
-from .spec import EAGER, OPS, Hardware, KernelSpec
+from .spec import EAGER, OPS, KernelSpec
 
-__all__ = ["OPS", "Hardware", "KernelSpec", "OpRegistry", "register_kernel", "registered_kernels", "unregister_kernel"]
-
-ENTRY_POINT_GROUP = "kernel_compat.ops"
+__all__ = ["OPS", "OpRegistry", "register_kernel", "registered_kernels", "unregister_kernel"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,7 +33,7 @@ class OpRegistry:
         self._broken: dict[str, str] = {}
         self._group = group
         for spec in specs:
-            self.add(spec)
+            self._add(spec)
 
     def register(
         self, op: str, variant: str, name: str, *, override: bool = False, **attributes: Any
@@ -55,7 +53,7 @@ class OpRegistry:
 
         def register(factory: F) -> F:
             self._discover()
-            self.add(KernelSpec(op, variant, name, factory, **attributes), override)
+            self._add(KernelSpec(op, variant, name, factory, **attributes), override)
             return factory
 
         return register
@@ -71,11 +69,11 @@ class OpRegistry:
             if self._specs.pop((op, variant, name), None) is None:
                 raise ValueError(f"{op} has no kernel {name!r} for the variant {variant!r}")
 
-    def kernels(self, op: str | None = None) -> tuple[KernelSpec, ...]:
-        """All kernels, or those of one op, in the order of their registration."""
+    def kernels(self, op: str | None = None, name: str | None = None) -> tuple[KernelSpec, ...]:
+        """All kernels, or those of one op, or of one of its values, in the order of their registration."""
         with self._lock:
             self._discover()
-            return tuple(spec for spec in self._specs.values() if op in (None, spec.op))
+            return tuple(s for s in self._specs.values() if op in (None, s.op) and name in (None, s.name))
 
     def broken(self) -> dict[str, str]:
         """The entry points that failed, with the error."""
@@ -101,14 +99,13 @@ class OpRegistry:
         allowed = self.choices(op)
         if value not in allowed:
             raise ValueError(f"{op}_implementation={value!r}: the values are {', '.join(allowed)}")
-        specs = [spec for spec in self.kernels(op) if spec.name == value]
+        specs = self.kernels(op, value)
         reasons = [spec.unavailable_because(environment) for spec in specs]
         if all(reasons):
             hint = specs[0].install_hint(environment)
             raise KernelUnavailableError(f"{op}_implementation={value!r}", reasons[0], hint)
 
-    def add(self, spec: KernelSpec, override: bool = False) -> None:
-        """Register a kernel; raises as `register`."""
+    def _add(self, spec: KernelSpec, override: bool = False) -> None:
         key = (spec.op, spec.variant, spec.name)
         with self._lock:
             if not override and key in self._specs:
@@ -130,13 +127,13 @@ class OpRegistry:
                     for spec in specs:
                         if not isinstance(spec, KernelSpec):
                             raise TypeError(f"{point.value} holds {spec!r}, which is not a KernelSpec")
-                        self.add(spec)
+                        self._add(spec)
                 except Exception as error:  # another distribution's code
                     self._broken[point.name] = f"{type(error).__name__}: {error}"
 
 
 #: The registry that configs use.
-default = OpRegistry(SPECS, ENTRY_POINT_GROUP)
+default = OpRegistry(SPECS, "kernel_compat.ops")
 
 register_kernel = default.register
 unregister_kernel = default.unregister

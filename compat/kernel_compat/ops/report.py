@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from .config import OpsConfig
+from .instances import Change, undo
 from .spec import Binding
 
 __all__ = ["RECORD", "Report", "lock"]
@@ -35,7 +36,7 @@ class Report:
     bindings: tuple[Binding, ...]
     notes: tuple[str, ...] = ()
     model: Any = field(default=None, repr=False)
-    _changes: list[Any] = field(default_factory=list, repr=False)
+    _changes: list[Change] = field(default_factory=list, repr=False)
     _whole: Report | None = field(default=None, repr=False)
     _blocks: int = field(default=0, repr=False)
 
@@ -60,41 +61,36 @@ class Report:
         for change in self._changes:
             path = paths.get(id(change.module), type(change.module).__name__)
             if not change.in_force or layers.around(path):
-                found.append(f"{path}.{change.name}".strip("."))
-        return tuple(found)
+                found.append(change.label or f"{path}.{change.attribute}".strip("."))
+        return tuple(dict.fromkeys(found))
 
     def undo(self) -> None:
-        """Restore the attributes that were there before; a second call does nothing.
+        """Restore the attributes that were there before.
 
-        An attribute that other code has overwritten since stays as it is, with a warning that names it.
+        An attribute that other code has overwritten since stays as it is, with a warning that names it; where that code puts
+        ours back, another call restores it.
         """
         with lock:
-            model, self.model = self.model, None
-            if model is None and self._whole is not None and self._whole.active:
+            if self._whole is not None and self._whole.active:
                 warnings.warn(
                     "these kernels belong to the report of the whole model by now: undo that one", stacklevel=2
                 )
-            if model is None:
                 return
-            if vars(model).get(RECORD) is self:
-                del vars(model)[RECORD]
-            changes, self._changes = self._changes, []
-            left = [change for change in reversed(changes) if not change.undo()]
-        for change in left:
-            warnings.warn(
-                f"{change.name} of a {type(change.module).__name__} has been replaced since apply_ops: it is left as it is",
-                stacklevel=2,
-            )
+            if self.model is not None and vars(self.model).get(RECORD) is self:
+                del vars(self.model)[RECORD]
+            self.model = None
+            self._changes = undo(self._changes)
+            left = [f"{one.label or one.attribute} of a {type(one.module).__name__}" for one in self._changes]
+        for what in left:
+            warnings.warn(f"{what} has been replaced since apply_ops: it is left as it is", stacklevel=2)
 
     def absorb(self, path: str, part: Report) -> None:
         """Take over the report of a part of the model, which was applied before the model's own."""
-        self.bindings = (
-            *(Binding(f"{path}.{b.path}".rstrip("."), b.op, b.variant, b.kernel, b.proven) for b in part.bindings),
-            *self.bindings,
-        )
+        inside = (replace(binding, path=f"{path}.{binding.path}".rstrip(".")) for binding in part.bindings)
+        self.bindings = (*inside, *self.bindings)
         self._changes[:0] = part._changes
         vars(part.model).pop(RECORD)
-        part.model, part._whole = None, self
+        part.model, part._changes, part._whole = None, [], self
 
     def __enter__(self) -> Report:
         with lock:

@@ -8,34 +8,30 @@ an ordinary closure.
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import copy
 import dis
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..errors import KernelCompatError
 
-#: The flags of a code object that ``from __future__ import`` sets.
-_FUTURE = functools.reduce(
-    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-)
+#: The name of a function while it is compiled again.
+_NAME = "__kernel_compat__"
 
 
 def globals_read(function: Any, pattern: re.Pattern[str]) -> dict[str, Any]:
     """The globals that a function, or a function that it wraps, reads under a name that matches a pattern; by name."""
-    found: dict[str, Any] = {}
-    for one in _layers(function, set()):
-        for name in _global_names(one.__code__, pattern.fullmatch):
-            if name in one.__globals__:
-                found[name] = one.__globals__[name]
-    return found
+    return {
+        name: one.__globals__[name]
+        for one in _layers(function, set())
+        for name in sorted(_global_names(one.__code__, pattern.fullmatch))
+        if name in one.__globals__
+    }
 
 
 def callers(class_: type, pattern: re.Pattern[str]) -> dict[str, dict[str, Any]]:
@@ -101,82 +97,54 @@ def _compiled(function: FunctionType, names: set[str]) -> CodeType:
     original = function.__code__
     title = f"{function.__qualname__} of {original.co_filename}"
     try:
-        file = _parsed(original)
+        source = "".join(inspect.findsource(original)[0])
+        same, code = (_defined(source, original, more) for more in (set(), names))
     except (OSError, TypeError, SyntaxError) as error:
         raise KernelCompatError(f"the source of {title} can't be read ({error})") from None
-    definition = next((node for node in ast.walk(file) if _defines(node, original)), None)
-    if definition is None or not _alike(_defined(file, definition, function, set()), original):
+    if code is None or not _alike(same, original):
         raise KernelCompatError(f"{title} isn't as it is written there")
-    code = _defined(file, definition, function, names)
     if not names <= set(code.co_freevars):
         raise KernelCompatError(f"{title} declares {', '.join(sorted(names))} as global")
     return code
 
 
-def _parsed(code: CodeType) -> ast.Module:
-    """The file of a code object."""
-    return ast.parse("".join(inspect.findsource(code)[0]))
+def _defined(source: str, original: CodeType, names: set[str]) -> CodeType | None:
+    """The code of a function as it is inside another one that has its free variables, and `names`, as parameters.
+
+    The whole file is compiled, so that names mean there what they mean in the original. None if it isn't defined there.
+    """
+    file, variables = ast.parse(source), ", ".join(sorted({*original.co_freevars, *names}))
+    outer: Any = ast.parse(f"def {original.co_name}({variables}): pass").body[0]
+    for node in ast.walk(file):
+        if not isinstance(node, ast.FunctionDef) or node.name != original.co_name:
+            continue
+        first, *_ = (*node.decorator_list, node)
+        if first.lineno == original.co_firstlineno:
+            inner = copy.copy(node)
+            inner.name, outer.body = _NAME, [inner]
+            vars(node).update(vars(ast.copy_location(outer, node)))
+            compiled = compile(ast.fix_missing_locations(file), original.co_filename, "exec", dont_inherit=True)
+            return next(code for code in _codes(compiled) if code.co_name == _NAME).replace(co_name=original.co_name)
+    return None
 
 
-def _defines(node: ast.AST, code: CodeType) -> TypeGuard[ast.FunctionDef]:
-    if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
-        return False
-    # A function's first line is that of its first decorator, and a copy's that of its definition.
-    return code.co_firstlineno in (node.lineno, *(decorator.lineno for decorator in node.decorator_list[:1]))
-
-
-def _defined(file: ast.Module, definition: ast.FunctionDef, function: FunctionType, names: set[str]) -> CodeType:
-    """The code of a function as it is inside another one that has its free variables, and `names`, as parameters."""
-    original = function.__code__
-    definition = copy.copy(definition)
-    definition.decorator_list, definition.returns = [], None
-    inside: ast.stmt = definition
-    # Names that begin with two underscores depend on the class.
-    classes = [name for name in function.__qualname__.split(".")[-2:-1] if name.isidentifier()]
-    if classes:
-        inside = _parse(f"class {classes[0]}: pass", definition)
-    # A call of an imported name's method is compiled in another way than one of another global's.
-    imports = "\n".join(f"import {name}" for name in sorted(_imported(file)))
-    module = ast.parse(imports)
-    module.body.append(_parse(f"def factory({', '.join(sorted({*original.co_freevars, *names}))}): pass", inside))
-    flags = original.co_flags & _FUTURE
-    code: CodeType = compile(
-        ast.fix_missing_locations(module), original.co_filename, "exec", flags=flags, dont_inherit=True
-    )
-    for name in ("factory", *classes, definition.name):
-        code = next(one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name)
-    return code
-
-
-def _parse(around: str, inside: ast.stmt) -> ast.stmt:
-    found: Any = ast.parse(around).body[0]
-    found.body = [inside]
-    return found  # type: ignore[no-any-return]
-
-
-def _imported(file: ast.Module) -> set[str]:
-    """The names that a file imports, outside of functions and classes."""
-    pending: list[ast.AST] = [file]
-    found = set()
-    while pending:
-        for node in ast.iter_child_nodes(pending.pop()):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names} - {"*"}
-            elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
-                pending.append(node)
-    return found
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object and those inside it, the outer ones first."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two code objects do the same."""
-    if not isinstance(one, CodeType) or not isinstance(other, CodeType):
-        return type(one) is type(other) and bool(one == other)
-    return (
-        (one.co_code, one.co_names, one.co_varnames, one.co_freevars, one.co_cellvars)
-        == (other.co_code, other.co_names, other.co_varnames, other.co_freevars, other.co_cellvars)
-        and len(one.co_consts) == len(other.co_consts)
-        and all(map(_alike, one.co_consts, other.co_consts))
-    )
+    """Whether two code objects, or two of their constants, do the same."""
+    if isinstance(one, CodeType) and isinstance(other, CodeType):
+        fields = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars")
+        same = all(getattr(one, field) == getattr(other, field) for field in fields)
+        return same and len(one.co_consts) == len(other.co_consts) and all(map(_alike, one.co_consts, other.co_consts))
+    if isinstance(one, str) and isinstance(other, str):  # Python 3.10 has the qualified names of inner functions there
+        return one.rpartition("<locals>.")[2] == other.rpartition("<locals>.")[2]
+    return type(one) is type(other) and bool(one == other)
 
 
 def _layers(function: Any, seen: set[int]) -> Iterator[FunctionType]:
@@ -196,15 +164,8 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
 def _global_names(code: CodeType, wanted: Callable[[str], Any]) -> set[str]:
-    """The wanted names that a code object loads from the globals."""
+    """The wanted names that a code object, or one inside it, loads from the globals."""
     found = set()
     for one in _codes(code):
         if any(map(wanted, one.co_names)):  # cheap, and disassembling isn't

@@ -31,6 +31,18 @@ OPS: dict[str, tuple[str, ...]] = {
 }
 
 
+def require_variant(op: str, variant: str) -> None:
+    """Check that an op has a variant.
+
+    Raises:
+        ValueError: there is no such op, or it has no such variant.
+    """
+    if op not in OPS:
+        raise ValueError(f"{op!r} is no op: there are {', '.join(OPS)}")
+    if variant not in OPS[op]:
+        raise ValueError(f"{op} has no variant {variant!r}: it has {', '.join(OPS[op])}")
+
+
 @dataclass(frozen=True)
 class Binding:
     """One kernel in one module.
@@ -104,10 +116,7 @@ class KernelSpec:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ValueError(f"{self.op!r} is no op: there are {', '.join(OPS)}")
-        if self.variant not in OPS[self.op]:
-            raise ValueError(f"{self.op} has no variant {self.variant!r}: it has {', '.join(OPS[self.op])}")
+        require_variant(self.op, self.variant)
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"a kernel needs a name, not {self.name!r}")
         if self.name == "eager":

@@ -17,7 +17,7 @@ from .swap import ABSENT, swap
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["assert_same_signature", "covered", "put_beneath", "wrap"]
+__all__ = ["assert_same_signature", "forwards_of", "wrap"]
 
 #: Called as ``around(inner, args, kwargs)``; returns the result of the forward. Must be picklable.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -89,10 +89,13 @@ class _Forward:
         arounds: the functions of the calls of `wrap` that are not undone, the latest last. All forwards of a module share it.
     """
 
+    inner: Callable[..., Any] | None = None
+
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, arounds: list[Around]) -> None:
         self.module = module
-        self.inner = inner
         self.arounds = arounds
+        if inner is not None:
+            self.inner = inner
 
     #: As of every forward; code that wraps this one takes it over.
     __name__ = "forward"
@@ -109,13 +112,13 @@ class _Forward:
         return self.arounds[-1](inner, args, kwargs) if self.arounds else inner(*args, **kwargs)
 
 
-def _forwards(module: nn.Module) -> list[_Forward]:
-    """Our forwards on a module. A shallow copy has the original's, which are not its own."""
+def forwards_of(module: nn.Module) -> list[_Forward]:
+    """The forwards that `wrap` has put on a module. A shallow copy has the original's, which are not its own."""
     return [forward for forward in vars(module).get(STATE, ()) if forward.module is module]
 
 
 def _place(module: nn.Module, around: Around) -> None:
-    forwards, present = _forwards(module), vars(module).get("forward")
+    forwards, present = forwards_of(module), vars(module).get("forward")
     arounds = forwards[0].arounds if forwards else []
     if present not in forwards:
         forwards.append(_Forward(module, present, arounds))
@@ -128,7 +131,7 @@ def _take_back(modules: Sequence[nn.Module], around: Around) -> bool:
     left = False
     with _lock:
         for module in modules:
-            forwards = _forwards(module)
+            forwards = forwards_of(module)
             arounds = forwards[0].arounds if forwards else []
             arounds[:] = [other for other in arounds if other is not around]
             while not arounds and (present := vars(module).get("forward")) in forwards:
@@ -138,18 +141,3 @@ def _take_back(modules: Sequence[nn.Module], around: Around) -> bool:
                 swap([(vars(module), STATE, forwards or ABSENT)])
                 left |= bool(forwards)
     return left
-
-
-def covered(module: nn.Module) -> Any:
-    """The forward beneath ours: one of the instance, None for the class's, `ABSENT` where ours isn't in place."""
-    present = vars(module).get("forward")
-    return present.inner if isinstance(present, _Forward) and present.module is module else ABSENT
-
-
-def put_beneath(module: nn.Module, old: Any, new: Callable[..., Any] | None) -> bool:
-    """Replace the forward `old` beneath one of ours by `new`; False where none of ours is over it. None: the class's."""
-    with _lock:
-        found = next((forward for forward in _forwards(module) if forward.inner == old), None)
-        if found is not None:
-            found.inner = new
-    return found is not None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
-from .probing import SAME, Unproven, difference, quiet, run
+from .probing import SAME, Unproven, arguments, clone, closest, difference, quiet, run
 from .recogniser import ModuleRecogniser
+
+__all__ = ["RECOGNISER", "Experts", "forward_of", "prove", "reference"]
 
 #: The sizes of a probe's parameters, instead of the model's. The number of experts stays the model's.
 HIDDEN, INTERMEDIATE = 6, 10
@@ -34,11 +37,11 @@ class Experts:
 
     Attributes:
         up: the name of the parameter with the first projections: gate and up in one, or up alone.
-        down: of that with the second ones.
+        down: the name of the parameter with the second projections.
         arguments: the names under which the forward takes the hidden states, the experts of each token, and their weights.
         transposed: the parameters are (experts, in, out), and not (experts, out, in).
         gated: there is a gate.
-        interleaved: gate and up take turns, and are not one behind the other.
+        interleaved: rows of gate and up alternate; else all of the gate's come first.
         bias: there are biases, under the names of the parameters with ``_bias``.
         activation: one of `ACTIVATIONS`.
         limit: gates are clamped to this from above, ups from both sides.
@@ -72,16 +75,13 @@ class Experts:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of a kernel for the variant, besides the biases."""
-        if self.variant == "gpt_oss":
-            return {"limit": self.limit, "alpha": self.alpha, "interleaved": self.interleaved}
-        if self.variant == "swiglu_limited":
-            return {"limit": self.limit}
-        return {"activation": self.activation} if self.variant in ("geglu", "up") else {}
+        names = {"gpt_oss": ("limit", "alpha", "interleaved"), "swiglu_limited": ("limit",)}
+        names |= {"geglu": ("activation",), "up": ("activation",)}
+        return {name: getattr(self, name) for name in names.get(self.variant, ())}
 
     def __str__(self) -> str:
-        gate, up = "gate", "up"
-        if self.limit is not None:
-            gate, up = f"min(gate, {self.limit:g})", f"clamp(up, {self.limit:g})"
+        limit = self.limit
+        gate, up = ("gate", "up") if limit is None else (f"min(gate, {limit:g})", f"clamp(up, {limit:g})")
         inside = f"{self.activation}({gate}) * {up}" if self.gated else f"{self.activation}(up)"
         if self.alpha is not None:
             inside = f"{gate} * sigmoid({self.alpha:g} * {gate}) * ({up} + 1)"
@@ -123,82 +123,57 @@ def _activated(experts: Experts, inside: Tensor) -> Tensor:
     return activation(gate) * up
 
 
-def is_candidate(module: nn.Module) -> bool:
+def _is_candidate(module: nn.Module) -> bool:
     """Whether a module looks like experts in two parameters: these, and a forward of three arguments."""
-    return len(_wide(module)) == 2 and len(_arguments(module)) == 3
+    return len(_wide(module)) == 2 and len(arguments(module)) == 3
 
 
-def calls_itself_one(path: str, module: nn.Module) -> bool:
+def _calls_itself_one(path: str, module: nn.Module) -> bool:
     """Whether a module is, by its name, a mixture's experts: all of them, and not the shared ones."""
-    if path.rpartition(".")[2] == "experts":
-        return True
     name = type(module).__name__
-    return name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
+    named = name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
+    return named or path.rpartition(".")[2] == "experts"
 
 
-def unlike_because(path: str, module: nn.Module) -> str:
-    """Why a mixture's experts at a path aren't a candidate; empty where they are, hold one, or the module is something else."""
-    if not calls_itself_one(path, module):
-        return ""
-    if any(is_candidate(inner) for inner in module.modules()):
+def _unlike_because(path: str, module: nn.Module) -> str:
+    """Why a mixture's experts can't have a kernel; empty where they or a part of them are a candidate, and for other modules."""
+    if not _calls_itself_one(path, module) or any(_is_candidate(inner) for inner in module.modules()):
         return ""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        if len(module) < 2:
-            return ""
-        return "its experts are modules of their own, and kernels take them in two parameters, as most of transformers 5 has them"
-    if not _wide(module) and not any(_wide(inner) for inner in module.modules()):
+        apart = "its experts are modules of their own, and kernels take them in two parameters, as most of transformers 5 has them"
+        return apart if len(module) > 1 else ""
+    if not any(_wide(inner) for inner in module.modules()):
         return "its experts are not held in two parameters of three dimensions"
-    return f"its forward takes ({', '.join(_arguments(module))}), and not hidden states, experts and weights"
+    return f"its forward takes ({', '.join(arguments(module))}), and not hidden states, experts and weights"
 
 
 def _wide(module: nn.Module) -> list[str]:
     return [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
 
 
-def _arguments(module: nn.Module) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(type(module).forward).parameters)[1:]
-    except (TypeError, ValueError):
-        return ()
-
-
 def prove(module: nn.Module) -> Experts:
-    """The formula of experts, which is that of transformers' eager implementation, whichever one is chosen.
-
-    Raises:
-        Unproven: none of the formulas.
-    """
+    """The formula of experts, which is that of transformers' eager implementation, whichever one is chosen; raises `Unproven`."""
     layouts = list(_layouts(module))
     _require_plain(module, layouts)
-    nearest = float("inf")
     with quiet() as generator:
-        for layout in layouts:
-            probe = _Probe(module, layout, generator)
-            try:
-                given = [probe.run(scale) for scale in SCALES]
-            except Unproven:
-                if layout is layouts[-1] and nearest == float("inf"):
-                    raise
-                continue
-            for found in _formulas(module, layout):
-                worst = max(
-                    difference(one, probe.expected(found, scale)) for scale, one in zip(SCALES, given, strict=True)
-                )
-                if worst < SAME:
-                    if found.bias and found.variant != "gpt_oss":
-                        raise Unproven(f"it is {found}, and there is no variant of that with biases")
-                    if found.interleaved and found.variant != "gpt_oss":
-                        raise Unproven(f"it is {found}, and there is no such variant")
-                    probe.leave_out(found)
-                    return found
-                nearest = min(nearest, worst)
-    raise Unproven(f"it differs from every formula by {nearest:.1e} or more (float32, relative)")
+        tried = (
+            ((found, probe), partial(probe.off, found))
+            for layout in layouts
+            for probe in [_Probe(module, layout, generator)]
+            for found in _formulas(module, layout)
+        )
+        found, probe = closest(tried, "every formula")
+        if found.variant != "gpt_oss" and (found.bias or found.interleaved):
+            what = "of that with biases" if found.bias else "with gate and up taking turns"
+            raise Unproven(f"it is {found}, and there is no variant {what}")
+        probe.leave_out(found)
+        return found
 
 
 def _layouts(module: nn.Module) -> Iterator[Experts]:
     """The formulas that the shapes of the two parameters allow."""
     first, second = _wide(module)
-    names = _arguments(module)
+    names = arguments(module)
     biases = {name for name, p in module._parameters.items() if p is not None and p.dim() != 3}
     for up, down in ((first, second), (second, first)):
         wide, narrow = (tuple(module._parameters[name].shape) for name in (up, down))
@@ -233,17 +208,13 @@ def _formulas(module: nn.Module, layout: Experts) -> Iterator[Experts]:
     limits, alphas = _settings(module, "limit"), _settings(module, "alpha")
     for one in (layout, replace(layout, interleaved=True)):
         yield from (replace(one, activation=name) for name in ACTIVATIONS if name != "relu2")
-        for limit in limits:
-            yield replace(one, limit=limit)
-            yield from (replace(one, limit=limit, alpha=alpha) for alpha in alphas)
+        yield from (replace(one, limit=limit, alpha=alpha) for limit in limits for alpha in (None, *alphas))
 
 
 def _settings(module: nn.Module, name: str) -> list[float]:
     """The numbers among a module's attributes whose names contain `name`."""
-    found = (
-        v for k, v in vars(module).items() if name in k and isinstance(v, (int, float)) and not isinstance(v, bool)
-    )
-    return list(dict.fromkeys(float(v) for v in found if 0 < v < float("inf")))
+    found = (float(v) for k, v in vars(module).items() if name in k and type(v) in (int, float))
+    return list(dict.fromkeys(v for v in found if 0 < v < float("inf")))
 
 
 class _EagerConfig:
@@ -263,46 +234,35 @@ class _Probe:
 
     def __init__(self, module: nn.Module, layout: Experts, generator: torch.Generator) -> None:
         self.experts = len(module._parameters[layout.up])
-        outside = INTERMEDIATE * (2 if layout.gated else 1)
-        sizes = {layout.up: (outside, HIDDEN), layout.down: (HIDDEN, INTERMEDIATE)}
-        self.weights = [torch.randn(self.experts, *sizes[name], generator=generator) for name in sizes]
-        self.biases = [
-            torch.randn(self.experts, size[0], generator=generator) for size in sizes.values() if layout.bias
-        ]
+        names = (layout.up, layout.down)
+        sizes = ((INTERMEDIATE * (2 if layout.gated else 1), HIDDEN), (HIDDEN, INTERMEDIATE))
+        weights = [torch.randn(self.experts, *size, generator=generator) for size in sizes]
+        biases = [torch.randn(self.experts, size[0], generator=generator) for size in sizes if layout.bias]
+        self.parameters = (*weights, *biases)
         self.hidden_states = torch.randn(9, HIDDEN, generator=generator)
         self.top_k_weights = torch.randn(9, 3, generator=generator)
         self.top_k_index = torch.randint(self.experts, (9, 3), generator=generator)
         self.top_k_index[0, 0], self.top_k_index[1, 1] = 0, self.experts - 1
-        held = [weight.mT.contiguous() if layout.transposed else weight for weight in self.weights]
-        parameters = dict(zip(sizes, held, strict=True))
-        parameters |= {f"{name}_bias": bias for name, bias in zip(sizes, self.biases, strict=False)}
-        small: dict[str, Any] = {name: nn.Parameter(p, requires_grad=False) for name, p in parameters.items()}
-        # Not by copy.copy: the class that FSDP2 gives a module makes one of the class it was of.
-        self.module: nn.Module = object.__new__(type(module))
-        vars(self.module).update(vars(module), _parameters={**module._parameters, **small}, training=True)
+        held = [weight.mT.contiguous() if layout.transposed else weight for weight in weights]
+        small = dict(zip((*names, *(f"{name}_bias" for name in names)), (*held, *biases), strict=False))
+        self.module = clone(module, {**module._parameters, **small}, module._modules)
         if hasattr(module, "config"):
             vars(self.module)["config"] = _EagerConfig(module.config)
 
-    def run(self, scale: float) -> Any:
-        return run(self.module, self.hidden_states * scale, self.top_k_index.clone(), self.top_k_weights.clone())
-
-    def expected(self, found: Experts, scale: float) -> Tensor:
-        return reference(
-            found, self.hidden_states * scale, self.top_k_index, self.top_k_weights, *self.weights, *self.biases
+    def off(self, found: Experts) -> float:
+        """The difference of the module from a formula."""
+        return max(
+            difference(run(self.module, *inputs), reference(found, *inputs, *self.parameters))
+            for inputs in ((self.hidden_states * scale, self.top_k_index, self.top_k_weights) for scale in SCALES)
         )
 
     def leave_out(self, found: Experts) -> None:
-        """Check that it skips the id that stands for another rank's experts, where it accepts that id.
-
-        Raises:
-            Unproven: it makes something of it.
-        """
+        """Raise `Unproven` if the id that stands for another rank's experts adds something."""
         self.top_k_index[::2, 2] = self.experts
-        try:
-            given = self.run(1.0)
-        except Unproven:  # it can't be given such an id
-            return
-        if not difference(given, self.expected(found, 1.0)) < SAME:
+        off = 0.0
+        with suppress(Unproven):  # it isn't accepted
+            off = self.off(found)
+        if off >= SAME:
             raise Unproven(f"of {self.experts} experts it takes the id {self.experts} for one that counts")
 
 
@@ -311,12 +271,14 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
 
     The kernel is called with hidden states (tokens, hidden), the ids of each token's experts (tokens, k), their weights
     (tokens, k), and the parameters (experts, 2 * intermediate or intermediate, hidden) and (experts, hidden, intermediate):
-    views, where they are held the other way. By keyword it gets the biases, where there are any, as ``up_bias`` and
-    ``down_bias``, and `Experts.options`. It skips ids that are no expert's. There is
-    a token at least, and hidden states and parameters are of one dtype; the weights may be of another.
+    views, where they are held the other way. Its keywords are the biases ``up_bias`` and ``down_bias``, where there are any,
+    and `Experts.options`. It skips ids that are no expert's. There is at least one token; hidden states and parameters have
+    one dtype, and the weights may have another.
     """
-    up, down, names, transposed, bias = experts.up, experts.down, experts.arguments, experts.transposed, experts.bias
-    options = experts.options
+    names, transposed, options = experts.arguments, experts.transposed, experts.options
+    held = {"up": experts.up, "down": experts.down}
+    if experts.bias:
+        held |= {f"{key}_bias": f"{name}_bias" for key, name in held.items()}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         hidden_states, top_k_index, top_k_weights = (*args, *(kwargs[name] for name in names[len(args) :]))
@@ -324,9 +286,7 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
             raise ValueError(f"there are {tuple(top_k_weights.shape)} weights for {tuple(top_k_index.shape)} experts")
         if hidden_states.shape[0] == 0:
             return torch.zeros_like(hidden_states)
-        tensors = {"x": hidden_states, "up": getattr(self, up), "down": getattr(self, down)}
-        if bias:
-            tensors.update(up_bias=getattr(self, f"{up}_bias"), down_bias=getattr(self, f"{down}_bias"))
+        tensors = {"x": hidden_states, **{key: getattr(self, name) for key, name in held.items()}}
         tensors = _as_linear_layers_do(tensors)
         x, wide, narrow = tensors.pop("x"), tensors.pop("up"), tensors.pop("down")
         if transposed:
@@ -337,7 +297,7 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
 
 
 def _as_linear_layers_do(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In the dtype of autocast, where that is on; in one dtype, or refused, where it isn't."""
+    """The tensors in autocast's dtype where autocast is on; else unchanged, and refused if their dtypes differ."""
     kind = tensors["x"].device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -348,15 +308,4 @@ def _as_linear_layers_do(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-RECOGNISER = ModuleRecogniser(is_candidate, prove, forward_of, calls_itself_one, unlike_because)
-
-__all__ = [
-    "RECOGNISER",
-    "Experts",
-    "calls_itself_one",
-    "forward_of",
-    "is_candidate",
-    "prove",
-    "reference",
-    "unlike_because",
-]
+RECOGNISER = ModuleRecogniser(_is_candidate, prove, forward_of, _calls_itself_one, _unlike_because)

@@ -1,44 +1,50 @@
-"""RMSNorm modules: which formula one computes, and how a kernel is bound to it."""
+"""Norms over the last dimension: RMSNorm, RMSNorm with a gate behind it, LayerNorm. Which formula a module computes, and with which eps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm, silu
 
-from .probing import ALIKE, SAME, Unproven, clone, difference, quiet, run, takes_one
+from .probing import arguments, clone, closest, difference, quiet, rounded_as, run, takes_one
 from .recogniser import ModuleRecogniser
+
+__all__ = ["GATED", "LAYER", "RMS", "Casting", "Norm", "gated_reference", "reference"]
 
 Casting = Literal["llama", "gemma", "none"]
 
 
 @dataclass(frozen=True)
-class RmsNorm:
-    """The formula of an RMSNorm: ``weight * x / sqrt(mean(x^2) + eps)``, or with ``1 + weight``.
+class Norm:
+    """The formula of a norm.
 
     Attributes:
-        variant: ``standard`` or ``offset``.
+        variant: of its op.
+        inputs: the names of its forward's parameters: the hidden states, and the gate of one that has a gate.
+        parameters: the names of the weight, and of the bias of one that has a bias.
         eps_name: the attribute that holds `eps`; empty where none does.
-        casting: the values that are rounded in half precision. ``llama``: statistics in float32, the normalized value before it is
-            multiplied by the weight. ``gemma``: the product alone. ``none``: everything.
-        parameter: the name of the weight.
+        casting: of an RMSNorm, the values that are rounded in half precision. ``llama``: statistics in float32, the normalized
+            value before it is multiplied by the weight. ``gemma``: the product alone. ``none``: everything.
     """
 
     variant: str
-    eps: float
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
     eps_name: str
-    casting: Casting
-    parameter: str
+    eps: float
+    casting: Casting | None = None
 
     def __str__(self) -> str:
-        return f"eps {self.eps:g}, {self.casting} casting"
+        return f"eps {self.eps:g}" + (f", {self.casting} casting" if self.casting else "")
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: bool, casting: Casting) -> Tensor:
-    """The formula, in plain torch."""
+    """``weight * x / sqrt(mean(x^2) + eps)``, or with ``1 + weight``, in plain torch."""
     dtype = x.dtype
     scale = (1.0 + weight.to(torch.float32 if casting == "gemma" else weight.dtype)) if offset else weight
     if casting != "none":
@@ -49,113 +55,134 @@ def reference(x: Tensor, weight: Tensor, eps: float, offset: bool, casting: Cast
     return scale * normal.to(dtype)
 
 
-def is_candidate(module: nn.Module) -> bool:
-    """Whether a module looks like an RMSNorm: one vector for a weight, one input, nothing inside."""
-    parameters = [p for p in module._parameters.values() if p is not None]
-    if module._modules or any(b is not None for b in module._buffers.values()) or len(parameters) != 1:
-        return False
-    return parameters[0].dim() == 1 and takes_one(module)
+def gated_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps) * silu(gate)``, in plain torch."""
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)) * silu(gate)
 
 
-def calls_itself_one(module: nn.Module) -> bool:
+def _layer_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    normed: Tensor = layer_norm(x, weight.shape, weight, bias, eps)
+    return normed
+
+
+def _vectors(module: nn.Module) -> list[str]:
+    """The names of the parameters of a module that holds vectors of one size and nothing else; empty for other modules."""
+    found = {name: p for name, p in module._parameters.items() if p is not None}
+    holds_more = module._modules or any(b is not None for b in module._buffers.values())
+    plain = len({p.shape for p in found.values()}) == 1 and all(p.dim() == 1 for p in found.values())
+    return [*found] if plain and not holds_more else []
+
+
+def _calls_itself_rms(module: nn.Module) -> bool:
     """Whether a module's class is named an RMSNorm."""
     return "rmsnorm" in type(module).__name__.lower()
 
 
-def _is_required(path: str, module: nn.Module) -> bool:
-    return calls_itself_one(module)
-
-
-def _unlike(path: str, module: nn.Module) -> str:
-    return "its weight is parametrized" if calls_itself_one(module) and "parametrizations" in module._modules else ""
-
-
-def _note(module: nn.Module) -> str:
+def _rms_note(module: nn.Module) -> str:
     weightless = not any(p is not None for p in module._parameters.values())
-    return "without a weight stays eager" if calls_itself_one(module) and weightless else ""
+    return "without a weight stays eager" if _calls_itself_rms(module) and weightless else ""
 
 
-def prove(module: nn.Module) -> RmsNorm:
-    """The formula of a module.
+#: The formulas of an RMSNorm by variant and casting. Castings are equal in float32.
+_RMS_FORMULAS: dict[tuple[str, Casting | None], Callable[..., Tensor]] = {
+    (variant, casting): partial(reference, offset=offset, casting=casting)
+    for variant, offset in (("standard", False), ("offset", True))
+    for casting in get_args(Casting)
+}
 
-    Raises:
-        Unproven: none of the formulas.
+
+def _prove(
+    module: nn.Module,
+    formulas: Mapping[tuple[str, Casting | None], Callable[..., Tensor]],
+    description: str,
+    rounds: bool = True,
+) -> Norm:
+    """The formula of a module: of `formulas`, which take inputs, weight, bias where there is one, and eps.
+
+    Where `rounds`, it must round in the same places in bfloat16.
     """
-    found = [(name, p) for name, p in module._parameters.items() if p is not None]
-    if len(found) != 1 or module._modules:
-        raise Unproven("it has no weight of its own" if not found else "it has more than a weight")
-    ((parameter, weight),) = found
-    size = weight.shape[0]
+    inputs, parameters = arguments(module), sorted(_vectors(module), reverse=True)  # the weight first
+    size = module._parameters[parameters[0]].shape[0]
     with quiet() as generator:
-        values = torch.randn(size, generator=generator)
-        rows = torch.randn(2, 5, size, generator=generator)
-        nearest = float("inf")
-        probes = [
-            clone(module, {parameter: nn.Parameter(values, requires_grad=False)}, {}, training)
-            for training in (True, False)
-        ]
-        for name, eps in epsilons(module).items():
+        values = {name: torch.randn(size, generator=generator) for name in parameters}
+        rows, *gates = (torch.randn(2, 5, size, generator=generator) for _ in inputs)
+        probes = [clone(module, values, training=training) for training in (True, False)]
+
+        def off(formula: Callable[..., Tensor], eps: float) -> float:
             # Some rows so small that eps shows, some so large that a clamp does.
             x = rows * torch.tensor([1.0, 1e4, 1.0, eps**0.5, eps]).unsqueeze(-1)
-            for variant in ("standard", "offset"):
-                expected = reference(x, values, eps, variant == "offset", "gemma")
-                worst = max(
-                    _row_difference(run(probe, given.clone()), wanted)
-                    for probe in probes
-                    for given, wanted in ((x, expected), (x[0], expected[0]))
-                )
-                if worst < SAME:
-                    casting = _casting(module, parameter, values, eps, variant == "offset", generator)
-                    return RmsNorm(variant, eps, name, casting, parameter)
-                nearest = min(nearest, worst)
-    raise Unproven(f"it differs from every formula by {nearest:.1e} or more (float32, relative)")
+            return max(
+                difference(run(probe, *given), formula(*given, *values.values(), eps), by_row=True)
+                for probe in probes
+                for given in ((x, *gates), (x[0], *(gate[0] for gate in gates)))
+            )
+
+        each = {variant: formula for (variant, _), formula in formulas.items()}
+        tried = (
+            ((variant, name, eps), partial(off, formula, eps))
+            for name, eps in _epsilons(module).items()
+            for variant, formula in each.items()
+        )
+        variant, name, eps = closest(tried, description)
+        casting = None
+        if rounds:
+            half = {name: value.bfloat16() for name, value in values.items()}
+            x = torch.randn(max(16, 4096 // size), size, generator=generator).bfloat16()
+            found = run(clone(module, half), x)
+            castings = {key[1]: formula for key, formula in formulas.items() if key[0] == variant}
+            casting = rounded_as(found, {key: formula(x, *half.values(), eps) for key, formula in castings.items()})
+    return Norm(variant, inputs, tuple(parameters), name, eps, casting)
 
 
-def _row_difference(found: Any, expected: Tensor) -> float:
-    if not isinstance(found, Tensor) or found.shape != expected.shape:
-        return float("inf")
-    size = expected.shape[-1]
-    return max(
-        difference(one, other) for one, other in zip(found.reshape(-1, size), expected.reshape(-1, size), strict=True)
-    )
-
-
-def epsilons(module: nn.Module) -> dict[str, float]:
-    """The numbers among a module's attributes that may be the one under the root, by name; one by no name where there are none."""
+def _epsilons(module: nn.Module) -> dict[str, float]:
+    """The numbers among a module's attributes that may be eps, by name; 1e-6 without a name where there are none."""
     return {k: v for k, v in vars(module).items() if isinstance(v, float) and 0 < v <= 1e-2} or {"": 1e-6}
 
 
-def _casting(
-    module: nn.Module, parameter: str, values: Tensor, eps: float, offset: bool, generator: torch.Generator
-) -> Casting:
-    size = values.shape[0]
-    x = torch.randn(max(16, 4096 // size), size, generator=generator).bfloat16()
-    weight = values.bfloat16()
-    half = run(clone(module, {parameter: nn.Parameter(weight, requires_grad=False)}, {}), x.clone())
-    best = 0.0
-    for casting in ("llama", "gemma", "none"):
-        expected = reference(x, weight, eps, offset, casting)
-        if not isinstance(half, Tensor) or half.dtype != expected.dtype:
-            continue
-        alike = float((half == expected).float().mean())
-        if alike >= ALIKE:
-            return casting
-        best = max(best, alike)
-    raise Unproven(f"in bfloat16 it rounds as no formula does: at best {best:.0%} of the values come out the same")
-
-
-def forward_of(norm: RmsNorm, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A forward that calls a kernel."""
-    fixed, eps_name, casting, parameter = norm.eps, norm.eps_name, norm.casting, norm.parameter
+def forward_of(norm: Norm, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A forward that calls a kernel with its inputs, the parameters, eps, and ``casting`` where it has one."""
+    inputs, parameters, eps_name, fixed = norm.inputs, norm.parameters, norm.eps_name, norm.eps
+    options = {"casting": norm.casting} if norm.casting else {}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        (hidden_states,) = args or kwargs.values()
+        given = [*args, *[kwargs[name] for name in inputs[len(args) :]]]
         eps = getattr(self, eps_name) if eps_name else fixed
-        return kernel(hidden_states, getattr(self, parameter), eps, casting=casting)
+        return kernel(*given, *[getattr(self, name) for name in parameters], eps, **options)
 
     return forward
 
 
-RECOGNISER = ModuleRecogniser(is_candidate, prove, forward_of, _is_required, _unlike, _note)
+RMS = ModuleRecogniser(
+    lambda module: len(_vectors(module)) == 1 and takes_one(module),
+    partial(_prove, formulas=_RMS_FORMULAS, description="every formula"),
+    forward_of,
+    is_required=lambda path, module: _calls_itself_rms(module),
+    unlike=lambda path, module: (
+        "its weight is parametrized" if _calls_itself_rms(module) and "parametrizations" in module._modules else ""
+    ),
+    note=_rms_note,
+)
 
-__all__ = ["RECOGNISER", "RmsNorm", "calls_itself_one", "epsilons", "forward_of", "is_candidate", "prove", "reference"]
+GATED = ModuleRecogniser(
+    lambda module: len(_vectors(module)) == 1 and arguments(module)[1:] in (("gate",), ("g",), ("z",)),
+    partial(
+        _prove,
+        formulas={("standard", None): gated_reference},
+        description="weight * x / rms * silu(gate)",
+        rounds=False,
+    ),
+    forward_of,
+    # transformers builds flash-linear-attention's own module where that is installed.
+    note=lambda module: "is flash-linear-attention's already" if type(module).__module__.startswith("fla.") else "",
+)
+
+LAYER = ModuleRecogniser(
+    lambda module: sorted(_vectors(module)) == ["bias", "weight"] and takes_one(module),
+    partial(
+        _prove,
+        formulas={("standard", None): _layer_reference},
+        description="(x - mean) / deviation * weight + bias",
+    ),
+    forward_of,
+    is_required=lambda path, module: "layernorm" in type(module).__name__.lower(),
+)

@@ -1,11 +1,11 @@
-"""Running a module on a few random inputs, on the CPU, to compare it with formulas."""
+"""Running modules and functions on a few random inputs, on the CPU, to compare them with formulas."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 #: Up to this relative difference, float32 results are those of the same formula, with another order of additions.
 SAME = 1e-5
 
-#: How many of the values in bfloat16 must come out to the bit as those of a formula with the same roundings. Wrong ones
-#: give 60 to 80 of 100; right ones all but those where an other way to the same float32 ends on another side.
+#: The share of values in bfloat16 that must equal those of a formula with the same roundings to the bit. Other roundings
+#: give 60% to 80%; the same ones all but the few values that another order of additions rounds to the other side.
 ALIKE = 0.98
+
+F = TypeVar("F")
 
 
 class Unproven(Exception):
@@ -24,11 +26,19 @@ class Unproven(Exception):
 
 @contextmanager
 def quiet() -> Iterator[torch.Generator]:
-    """No gradients, and the CPU and float32 for new tensors, whatever is in force outside; yields a generator of its own."""
+    """No gradients, and the CPU and float32 for new tensors, whatever is in force outside; yields a generator of its own.
+
+    The global random state, which dropout draws from, is restored.
+    """
     generator = torch.Generator(device="cpu")
     generator.manual_seed(20261115)
     dtype = torch.get_default_dtype()
-    with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    with (
+        torch.no_grad(),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=()),
+    ):
         torch.set_default_dtype(torch.float32)
         try:
             yield generator
@@ -37,7 +47,10 @@ def quiet() -> Iterator[torch.Generator]:
 
 
 def clone(
-    module: nn.Module, parameters: Mapping[str, Tensor | None], children: Mapping[str, nn.Module], training: bool = True
+    module: nn.Module,
+    parameters: Mapping[str, Tensor | None],
+    children: Mapping[str, Any] | None = None,
+    training: bool = True,
 ) -> nn.Module:
     """A module like another, with other parameters and children; the other stays as it is, and so does everything in it.
 
@@ -49,45 +62,89 @@ def clone(
         name: value if value is None or value.is_meta else value.detach().cpu()
         for name, value in module._buffers.items()
     }
+    own = {name: p if p is None else nn.Parameter(p, requires_grad=False) for name, p in parameters.items()}
     vars(other).update(vars(module))
-    vars(other).update(_parameters=dict(parameters), _modules=dict(children), _buffers=buffers, training=training)
+    vars(other).update(_parameters=own, _modules=dict(children or {}), _buffers=buffers, training=training)
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):
         vars(other)[hooks] = type(vars(module)[hooks])()
     return other
 
 
-def takes_one(module: nn.Module) -> bool:
-    """Whether the class's forward has one parameter, and no more."""
+def parameters_of(function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters, with a ``*`` before those not taken by position; empty without a signature."""
     try:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return False
-    return len(parameters) == 1 and parameters[0].kind in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name if p.kind in positional else f"*{p.name}" for p in parameters)
+
+
+def arguments(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a class's forward, as `parameters_of`."""
+    return parameters_of(type(module).forward)[1:]
+
+
+def takes_one(module: nn.Module) -> bool:
+    """Whether a class's forward has one parameter, which is taken by position."""
+    names = arguments(module)
+    return len(names) == 1 and not names[0].startswith("*")
+
+
+def call(function: Callable[..., Any], *inputs: Any) -> Any:
+    """The result for copies of the inputs; raises `Unproven` if the function fails."""
+    try:
+        return function(*(one.clone() if isinstance(one, Tensor) else one for one in inputs))
+    except Exception as error:  # the code of any model
+        raise Unproven(f"it failed on a probe ({type(error).__name__}: {error})") from error
 
 
 def run(module: nn.Module, *inputs: Any) -> Any:
-    """The result of the class's forward, without hooks and without a forward of the instance.
-
-    Raises:
-        Unproven: it failed.
-    """
-    try:
-        return type(module).forward(module, *inputs)
-    except Exception as error:  # the code of any model
-        raise Unproven(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
+    """The result of the class's forward, without hooks and without a forward of the instance; raises as `call`."""
+    return call(type(module).forward, module, *inputs)
 
 
-def difference(found: Any, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value that is expected; infinite where the shapes differ."""
+def difference(found: Any, expected: Tensor, by_row: bool = False) -> float:
+    """The largest difference, relative to the largest value that is expected, or of its row; infinite where shapes differ."""
     if not isinstance(found, Tensor) or found.shape != expected.shape or found.is_meta:
         return float("inf")
     found, expected = found.double(), expected.double()
-    scale = expected.abs().max().clamp_min(1e-300)
-    value = float(((found - expected).abs().max() / scale).item())
+    scale = expected.abs().amax(-1, keepdim=True) if by_row else expected.abs().max()
+    value = float(((found - expected).abs() / scale.clamp_min(1e-300)).max())
     return float("inf") if value != value else value
+
+
+def closest(formulas: Iterable[tuple[F, Callable[[], float]]], description: str) -> F:
+    """The first formula, each with a function that computes the difference from it, that differs by rounding alone.
+
+    Raises:
+        Unproven: there is none. Where every function raises it, the first one's error.
+    """
+    least, failure = float("inf"), None
+    for formula, measure in formulas:
+        try:
+            off = measure()
+        except Unproven as error:
+            failure = failure or error
+            continue
+        if off < SAME:
+            return formula
+        least = min(least, off)
+    if failure is not None and least == float("inf"):
+        raise failure
+    raise Unproven(f"it differs from {description} by {least:.1e} or more (float32, relative)")
+
+
+def rounded_as(found: Any, expected: Mapping[F, Tensor]) -> F:
+    """The key of the values in bfloat16 that a result equals to the bit, but for a few; raises `Unproven`."""
+    best = 0.0
+    for key, values in expected.items():
+        if isinstance(found, Tensor) and (found.dtype, found.shape) == (values.dtype, values.shape):
+            alike = float((found == values).float().mean())
+            if alike >= ALIKE:
+                return key
+            best = max(best, alike)
+    raise Unproven(f"in bfloat16 it rounds as no formula does: at best {best:.0%} of the values come out the same")
 
 
 #: The attributes of every module.
@@ -99,11 +156,10 @@ def kind(module: nn.Module) -> tuple[Any, ...]:
 
     A value that isn't plain (a function, a tensor, an object) equals itself alone.
     """
-    shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
     simple = (bool, int, float, str, type(None))
-    settings = tuple(
-        (k, v if isinstance(v, simple) else id(v)) for k, v in vars(module).items() if k not in _OF_MODULES
-    )
+    own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    settings = tuple((name, value if isinstance(value, simple) else id(value)) for name, value in own.items())
+    shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
     buffers = tuple((name, id(value)) for name, value in module._buffers.items())
     children = tuple((name, child and kind(child)) for name, child in module._modules.items())
     return (type(module), shapes, settings, buffers, children)

@@ -12,10 +12,6 @@ from torch import nn
 __all__ = ["FunctionRecogniser", "ModuleRecogniser"]
 
 
-def _nothing(*arguments: Any) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class ModuleRecogniser:
     """How the modules of one op are found, proven, and given a kernel.
@@ -33,8 +29,8 @@ class ModuleRecogniser:
     prove: Callable[[nn.Module], Any]
     bind: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
     is_required: Callable[[str, nn.Module], bool] = lambda path, module: True
-    unlike: Callable[[str, nn.Module], str] = _nothing
-    note: Callable[[nn.Module], str] = _nothing
+    unlike: Callable[[str, nn.Module], str] = lambda path, module: ""
+    note: Callable[[nn.Module], str] = lambda module: ""
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class FunctionRecogniser:
         names: the global names under which methods call them.
         prove: the formula of a function, with its `variant`; raises `Unproven`.
         bind: the replacement of a function, made from a formula and a kernel.
-        require: checks that a model is one for which a kernel's facts, `KernelSpec.assumes`, hold; raises `Unproven`.
+        require: checks that a model is one for which a formula, and a kernel's `KernelSpec.assumes`, hold; raises `Unproven`.
     """
 
     names: re.Pattern[str]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedFeatureError
-from .probing import ALIKE, SAME, Unproven, clone, difference, quiet, run
+from .probing import SAME, Unproven, arguments, call, clone, closest, difference, parameters_of, quiet, rounded_as, run
 from .recogniser import FunctionRecogniser
 
-#: The global names under which attention layers call them.
-NAMES = re.compile(r"apply_(?!.*vision)\w*(rotary|rope)\w*")
+__all__ = ["RECOGNISER", "Rotary", "apart", "reference", "rotate_half", "sectioned"]
+
+#: The parameters behind query, key, cosines and sines, in the order of the releases that have them; the sections of the channels
+#: that have the positions of time, height and width are the variant ``multimodal``.
+_PARAMETERS = (("unsqueeze_dim",), ("position_ids", "unsqueeze_dim"), ("mrope_section", "unsqueeze_dim"))
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,8 @@ class Rotary:
     positional: tuple[str, ...]
 
 
-#: The parameters behind query, key, cosines and sines, in the order of the releases that have them, with the variants.
-_PARAMETERS = {
-    ("unsqueeze_dim",): ("full", "partial"),
-    ("position_ids", "unsqueeze_dim"): ("full", "partial"),
-    ("mrope_section", "unsqueeze_dim"): ("multimodal",),
-}
-
-
 def rotate_half(x: Tensor) -> Tensor:
+    """The second half of the channels negated, then the first."""
     one, other = x.chunk(2, dim=-1)
     return torch.cat((-other, one), dim=-1)
 
@@ -78,107 +75,57 @@ def sectioned(cos: Tensor, sections: Iterable[int]) -> Tensor:
 
 
 def prove(function: Any) -> Rotary:
-    """The formula of a function.
-
-    Raises:
-        Unproven: none of the formulas.
-    """
-    try:
-        names = tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError) as error:
-        raise Unproven(f"its parameters can't be read ({error})") from None
+    """The formula of a function; raises `Unproven`."""
+    names = parameters_of(function)
     positional = names[4:]
     if positional not in _PARAMETERS:
         raise Unproven(
             f"it takes ({', '.join(names)}), and not query, key, cosines and sines as the known functions do"
         )
-    variant: str
-    more: tuple[Any, ...]
-    way: tuple[bool, bool]
+    sections = [[1, 2, 3]] if positional[0] == "mrope_section" else []
+
+    def expected(pairs: bool, q: Tensor, k: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (sectioned(table, *sections) for table in tables) if sections else tables
+        return reference(apart(q) if pairs else q, apart(k) if pairs else k, cos, sin)
+
+    def off(pairs: bool, *given: Tensor) -> float:
+        found = call(function, *given, *sections)
+        same_form = isinstance(found, tuple) and len(found) == 2
+        return max(map(difference, found, expected(pairs, *given))) if same_form else float("inf")
+
     with quiet() as generator:
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
         # No cosines and sines of an angle, whose relation could hide a difference.
-        q, k, cos, sin = random(2, 4, 5, 12), random(2, 2, 5, 12), random(2, 5, 12), random(2, 5, 12)
-        if positional[0] == "mrope_section":
-            cos, sin = random(3, 2, 5, 12), random(3, 2, 5, 12)
-            sections = [1, 2, 3]
-            expected = reference(q, k, sectioned(cos, sections), sectioned(sin, sections))
-            worst = _compare(function, (q, k, cos, sin, sections), expected)
-            variant, more, way = "multimodal", (sections,), (False, False)
-        else:
-            variant, more = "full", ()
-            twice = (torch.cat([cos[..., :6]] * 2, dim=-1), torch.cat([sin[..., :6]] * 2, dim=-1))
-            ways = {
-                (pairs, equal): _compare(
-                    function, (q, k, *given), reference(*((apart(q), apart(k)) if pairs else (q, k)), *given)
-                )
-                for pairs in (False, True)
-                for equal, given in ((False, (cos, sin)), (True, twice))
-            }
-            way = next((way for way, worst in ways.items() if worst < SAME), (False, False))
-            worst = min(ways.values())
-            less = (cos[..., :8].contiguous(), sin[..., :8].contiguous())
-            if worst < SAME and (part := _compare(function, (q, k, *less), reference(q, k, *less))) != float("inf"):
-                if part >= SAME or way != (False, False):
-                    raise Unproven(
-                        f"with cosines for a part of the channels it is off by {part:.1e} (float32, relative)"
-                    )
-                variant = "partial"
-        if worst >= SAME:
-            raise Unproven(f"it differs from x * cos + rotate_half(x) * sin by {worst:.1e} (float32, relative)")
-        if not way[1]:
-            given = (cos, sin)
-        elif positional[0] != "mrope_section":
-            given = twice
-        wide = _is_wide(function, q, k, given, more, way[0])
-        half, _ = function(q.bfloat16(), k.bfloat16(), cos, sin, *more)
-    return Rotary(variant, *way, wide, half.dtype == torch.bfloat16, positional)
-
-
-def _is_wide(function: Any, q: Tensor, k: Tensor, given: Any, more: tuple[Any, ...], pairs: bool) -> bool:
-    """Whether bfloat16 is rounded once, at the end, or with each operation."""
-    q, k, cos, sin = (x.bfloat16() for x in (q, k, *given))
-    found = torch.cat([x.flatten() for x in function(q, k, cos, sin, *more)])
-    if more:
-        cos, sin = sectioned(cos, more[0]), sectioned(sin, more[0])
-    if pairs:
-        q, k = apart(q), apart(k)
-    best = 0.0
-    for wide in (False, True):
-        inputs = [x.float() if wide else x for x in (q, k, cos, sin)]
-        expected = torch.cat([x.flatten() for x in reference(*inputs)]).bfloat16()
-        alike = float((found == expected).float().mean()) if found.dtype == torch.bfloat16 else 0.0
-        if alike >= ALIKE:
-            return wide
-        best = max(best, alike)
-    raise Unproven(f"in bfloat16 it rounds as no formula does: at best {best:.0%} of the values come out the same")
-
-
-def _compare(function: Any, arguments: tuple[Any, ...], expected: tuple[Tensor, Tensor]) -> float:
-    try:
-        given = function(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
-    except Exception:  # it isn't made for such shapes
-        return float("inf")
-    if not isinstance(given, tuple) or len(given) != 2:
-        return float("inf")
-    return max(difference(one, other) for one, other in zip(given, expected, strict=True))
+        shapes = ((2, 4, 5, 12), (2, 2, 5, 12), *[(3, 2, 5, 12) if sections else (2, 5, 12)] * 2)
+        q, k, *tables = (torch.randn(shape, generator=generator) for shape in shapes)
+        equal = [torch.cat([table[..., :6]] * 2, dim=-1) for table in tables]
+        ways = [(False, False), (False, True), (True, False), (True, True)][: 1 if sections else 4]
+        tried = [((pairs, same), partial(off, pairs, q, k, *(equal if same else tables))) for pairs, same in ways]
+        pairs, needs_equal = closest(tried, "x * cos + rotate_half(x) * sin")
+        part = float("inf")
+        with suppress(Unproven):  # most aren't made for cosines of a part of the channels
+            part = part if sections else off(False, q, k, *(table[..., :8].contiguous() for table in tables))
+        if part != float("inf") and (part >= SAME or pairs or needs_equal):
+            raise Unproven(f"with cosines for a part of the channels it is off by {part:.1e} (float32, relative)")
+        half = [x.bfloat16() for x in (q, k, *(equal if needs_equal else tables))]
+        found = torch.cat([x.flatten() for x in function(*half, *sections)])
+        # Rounded with each operation, or once, at the end.
+        roundings = {wide: expected(pairs, *(x.float() if wide else x for x in half)) for wide in (False, True)}
+        wide = rounded_as(
+            found, {key: torch.cat([x.flatten() for x in pair]).bfloat16() for key, pair in roundings.items()}
+        )
+        mixed, _ = function(*half[:2], *tables, *sections)
+    variant = "multimodal" if sections else "full" if part == float("inf") else "partial"
+    return Rotary(variant, pairs, needs_equal, wide, mixed.dtype == torch.bfloat16, positional)
 
 
 def require_equal_halves(model: nn.Module) -> None:
-    """Check that cosines and sines have two equal halves, for all layers.
-
-    Raises:
-        Unproven: they don't, or the modules that make them can't be found or run.
-    """
+    """Raise `Unproven` unless the cosines and sines of all layers can be computed and have two equal halves."""
     makers = [m for m in model.modules() if _makes_cosines(m)]
     if not makers:
         raise Unproven("nothing in the model that makes cosines and sines was found")
-    for maker in makers:
-        for cos, sin in _cosines(maker):
-            for table in (cos, sin):
+    with quiet():
+        for maker in makers:
+            for table in _tables(maker):
                 one, other = table.chunk(2, dim=-1)
                 if difference(one, other) > 0:
                     raise Unproven(f"{type(maker).__name__} makes cosines whose halves differ")
@@ -189,86 +136,66 @@ def _makes_cosines(module: nn.Module) -> bool:
     return ("rotary" in name or "rope" in name) and "vision" not in name and not list(module.parameters())
 
 
-def _cosines(maker: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    with quiet():
-        if any(b is not None and b.is_meta for b in maker.buffers()):
-            try:
-                maker = type(maker)(vars(maker)["config"])
-            except Exception as error:
-                raise Unproven(f"{type(maker).__name__} has no values yet, and can't be made anew ({error})") from None
-        probe = clone(maker, {}, {}, training=False)
-        names = list(inspect.signature(type(maker).forward).parameters)[1:]
-        x, positions = torch.zeros(1, 1, 1), torch.arange(5).unsqueeze(0)
-        more: list[tuple[Any, ...]] = [()]
-        if names[2:] == ["layer_type"]:
-            types = getattr(vars(maker).get("config"), "layer_types", None) or [None]
-            more = [(one,) for one in dict.fromkeys(types)]
-        found = []
-        for arguments in more:
-            try:
-                made = run(probe, x, positions, *arguments)
-            except Unproven:
-                made = run(probe, x, positions.expand(3, 1, 5), *arguments)
-            if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(one, Tensor) for one in made)):
-                raise Unproven(f"{type(maker).__name__} makes no pair of cosines and sines")
-            found.append(made)
-        return found
+def _tables(maker: nn.Module) -> Iterator[Tensor]:
+    """The cosines and sines of five positions, for each type of layers."""
+    if any(b is not None and b.is_meta for b in maker.buffers()):
+        try:
+            maker = type(maker)(vars(maker)["config"])
+        except Exception as error:
+            raise Unproven(f"{type(maker).__name__} has no values yet, and can't be made anew ({error})") from None
+    probe, x, positions = clone(maker, {}, training=False), torch.zeros(1, 1, 1), torch.arange(5).unsqueeze(0)
+    types: Iterable[Any] = ()
+    if takes_type := arguments(maker)[2:] == ("layer_type",):
+        types = dict.fromkeys(getattr(vars(maker).get("config"), "layer_types", None) or [None])
+    for more in [(one,) for one in types] if takes_type else [()]:
+        try:
+            made = run(probe, x, positions, *more)
+        except Unproven:  # it takes three kinds of positions
+            made = run(probe, x, positions.expand(3, 1, 5), *more)
+        if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(one, Tensor) for one in made)):
+            raise Unproven(f"{type(maker).__name__} makes no pair of cosines and sines")
+        yield from made
 
 
 def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The replacement of the function: it has its parameters, and calls a kernel."""
     full, keeps_dtype = rotary.variant != "partial", rotary.keeps_dtype or rotary.wide
+    names, has_sections = rotary.positional, rotary.variant == "multimodal"
 
-    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *more: Any) -> tuple[Tensor, Tensor]:
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        unsqueeze_dim = given.get("unsqueeze_dim", 1)
+        sections = (given["mrope_section"],) if has_sections else ()
         dtype = q.dtype
         if unsqueeze_dim == 0 and cos.dim() == 2:  # Pixtral's (length, channels), without a batch
             cos, sin, unsqueeze_dim = cos[None], sin[None], 1
         if full and cos.shape[-1] != q.shape[-1]:
-            raise UnsupportedFeatureError(
-                f"cosines for {cos.shape[-1]} of {q.shape[-1]} channels",
-                "a rotary_pos_emb kernel for all channels",
-                "Set rotary_pos_emb_implementation='eager'.",
-            )
+            raise _refused(f"cosines for {cos.shape[-1]} of {q.shape[-1]} channels")
+        if unsqueeze_dim not in (1, 2):
+            raise _refused(f"unsqueeze_dim={unsqueeze_dim}")
         if rotary.wide or cos.dtype != dtype:  # as upstream's arithmetic does
             wide = torch.promote_types(dtype, torch.float32 if rotary.wide else cos.dtype)
             q, k, cos, sin = q.to(wide), k.to(wide), cos.to(wide), sin.to(wide)
         if rotary.pairs:
             q, k = apart(q), apart(k)
-        if unsqueeze_dim == 1:
-            q, k = kernel(q, k, cos, sin, *more)
-        elif unsqueeze_dim == 2:  # (batch, length, heads, head_dim)
-            q, k = (x.transpose(1, 2) for x in kernel(q.transpose(1, 2), k.transpose(1, 2), cos, sin, *more))
-        else:
-            raise UnsupportedFeatureError(
-                f"unsqueeze_dim={unsqueeze_dim}", "this rotary_pos_emb", "Set rotary_pos_emb_implementation='eager'."
-            )
+        if unsqueeze_dim == 2:  # (batch, length, heads, head_dim)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = kernel(q, k, cos, sin, *sections)
+        if unsqueeze_dim == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
         return (q.to(dtype), k.to(dtype)) if keeps_dtype else (q, k)
 
-    if rotary.positional == ("unsqueeze_dim",):
-
-        def apply_rotary_pos_emb(
-            q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-        ) -> tuple[Tensor, Tensor]:
-            return turned(q, k, cos, sin, unsqueeze_dim)
-
-        return apply_rotary_pos_emb
-    if rotary.positional == ("position_ids", "unsqueeze_dim"):
-
-        def apply_with_positions(
-            q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
-        ) -> tuple[Tensor, Tensor]:
-            return turned(q, k, cos, sin, unsqueeze_dim)
-
-        return apply_with_positions
-
-    def apply_multimodal(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        return turned(q, k, cos, sin, unsqueeze_dim, mrope_section)
-
-    return apply_multimodal
+    return apply_rotary_pos_emb
 
 
-RECOGNISER = FunctionRecogniser(NAMES, prove, function_of, require_equal_halves)
+def _refused(feature: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        feature, "this model's rotary_pos_emb kernel", "Set rotary_pos_emb_implementation='eager'."
+    )
 
-__all__ = ["NAMES", "RECOGNISER", "Rotary", "function_of", "prove", "reference", "require_equal_halves", "sectioned"]
+
+RECOGNISER = FunctionRecogniser(
+    re.compile(r"apply_(?!.*vision)\w*(rotary|rope)\w*"), prove, function_of, require_equal_halves
+)
