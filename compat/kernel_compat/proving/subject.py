@@ -46,11 +46,7 @@ class NotApplicableError(Exception):
 
 
 class RefusedToLoadError(Exception):
-    """The model can't be built under the name."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
+    """The model can't be built under the name; the only argument is the error."""
 
 
 class CountedKernel:
