@@ -150,8 +150,7 @@ def test_a_proof_is_as_bad_as_its_worst_case() -> None:
 
 
 def test_a_proof_goes_through_json() -> None:
-    assert Proof.from_json(json.loads(json.dumps(PROOF.to_json(exact=True)))) == PROOF
-    document = PROOF.to_json()
+    document = json.loads(json.dumps(PROOF.to_json()))
     assert "seconds" not in document
     assert [outcome["difference"] for outcome in document["outcomes"]] == [None, 0.9, None]
     assert Proof.from_json(document).to_json() == document

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens
-from .subject import NotApplicableError, Subject, accepted, forward, main_output, training
+from .subject import NotApplicableError, Subject, forward, main_output, training
 
 __all__ = ["CASES", "GRADIENTS", "OUTPUTS", "QUICK", "Comparison"]
 
@@ -330,11 +331,12 @@ def _cached(subject: Subject) -> Iterator[Comparison]:
 def _static(model: Any) -> Any:
     from transformers import StaticCache
 
-    size = {"max_cache_len": LENGTH + 6}
-    places = {"max_batch_size": BATCH, "device": torch.device("cpu"), "dtype": torch.float32}
+    takes = inspect.signature(StaticCache.__init__).parameters
+    places = {"max_batch_size": BATCH, "device": torch.device("cpu"), "dtype": torch.float32}  # not in every release
+    places = {name: value for name, value in places.items() if name in takes}
     config = model.config.get_text_config(decoder=True)
     try:
-        return StaticCache(config=config, **size, **accepted(StaticCache.__init__, **places))
+        return StaticCache(config=config, max_cache_len=LENGTH + 6, **places)
     except Exception as error:
         raise NotApplicableError(f"StaticCache: {error}") from error
 

@@ -86,7 +86,7 @@ def _text(model: Any, names: list[str], images: dict[str, Any], token: int, coun
         ids = torch.stack([torch.cat([row[:2], one, row[2:]]) for row, one in zip(text, marked, strict=True)])
     else:  # images of different sizes: one row has them all
         ids = torch.cat([text[0, :2], *(part for one in marked for part in (one, text[1, :1])), text[0, 2:]])[None]
-    kinds = {n: (ids == token).long() for n in ("mm_token_type_ids", "token_type_ids") if n in names}
+    kinds: dict[str, Tensor] = {n: (ids == token).long() for n in ("mm_token_type_ids", "token_type_ids") if n in names}
     return {"input_ids": ids, **images, **kinds}
 
 

@@ -166,8 +166,8 @@ class Maker:
             if chosen:
                 yield chosen
             return
-        make = _VALUES.get(names[0], lambda maker, chosen: ())
-        for value in list(make(self, chosen)):
+        make = _VALUES.get(names[0])
+        for value in list(make(self, chosen)) if make is not None else ():
             yield from self.filled(names[1:], {**chosen, names[0]: value})
 
 
