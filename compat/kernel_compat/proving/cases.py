@@ -68,11 +68,6 @@ def _need_tokens(subject: Subject) -> None:
     _need(subject.has_sequence or subject.is_encoder_decoder, "it has no output for every token")
 
 
-def _need_text(subject: Subject) -> None:
-    _need_tokens(subject)
-    _need(subject.has_tokens, "its encoder takes no tokens")
-
-
 def _need_decoder(subject: Subject) -> None:
     _need(subject.is_causal, "it is no causal decoder")
 
@@ -131,7 +126,7 @@ def _padded(subject: Subject, side: str) -> Iterator[Comparison]:
         _need(side == "right", "its padding is on the right")
         yield Comparison(_heard(subject, subject.sound_frames))
         return
-    _need_text(subject)
+    _need_tokens(subject)
     _need_mask(subject)
     mask = padding(side, *subject.shape)
     inputs = _given(subject, attention_mask=mask)
@@ -155,7 +150,7 @@ def _positions_under(mask: Tensor) -> Tensor:
 
 
 def _mask_bool(subject: Subject) -> Iterator[Comparison]:
-    _need_text(subject)
+    _need_tokens(subject)
     _need_mask(subject)
     mask = padding("right", *subject.shape)
     number, boolean = (_given(subject, attention_mask=m) for m in (mask, mask.bool()))
@@ -194,37 +189,34 @@ def _positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
     return torch.cat([torch.arange(n) for n in lengths])[None]
 
 
-def _others(subject: Subject, batch: int) -> dict[str, Tensor]:
-    """The first rows of all inputs besides the tokens."""
-    return {n: v[:batch] for n, v in subject.inputs.items() if n != "input_ids" and isinstance(v, Tensor)}
+def _rows(subject: Subject, rows: int) -> dict[str, Any]:
+    """The first rows of the subject's inputs, with other tokens, none of them special, and without a cache."""
+    inputs = {name: value[:rows] for name, value in subject.inputs.items() if isinstance(value, Tensor)}
+    return {**inputs, "input_ids": tokens(subject.vocabulary, rows), **_no_cache(subject)}
 
 
-def _one_by_one(
-    subject: Subject, ids: Tensor, lengths: tuple[int, ...], others: dict[str, Tensor]
-) -> list[dict[str, Any]]:
+def _one_by_one(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     """The inputs of packed sequences, each alone.
 
     Positions are passed, from 0: a model's default positions may begin at its padding token's number plus one.
     """
     alone = []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
-        inputs = {name: value[:, begin:end] for name, value in {**others, "input_ids": ids}.items()}
+        one = {name: value[:, begin:end] if isinstance(value, Tensor) else value for name, value in inputs.items()}
         if "position_ids" in subject.names:
-            inputs["position_ids"] = torch.arange(end - begin)[None]
-        alone.append({**inputs, **_no_cache(subject)})
+            one["position_ids"] = torch.arange(end - begin)[None]
+        alone.append(one)
     return alone
 
 
-def _apart(
-    subject: Subject, ids: Tensor, lengths: tuple[int, ...], others: dict[str, Tensor]
-) -> Callable[[Any], Tensor]:
+def _apart(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ...]) -> Callable[[Any], Tensor]:
     """A function that returns the outputs of packed sequences, each computed alone."""
 
     def run(model: Any) -> Tensor:
-        alone = _one_by_one(subject, ids, lengths, others)
-        return torch.cat([main_output(forward(model, inputs)) for inputs in alone], 1)
+        alone = _one_by_one(subject, inputs, lengths)
+        return torch.cat([main_output(forward(model, one)) for one in alone], 1)
 
-    return subject.once(("apart", tuple(ids.flatten().tolist()), lengths, tuple(others)), run)
+    return subject.once(("apart", tuple(inputs["input_ids"].flatten().tolist()), lengths, tuple(inputs)), run)
 
 
 def _packed(
@@ -232,17 +224,16 @@ def _packed(
 ) -> Iterator[Comparison]:
     """Sequences packed in one row, whose rest is padding, compared with each computed alone."""
     _need_packing(subject)
-    ids = tokens(subject.vocabulary, 1)
-    others = _others(subject, 1)
+    rows = _rows(subject, 1)
     total = sum(lengths)
-    positions = _positions((*lengths, LENGTH - total))
-    inputs = {**others, "input_ids": ids, "position_ids": positions, **({} if cache else _no_cache(subject)), **more}
-    yield Comparison(_apart(subject, ids[:, :total], lengths, others), lambda model: _run(inputs)(model)[:, :total])
+    inputs = {**rows, "position_ids": _positions((*lengths, LENGTH - total)), **more}
+    if cache:
+        inputs.pop("use_cache", None)
+    yield Comparison(_apart(subject, rows, lengths), lambda model: _run(inputs)(model)[:, :total])
 
 
 def _packed_mrope(subject: Subject) -> Iterator[Comparison]:
     """Packed positions of time, height and width, with a row of text positions above them and without."""
-    _need_packing(subject)
     _need(subject.has_sections, "its positions have no sections")
     for rows in (4, 3):
         yield from _packed(subject, position_ids=_positions().expand(rows, 1, -1).contiguous())
@@ -251,24 +242,20 @@ def _packed_mrope(subject: Subject) -> Iterator[Comparison]:
 def _packed_batch(subject: Subject) -> Iterator[Comparison]:
     """Two rows, packed with sequences of different lengths."""
     _need_packing(subject)
-    ids = tokens(subject.vocabulary, 2)
-    others = _others(subject, 2)
-    lengths = (LENGTHS, (4, 10))
-    positions = torch.cat([_positions(n) for n in lengths])
+    both = _rows(subject, 2)
+    packed = (LENGTHS, (4, 10))
 
     def expected(model: Any) -> Tensor:
         rows = []
-        for row, lens in enumerate(lengths):
-            one = slice(row, row + 1)
-            extra = {name: value[one] for name, value in others.items()}
-            rows.append(_apart(subject, ids[one], lens, extra)(model))
+        for row, lengths in enumerate(packed):
+            one = {name: v[row : row + 1] if isinstance(v, Tensor) else v for name, v in both.items()}
+            rows.append(_apart(subject, one, lengths)(model))
         return torch.cat(rows)
 
-    yield Comparison(expected, _run({**others, "input_ids": ids, "position_ids": positions, **_no_cache(subject)}))
+    yield Comparison(expected, _run({**both, "position_ids": torch.cat([_positions(lengths) for lengths in packed])}))
 
 
 def _packed_lengths(subject: Subject, **more: Any) -> Iterator[Comparison]:
-    _need_packing(subject)
     _need(subject.takes("cu_seq_lens_q"), "its forward takes no cu_seq_lens_q")
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     sides = {f"cu_seq_lens_{side}": offsets for side in "qk"} | {f"max_length_{side}": max(LENGTHS) for side in "qk"}
@@ -277,7 +264,6 @@ def _packed_lengths(subject: Subject, **more: Any) -> Iterator[Comparison]:
 
 def _packed_under(subject: Subject, marks: tuple[int, int, int]) -> Iterator[Comparison]:
     """Two packed sequences and padding, with a mask that has these numbers for the tokens of each."""
-    _need_packing(subject)
     _need_mask(subject)
     mask = torch.tensor(marks).repeat_interleave(torch.tensor(LENGTHS))[None]
     yield from _packed(subject, LENGTHS[:2], attention_mask=mask)
@@ -422,10 +408,10 @@ def _padded_runs(subject: Subject) -> list[_Run]:
 
 def _packed_runs(subject: Subject) -> tuple[list[_Run], list[_Run]]:
     """Inputs of packed sequences, and of the same sequences one by one."""
-    ids = tokens(subject.vocabulary, 1)
-    others = _others(subject, 1)
-    together = {**others, "input_ids": ids, "position_ids": _positions(), **_no_cache(subject)}
-    return [(together, None)], [(inputs, None) for inputs in _one_by_one(subject, ids, LENGTHS, others)]
+    rows = _rows(subject, 1)
+    return [({**rows, "position_ids": _positions()}, None)], [
+        (one, None) for one in _one_by_one(subject, rows, LENGTHS)
+    ]
 
 
 def _gradients_packed(subject: Subject) -> Iterator[Comparison]:

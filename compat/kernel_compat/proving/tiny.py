@@ -48,7 +48,7 @@ _EACH_INDEX = re.compile(
 
 _EXPERTS = re.compile(r"(moe_)?num_experts|num_(local|routed)_experts|n_routed_experts")
 _EXPERTS_PER_TOKEN = re.compile(
-    r"num_experts_per_(tok|token|topk)|((moe|router|experts)_)?top_?k(_experts)?|moe_k|num_selected_experts|"
+    r"num_experts_per_(tok|token|topk)|(moe|router|experts)_top_?k|top_k_experts|moe_k|num_selected_experts|"
     r"moe_num_active_primary_experts"
 )
 _KEY_VALUE_HEADS = re.compile(
@@ -134,14 +134,7 @@ _MISSING: Mapping[str, Any] = {
 #: Sizes that are reduced at every level.
 _AT_EVERY_LEVEL = ("vocab_size", "image_size", "max_position_embeddings", "sliding_window", "num_experts_per_tok")
 #: Lists with a number of layers for each stage of a model.
-_STAGE_LAYERS = (
-    "depths",
-    "stage_num_blocks",
-    "stage_numb_of_layers",
-    "blocks_per_stage",
-    "layers",
-    "block_repeats",
-)
+_STAGE_LAYERS = ("depths", "stage_num_blocks", "stage_numb_of_layers", "blocks_per_stage", "layers", "block_repeats")
 #: Lists with a width for each stage of a model.
 _STAGE_WIDTHS = (
     "hidden_sizes",
@@ -186,35 +179,16 @@ def shrink(
         multimodal_rope: whether the model divides rotary channels into sections; then each config without sections gets
             sections that fit the smaller heads.
     """
-    tiny = _shrink(config, overrides or {}, _Tokens(config), level)
-    if multimodal_rope:
-        _add_sections(tiny)
-    return tiny
+    return _shrink(config, overrides or {}, _Model(config, level, multimodal_rope))
 
 
-def _add_sections(config: Any) -> None:
-    """Add sections to each rope of a text model that has none."""
-    for value in vars(config).values():
-        if _is_config(value):
-            _add_sections(value)
-    heads, vocabulary = (_get(config, name) for name in ("num_attention_heads", "vocab_size"))
-    if heads is None or vocabulary is None:
-        return
-    head_dim = _get(config, "head_dim") or config.hidden_size // heads
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = _get(config, name)
-        if rope is None and name == "rope_scaling" and name in vars(config):
-            rope = {"rope_type": "default", "type": "default"}
-        if isinstance(rope, dict) and "mrope_section" not in rope:
-            _set(config, name, _with_sections(rope, head_dim, _get(config, "partial_rotary_factor") or 1))
-
-
-def _with_sections(rope: dict[str, Any], head_dim: int, partial: float) -> dict[str, Any]:
-    """Parameters of a rope, or of one rope for each kind of layer, with sections that fit."""
+def _with_sections(rope: Any) -> Any:
+    """Parameters of a rope, or of one rope for each kind of layer, with sections of its channels."""
+    if not isinstance(rope, dict):
+        return rope
     if any(isinstance(value, dict) for value in rope.values()):
-        return {k: _with_sections(v, head_dim, partial) if isinstance(v, dict) else v for k, v in rope.items()}
-    partial = rope.get("partial_rotary_factor") or partial
-    return {**rope, "mrope_section": _sections([1, 1, 1], int(head_dim * partial) // 2)}
+        return {kind: _with_sections(value) for kind, value in rope.items()}
+    return {"mrope_section": [1, 1, 1], **rope}
 
 
 def _sections(value: list[int], total: int) -> list[int]:
@@ -233,34 +207,42 @@ def _get(config: Any, name: str) -> Any:
         return vars(config).get(name)
 
 
-class _Tokens:
-    """New ids for special tokens; one token gets the same id in all configs of a model."""
+class _Model:
+    """The settings that all configs of one model share.
 
-    def __init__(self, config: Any) -> None:
+    Attributes:
+        level: the extent to which they are shrunk.
+        multimodal_rope: whether ropes without sections get some.
+    """
+
+    def __init__(self, config: Any, level: Level, multimodal_rope: bool) -> None:
         size = _get(config, "vocab_size")
-        self._next = min(size if _is_int(size) and size > 30 else VOCABULARY, VOCABULARY) - 1
+        self.level = level
+        self.multimodal_rope = multimodal_rope
+        self._next_token = min(size if _is_int(size) and size > 30 else VOCABULARY, VOCABULARY) - 1
         self._moved: dict[int, int] = {}
 
-    def __call__(self, token: int) -> int:
+    def token(self, token: int) -> int:
+        """The new id of a special token, the same in all configs."""
         if token < 5:
             return token
         if token not in self._moved:
-            self._moved[token] = max(self._next, 5)
-            self._next -= 1
+            self._moved[token] = max(self._next_token, 5)
+            self._next_token -= 1
         return self._moved[token]
 
 
-def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: Level) -> Any:
-    rules = _Rules(config, tokens, level)
+def _shrink(config: Any, overrides: Mapping[str, Any], model: _Model) -> Any:
+    rules = _Rules(config, model)
     values = rules.values
     changed: dict[str, Any] = {}
-    if level.missing:
+    if model.level.missing:
         changed.update({name: value for name, value in _MISSING.items() if name in values and values[name] is None})
     for name, value in values.items():
         if _is_config(value):
             override = overrides.get(name)
             nested, wins = (override, {}) if _is_config(override) else (value, override or {})
-            changed[name] = _shrink(nested, wins, tokens, level)
+            changed[name] = _shrink(nested, wins, model)
             continue
         new = rules.smaller(name, value)
         if new is not value and (type(new) is not type(value) or new != value):
@@ -352,10 +334,9 @@ class _Rules:
         picks: the indices of the layers that are kept; None if all layers are alike.
     """
 
-    def __init__(self, config: Any, tokens: _Tokens, level: Level) -> None:
+    def __init__(self, config: Any, model: _Model) -> None:
         self.values = _values(config)
-        self.tokens = tokens
-        self.level = level
+        self.model = model
         self.experts = min(
             [EXPERTS, *(v for k, v in self.values.items() if _EXPERTS.fullmatch(k) and _is_int(v) and v)]
         )
@@ -394,6 +375,10 @@ class _Rules:
 
     def smaller(self, name: str, value: Any) -> Any:
         """The reduced value of an attribute."""
+        text = self.values.get("num_attention_heads") and self.values.get("vocab_size")
+        if name in ("rope_parameters", "rope_scaling") and self.model.multimodal_rope and text:
+            rope = {"rope_type": "default", "type": "default"} if value is None and name == "rope_scaling" else value
+            value = _with_sections(rope)
         if isinstance(value, dict):
             return self._single_layers(value) if name == _PER_LAYER else self._mapping(value)
         if _is_list(value) and value:
@@ -406,8 +391,8 @@ class _Rules:
         if not _is_int(value):
             return value
         if _TOKEN.search(name):
-            return self.tokens(value)
-        if not self.level.widths and not _LAYERS.fullmatch(name) and name not in _AT_EVERY_LEVEL:
+            return self.model.token(value)
+        if not self.model.level.widths and not _LAYERS.fullmatch(name) and name not in _AT_EVERY_LEVEL:
             return value
         return self._integer(name, value, self.experts, self.picks)
 
@@ -418,7 +403,7 @@ class _Rules:
             if _has_stages(self.values) and name in ("num_layers", "num_encoder_blocks", "num_hidden_layers"):
                 return value
             return len(picks) if picks is not None and name in _LAYER_COUNTS else min(value, 2)
-        if _EXPERTS_PER_TOKEN.fullmatch(name):
+        if _EXPERTS_PER_TOKEN.fullmatch(name) or (name == "top_k" and any(map(_EXPERTS.fullmatch, self.values))):
             return experts
         if _KEY_VALUE_HEADS.search(name):
             names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -450,7 +435,7 @@ class _Rules:
                 return [[2 * IMAGE, IMAGE], [IMAGE, 2 * IMAGE], [2 * IMAGE, 2 * IMAGE]]
             return [value[p] for p in self.picks or ()] if each else value
         if _TOKEN.search(name):
-            return [self.tokens(v) for v in value]
+            return [self.model.token(v) for v in value]
         if name == "mrope_section":
             return _sections(value, HEAD_DIM // 2)
         if self.picks is not None and self.number:
@@ -464,7 +449,7 @@ class _Rules:
             return [value[0], *(min(v, PATCH) for v in value[1:])]
         if name in _STAGE_LAYERS:
             return [min(v, 2) for v in value]
-        return self._widths(name, value) if self.level.widths else value
+        return self._widths(name, value) if self.model.level.widths else value
 
     def _widths(self, name: str, value: list[int]) -> list[int]:
         """The widths of consecutive layers or stages."""
