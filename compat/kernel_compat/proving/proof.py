@@ -7,8 +7,9 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -18,17 +19,25 @@ from typing import Any
 import torch
 
 from ..attention.defaults import installed, register_attention, unregister_attention
-from ..errors import KernelCompatError
 from ..kernels import known_kernels
 from . import recipes
 from .architectures import classes_of
 from .cases import CASES, Comparison
 from .loading import nothing_to_prove
 from .outcomes import WORST_FIRST, Outcome, Proof, Verdict
-from .subject import CountedKernel, NoRecipeError, NotApplicableError, RefusedToLoadError, Subject, describe, distance
+from .subject import (
+    CountedKernel,
+    NoRecipeError,
+    NotApplicableError,
+    RefusedToLoadError,
+    Subject,
+    describe,
+    distance,
+    is_refusal,
+)
 from .tiny import LEVELS, shrink
 
-__all__ = ["UnknownCaseError", "prove_config", "prove_type"]
+__all__ = ["prove_config", "prove_type"]
 
 #: The attention name that is registered and proven if none is passed; its kernel is the reference kernel.
 NAME = "kernel_compat_proof_flash"
@@ -38,13 +47,6 @@ _SENSITIVITY = 10
 _UNDECIDABLE = 1e-2
 #: If attention changes the output by less, errors in attention may go unseen.
 _SHARE_TO_SEE = 1e-3
-#: transformers' own refusals, by their text.
-_NAMES_ATTENTION = re.compile(r"attn_implementation|[Ff]lash attention cannot")
-_LIBRARY = Path(__file__).parents[1]
-
-
-class UnknownCaseError(ValueError):
-    """No case has this name."""
 
 
 def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_implementation: str | None = None) -> Proof:
@@ -105,11 +107,11 @@ def require_cases(cases: Iterable[str] | None) -> None:
     """Check that cases of these names exist.
 
     Raises:
-        UnknownCaseError: one does not; the message lists the cases.
+        ValueError: one does not; the message lists the cases.
     """
     for case in cases or ():
         if case not in CASES:
-            raise UnknownCaseError(f"unknown case {case!r}; there are {', '.join(CASES)}")
+            raise ValueError(f"unknown case {case!r}; there are {', '.join(CASES)}")
 
 
 def _proof(
@@ -241,17 +243,12 @@ def make_subject(
 
 def _has_sections(model_class: type[Any], config: Any) -> bool:
     """Whether the source of a class, or of a nested model's class, divides rotary channels into sections."""
-    classes: list[Any] = [model_class]
-    for value in vars(config).values():
-        model_type = getattr(value, "model_type", "")
-        if hasattr(value, "to_dict") and model_type:
-            classes += classes_of(model_type)[:1]
-    for one in classes:
-        try:
+    nested = (getattr(value, "model_type", "") for value in vars(config).values() if hasattr(value, "to_dict"))
+    classes: list[Any] = [one for model_type in nested if model_type for one in classes_of(model_type)[:1]]
+    for one in (model_class, *classes):
+        with suppress(KeyError, OSError, TypeError):  # it has no source
             if "mrope_section" in inspect.getsource(sys.modules[one.__module__]):
                 return True
-        except (KeyError, OSError, TypeError):
-            continue
     return False
 
 
@@ -329,26 +326,6 @@ def _allowed(subject: Subject, comparison: Comparison, difference: float) -> flo
     return max(comparison.tolerance, min(_SENSITIVITY * sensitivity, _UNDECIDABLE))
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether this library raised the error on purpose, or transformers refused the attention name."""
-    if isinstance(error, KernelCompatError):
-        return True
-    if isinstance(error, ValueError) and _NAMES_ATTENTION.search(str(error)):
-        return True
-    if not isinstance(error, (ValueError, TypeError, ImportError)):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and (frames[-1].line or "").startswith("raise") and _is_ours(frames[-1].filename)
-
-
-def _is_ours(filename: str) -> bool:
-    """Whether a file is of this library or its shims, and not of the prover."""
-    path = Path(filename)
-    return "kernel_compat_shims" in path.parts or (
-        _LIBRARY in path.parents and Path(__file__).parent not in path.parents
-    )
-
-
 def _place(error: BaseException) -> str:
     """The last file and function of transformers or this library in an error's traceback."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -376,8 +353,6 @@ def _under_proof(name: str | None) -> Iterator[tuple[str, CountedKernel | None]]
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings and logs for the block; afterwards restore torch's random state and transformers' verbosity."""
-    import warnings
-
     import transformers
 
     level = transformers.logging.get_verbosity()

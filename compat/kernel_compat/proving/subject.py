@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import re
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import KernelCompatError
 from ..kernels import Functions, Kernel
 from .images import image_inputs
 from .inputs import LENGTH, Fresh, candidates, parameters, sound_padding, vocabulary_of
@@ -28,6 +32,9 @@ _MASKED = 1e30
 _NOT_FINITE = "its output is zero or isn't finite"
 #: The least share of the output that must come from attention. Below it, an error in attention barely changes the output.
 _LEAST_SHARE = 1e-2
+#: transformers' own refusals, by their text.
+_NAMES_ATTENTION = re.compile(r"attn_implementation|[Ff]lash attention cannot")
+_LIBRARY = Path(__file__).parents[1]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 #: The time spent on finding inputs.
 _SEARCH_SECONDS = 15
@@ -346,6 +353,26 @@ def describe(error: BaseException) -> str:
     """The type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether this library raised the error on purpose, or transformers refused the attention name."""
+    if isinstance(error, KernelCompatError):
+        return True
+    if isinstance(error, ValueError) and _NAMES_ATTENTION.search(str(error)):
+        return True
+    if not isinstance(error, (ValueError, TypeError, ImportError)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").startswith("raise") and _is_ours(frames[-1].filename)
+
+
+def _is_ours(filename: str) -> bool:
+    """Whether a file is of this library or its shims, and not of the prover."""
+    path = Path(filename)
+    return "kernel_compat_shims" in path.parts or (
+        _LIBRARY in path.parents and Path(__file__).parent not in path.parents
+    )
 
 
 @contextmanager

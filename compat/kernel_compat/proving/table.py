@@ -22,7 +22,7 @@ __all__ = ["PATH", "WORSE", "known", "minor", "record", "releases", "wrong_cases
 PATH = Path(str(resources.files(__package__))) / "table.json"
 
 #: The verdicts whose cases the table has, the worst first.
-WORSE = WORST_FIRST[:3]
+WORSE: tuple[str, ...] = WORST_FIRST[:3]
 
 #: Release -> model type -> verdict -> cases.
 Table = dict[str, dict[str, dict[str, list[str]]]]
