@@ -91,14 +91,14 @@ def find(arguments: argparse.Namespace) -> Proofs:
 
         from ..proving import QUICK, prove_config, sweep
         from ..proving.architectures import model_types
-        from ..proving.proof import UnknownCaseError, require_cases
+        from ..proving.proof import require_cases
     except ImportError as error:
         raise BadArgumentsError(f"this needs torch and transformers: {error}") from None
 
     cases: Sequence[str] | None = arguments.cases or (QUICK if arguments.quick else None)
     try:
         require_cases(cases)
-    except UnknownCaseError as error:
+    except ValueError as error:
         raise BadArgumentsError(str(error)) from None
     if arguments.attn is not None:
         require_known(arguments.attn)

@@ -1,21 +1,23 @@
-"""``python -m kernel_compat.proving GIVEN RESULT``: prove the pickled model class and config in a process of its own."""
+"""``python -m kernel_compat.proving``: prove the pickled model class and config on stdin; the proof's JSON goes to stdout."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
-from pathlib import Path
 
 from .cases import QUICK
 from .proof import prove_config
 
 
-def main(given: str, result: str) -> None:
-    """Read the class and the config from `given`, and write the proof's JSON to `result`."""
-    model_class, config = pickle.loads(Path(given).read_bytes())
-    Path(result).write_text(json.dumps(prove_config(config, model_class, QUICK).to_json()))
+def main() -> None:
+    """Prove the class, with other output sent to stderr."""
+    with os.fdopen(os.dup(1), "w") as result:
+        os.dup2(2, 1)
+        model_class, config = pickle.load(sys.stdin.buffer)
+        json.dump(prove_config(config, model_class, QUICK).to_json(), result)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

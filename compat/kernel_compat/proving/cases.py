@@ -1,16 +1,20 @@
-"""The cases of a proof. Each is a function that yields comparisons for a subject, or raises NotApplicableError."""
+"""The cases of a proof: comparisons of a subject under its two attentions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens
-from .subject import NotApplicableError, Subject, accepted, forward, main_output, training
+from .subject import NotApplicableError, Subject, forward, main_output, training
 
 __all__ = ["CASES", "GRADIENTS", "OUTPUTS", "QUICK", "Comparison"]
 
@@ -24,37 +28,26 @@ class Comparison:
 
     Attributes:
         expected: called with the eager model.
-        found: called with the model under the attention name.
+        found: called with the model under the attention name; None for the same function.
         tolerance: the largest relative difference allowed.
         also: a second expected result; either is accepted.
         note: reported if the second is nearer than the first.
     """
 
     expected: Callable[[Any], Tensor]
-    found: Callable[[Any], Tensor]
+    found: Callable[[Any], Tensor] | None = None
     tolerance: float = OUTPUTS
     also: Callable[[Any], Tensor] | None = None
     note: str = ""
 
 
-Case = Callable[[Subject], Iterator[Comparison]]
-CASES: dict[str, Case] = {}
-
-
-def _case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
-
-
-def _same(run: Callable[[Any], Tensor], tolerance: float = OUTPUTS) -> Comparison:
-    return Comparison(run, run, tolerance)
-
-
-# Inputs.
-
-
 def _no_cache(subject: Subject) -> dict[str, Any]:
     return {"use_cache": False} if subject.takes("use_cache") and subject.has_tokens else {}
+
+
+def _given(subject: Subject, **more: Any) -> dict[str, Any]:
+    """The subject's inputs, without a cache, and more."""
+    return {**subject.inputs, **_no_cache(subject), **more}
 
 
 def _run(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:
@@ -73,11 +66,6 @@ def _need(condition: bool, reason: str) -> None:
 
 def _need_tokens(subject: Subject) -> None:
     _need(subject.has_sequence or subject.is_encoder_decoder, "it has no output for every token")
-
-
-def _need_text(subject: Subject) -> None:
-    _need_tokens(subject)
-    _need(subject.has_tokens, "its encoder takes no tokens")
 
 
 def _need_decoder(subject: Subject) -> None:
@@ -114,19 +102,13 @@ def _each_row(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Tensor]:
 # A forward.
 
 
-@_case
-def plain(subject: Subject) -> Iterator[Comparison]:
-    yield _same(_full(subject))
-
-
 def _full(subject: Subject) -> Callable[[Any], Tensor]:
-    return subject.once("full", _run({**subject.inputs, **_no_cache(subject)}))
+    return subject.once("full", _run(_given(subject)))
 
 
-def _heard(subject: Subject) -> Callable[[Any], Tensor]:
+def _heard(subject: Subject, frames: int) -> Callable[[Any], Tensor]:
     """A function that returns the outputs for sound whose first row is padded, without the outputs of the padding."""
-    assert subject.sound_frames is not None
-    mask = sound_padding(len(next(iter(subject.inputs.values()))), subject.sound_frames)
+    mask = sound_padding(len(next(iter(subject.inputs.values()))), frames)
     inputs = {**subject.inputs, "attention_mask": mask}
 
     def run(model: Any) -> Tensor:
@@ -142,62 +124,43 @@ def _heard(subject: Subject) -> Callable[[Any], Tensor]:
 def _padded(subject: Subject, side: str) -> Iterator[Comparison]:
     if subject.sound_frames is not None:
         _need(side == "right", "its padding is on the right")
-        yield _same(_heard(subject))
+        yield Comparison(_heard(subject, subject.sound_frames))
         return
-    _need_text(subject)
+    _need_tokens(subject)
     _need_mask(subject)
     mask = padding(side, *subject.shape)
-    inputs = {**subject.inputs, **_no_cache(subject)}
+    inputs = _given(subject, attention_mask=mask)
     if subject.is_encoder_decoder:
-        found = _run({**inputs, "attention_mask": mask})
-        yield _same(found)
+        yield Comparison(_run(inputs))
         return
-    found = _kept({**inputs, "attention_mask": mask}, mask)
-    if side == "holes":
-        yield _same(found)
-        return
-    alone = _each_row(inputs, mask)
-    if side == "left" and "position_ids" in subject.names:
-        yield _same(found)
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        positioned = _kept({**inputs, "attention_mask": mask, "position_ids": positions}, mask)
-        yield Comparison(
-            positioned, positioned, also=alone, note="eager attention differs from each row computed alone"
-        )
-    else:
-        yield Comparison(found, found, also=alone, note="eager attention differs from each row computed alone")
+    found = _kept(inputs, mask)
+    positioned = side == "left" and "position_ids" in subject.names
+    if side == "holes" or positioned:
+        yield Comparison(found)
+    if positioned:
+        found = _kept({**inputs, "position_ids": _positions_under(mask)}, mask)
+    if side != "holes":
+        also = _each_row(_given(subject), mask)
+        yield Comparison(found, also=also, note="eager attention differs from each row computed alone")
 
 
-@_case
-def padded_left(subject: Subject) -> Iterator[Comparison]:
-    yield from _padded(subject, "left")
+def _positions_under(mask: Tensor) -> Tensor:
+    """The positions of a padded batch: each row counts from its first real token."""
+    return (mask.cumsum(-1) - 1).clamp_min(0)
 
 
-@_case
-def padded_right(subject: Subject) -> Iterator[Comparison]:
-    yield from _padded(subject, "right")
-
-
-@_case
-def padded_holes(subject: Subject) -> Iterator[Comparison]:
-    yield from _padded(subject, "holes")
-
-
-@_case
-def mask_bool(subject: Subject) -> Iterator[Comparison]:
-    _need_text(subject)
+def _mask_bool(subject: Subject) -> Iterator[Comparison]:
+    _need_tokens(subject)
     _need_mask(subject)
     mask = padding("right", *subject.shape)
-    inputs = {**subject.inputs, **_no_cache(subject)}
-    number, boolean = ({**inputs, "attention_mask": m} for m in (mask, mask.bool()))
+    number, boolean = (_given(subject, attention_mask=m) for m in (mask, mask.bool()))
     if subject.is_encoder_decoder:
         yield Comparison(_run(number), _run(boolean))
     else:
         yield Comparison(_kept(number, mask), _kept(boolean, mask))
 
 
-@_case
-def mask_4d(subject: Subject) -> Iterator[Comparison]:
+def _mask_4d(subject: Subject) -> Iterator[Comparison]:
     _need_tokens(subject)
     _need_mask(subject)
     _need(not subject.is_encoder_decoder, "an encoder-decoder's masks are 2D")
@@ -207,46 +170,13 @@ def mask_4d(subject: Subject) -> Iterator[Comparison]:
     if subject.is_causal:
         visible = visible & torch.ones(length, length, dtype=torch.bool).tril()
     additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    inputs = {**subject.inputs, **_no_cache(subject)}
-    expected = _kept({**inputs, "attention_mask": additive}, mask)
-    yield Comparison(expected, expected)
+    expected = _kept(_given(subject, attention_mask=additive), mask)
+    yield Comparison(expected)
     # Eager attention adds a mask to the scores, a boolean one too.
-    yield Comparison(expected, _kept({**inputs, "attention_mask": visible}, mask))
+    yield Comparison(expected, _kept(_given(subject, attention_mask=visible), mask))
 
 
 # Packed sequences.
-
-_OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-
-
-def _positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
-    return torch.cat([torch.arange(n) for n in lengths])[None]
-
-
-def _apart(subject: Subject, ids: Tensor, lengths: tuple[int, ...], extra: dict[str, Any]) -> Callable[[Any], Tensor]:
-    """A function that returns the outputs of packed sequences, each computed alone."""
-
-    def run(model: Any) -> Tensor:
-        parts = []
-        start = 0
-        for length in lengths:
-            inputs = {name: value[:, start : start + length] for name, value in extra.items()} | _from_zero(
-                subject, length
-            )
-            parts.append(
-                main_output(
-                    forward(model, {**inputs, "input_ids": ids[:, start : start + length], **_no_cache(subject)})
-                )
-            )
-            start += length
-        return torch.cat(parts, 1)
-
-    return subject.once(("apart", tuple(ids.flatten().tolist()), lengths, tuple(extra)), run)
-
-
-def _from_zero(subject: Subject, length: int) -> dict[str, Tensor]:
-    """Positions of one sequence, from 0: a model's default positions may begin at its padding token's number plus one."""
-    return {"position_ids": torch.arange(length)[None]} if "position_ids" in subject.names else {}
 
 
 def _need_packing(subject: Subject) -> None:
@@ -255,318 +185,236 @@ def _need_packing(subject: Subject) -> None:
     _need(not subject.has_positions_of_its_own, "its position embeddings don't follow position_ids")
 
 
-def _others(subject: Subject, batch: int) -> dict[str, Any]:
-    return {n: v[:batch] for n, v in subject.inputs.items() if n != "input_ids" and isinstance(v, Tensor)}
+def _positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])[None]
 
 
-def _packed(subject: Subject, cache: bool = False, given: tuple[str, ...] = ()) -> Iterator[Comparison]:
+def _rows(subject: Subject, rows: int) -> dict[str, Any]:
+    """The first rows of the subject's inputs, with other tokens, none of them special, and without a cache."""
+    inputs = {name: value[:rows] for name, value in subject.inputs.items() if isinstance(value, Tensor)}
+    return {**inputs, "input_ids": tokens(subject.vocabulary, rows), **_no_cache(subject)}
+
+
+def _one_by_one(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The inputs of packed sequences, each alone.
+
+    Positions are passed, from 0: a model's default positions may begin at its padding token's number plus one.
+    """
+    alone = []
+    for begin, end in pairwise(accumulate(lengths, initial=0)):
+        one = {name: value[:, begin:end] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        if "position_ids" in subject.names:
+            one["position_ids"] = torch.arange(end - begin)[None]
+        alone.append(one)
+    return alone
+
+
+def _apart(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ...]) -> Callable[[Any], Tensor]:
+    """A function that returns the outputs of packed sequences, each computed alone."""
+
+    def run(model: Any) -> Tensor:
+        alone = _one_by_one(subject, inputs, lengths)
+        return torch.cat([main_output(forward(model, one)) for one in alone], 1)
+
+    return subject.once(("apart", tuple(inputs["input_ids"].flatten().tolist()), lengths, tuple(inputs)), run)
+
+
+def _packed(
+    subject: Subject, lengths: tuple[int, ...] = LENGTHS, cache: bool = False, **more: Any
+) -> Iterator[Comparison]:
+    """Sequences packed in one row, whose rest is padding, compared with each computed alone."""
     _need_packing(subject)
-    ids = tokens(subject.vocabulary, 1)
-    others = _others(subject, 1)
-    inputs = {**others, "input_ids": ids, "position_ids": _positions(), **({} if cache else _no_cache(subject))}
-    if "lengths" in given:
-        _need(subject.takes("cu_seq_lens_q"), "its forward takes no cu_seq_lens_q")
-        inputs |= {
-            "cu_seq_lens_q": _OFFSETS,
-            "cu_seq_lens_k": _OFFSETS,
-            "max_length_q": max(LENGTHS),
-            "max_length_k": max(LENGTHS),
-        }
-    if "mask" in given:
-        inputs["attention_mask"] = torch.ones_like(ids)
-    yield Comparison(_apart(subject, ids, LENGTHS, others), _run(inputs))
+    rows = _rows(subject, 1)
+    total = sum(lengths)
+    inputs = {**rows, "position_ids": _positions((*lengths, LENGTH - total)), **more}
+    if cache:
+        inputs.pop("use_cache", None)
+    yield Comparison(_apart(subject, rows, lengths), lambda model: _run(inputs)(model)[:, :total])
 
 
-@_case
-def packed_positions(subject: Subject) -> Iterator[Comparison]:
-    yield from _packed(subject)
-
-
-@_case
-def packed_positions_cache(subject: Subject) -> Iterator[Comparison]:
-    yield from _packed(subject, cache=True)
-
-
-@_case
-def packed_mrope(subject: Subject) -> Iterator[Comparison]:
+def _packed_mrope(subject: Subject) -> Iterator[Comparison]:
     """Packed positions of time, height and width, with a row of text positions above them and without."""
-    _need_packing(subject)
     _need(subject.has_sections, "its positions have no sections")
-    ids = tokens(subject.vocabulary, 1)
-    others = _others(subject, 1)
     for rows in (4, 3):
-        positions = _positions().expand(rows, 1, -1).contiguous()
-        inputs = {**others, "input_ids": ids, "position_ids": positions, **_no_cache(subject)}
-        yield Comparison(_apart(subject, ids, LENGTHS, others), _run(inputs))
+        yield from _packed(subject, position_ids=_positions().expand(rows, 1, -1).contiguous())
 
 
-@_case
-def packed_batch(subject: Subject) -> Iterator[Comparison]:
+def _packed_batch(subject: Subject) -> Iterator[Comparison]:
     """Two rows, packed with sequences of different lengths."""
     _need_packing(subject)
-    ids = tokens(subject.vocabulary, 2)
-    others = _others(subject, 2)
-    lengths = (LENGTHS, (4, 10))
-    inputs = {
-        **others,
-        "input_ids": ids,
-        "position_ids": torch.cat([_positions(n) for n in lengths]),
-        **_no_cache(subject),
-    }
+    both = _rows(subject, 2)
+    packed = (LENGTHS, (4, 10))
 
     def expected(model: Any) -> Tensor:
         rows = []
-        for row, lens in enumerate(lengths):
-            extra = {name: value[row : row + 1] for name, value in others.items()}
-            rows.append(_apart(subject, ids[row : row + 1], lens, extra)(model))
+        for row, lengths in enumerate(packed):
+            one = {name: v[row : row + 1] if isinstance(v, Tensor) else v for name, v in both.items()}
+            rows.append(_apart(subject, one, lengths)(model))
         return torch.cat(rows)
 
-    yield Comparison(expected, _run(inputs))
+    yield Comparison(expected, _run({**both, "position_ids": torch.cat([_positions(lengths) for lengths in packed])}))
 
 
-@_case
-def packed_lengths(subject: Subject) -> Iterator[Comparison]:
-    yield from _packed(subject, given=("lengths",))
+def _packed_lengths(subject: Subject, **more: Any) -> Iterator[Comparison]:
+    _need(subject.takes("cu_seq_lens_q"), "its forward takes no cu_seq_lens_q")
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    sides = {f"cu_seq_lens_{side}": offsets for side in "qk"} | {f"max_length_{side}": max(LENGTHS) for side in "qk"}
+    yield from _packed(subject, **sides, **more)
 
 
-@_case
-def packed_lengths_mask(subject: Subject) -> Iterator[Comparison]:
-    """Lengths together with an attention mask of ones, as some collators always pass."""
-    yield from _packed(subject, given=("lengths", "mask"))
-
-
-@_case
-def packed_mask(subject: Subject) -> Iterator[Comparison]:
-    """Packed positions together with a 0/1 mask whose end is padding."""
-    _need_packing(subject)
+def _packed_under(subject: Subject, marks: tuple[int, int, int]) -> Iterator[Comparison]:
+    """Two packed sequences and padding, with a mask that has these numbers for the tokens of each."""
     _need_mask(subject)
-    ids = tokens(subject.vocabulary, 1)
-    others = _others(subject, 1)
-    lengths = LENGTHS[:2]
-    total = sum(lengths)
-    mask = torch.ones_like(ids)
-    mask[:, total:] = 0
-    positions = torch.cat([_positions(lengths), torch.arange(LENGTH - total)[None]], 1)
-    inputs = {**others, "input_ids": ids, "position_ids": positions, "attention_mask": mask, **_no_cache(subject)}
-    yield Comparison(_apart(subject, ids[:, :total], lengths, others), lambda model: _run(inputs)(model)[:, :total])
-
-
-@_case
-def indexed_mask(subject: Subject) -> Iterator[Comparison]:
-    """A 2D mask that numbers the sequences from 1, with matching positions; 0 is padding."""
-    _need_packing(subject)
-    _need_mask(subject)
-    ids = tokens(subject.vocabulary, 1)
-    others = _others(subject, 1)
-    lengths = LENGTHS[:2]
-    total = sum(lengths)
-    mask = torch.cat(
-        [torch.full((1, n), i + 1) for i, n in enumerate(lengths)] + [torch.zeros(1, LENGTH - total)], 1
-    ).long()
-    positions = torch.cat([_positions(lengths), torch.arange(LENGTH - total)[None]], 1)
-    inputs = {**others, "input_ids": ids, "position_ids": positions, "attention_mask": mask, **_no_cache(subject)}
-    yield Comparison(_apart(subject, ids[:, :total], lengths, others), lambda model: _run(inputs)(model)[:, :total])
+    mask = torch.tensor(marks).repeat_interleave(torch.tensor(LENGTHS))[None]
+    yield from _packed(subject, LENGTHS[:2], attention_mask=mask)
 
 
 # Caches.
 
+_CACHE_DIFFERS = "eager attention with a cache differs from the full forward"
+
 
 def _need_cache(subject: Subject) -> None:
     _need_decoder(subject)
-    _need(subject.takes("past_key_values") or "cache_params" in subject.names, "its forward takes no past_key_values")
     _need("past_key_values" in subject.names, "its forward takes no past_key_values")
 
 
 def _continued(
-    subject: Subject, steps: tuple[int, ...], cache: Callable[[Any], Any] | None, mask: Tensor | None = None
+    subject: Subject, steps: tuple[int, ...], cache: Callable[[Any], Any] | None = None, mask: Tensor | None = None
 ) -> Callable[[Any], Tensor]:
     """A function that returns the outputs of a sequence computed in steps of these lengths against one cache."""
-    ids = subject.inputs["input_ids"]
-    others = {n: v for n, v in subject.inputs.items() if n != "input_ids" and isinstance(v, Tensor)}
 
     def run(model: Any) -> Tensor:
         past = cache(model) if cache is not None else None
         parts = []
-        start = 0
-        for step in steps:
-            end = start + step
-            inputs = {name: value[:, start:end] for name, value in others.items()}
-            inputs |= {"input_ids": ids[:, start:end], "use_cache": True}
+        for begin, end in pairwise(accumulate(steps, initial=0)):
+            inputs = {name: value[:, begin:end] for name, value in subject.inputs.items() if isinstance(value, Tensor)}
+            inputs["use_cache"] = True
             if past is not None:
                 inputs["past_key_values"] = past
             if mask is not None:
                 inputs["attention_mask"] = mask[:, :end]
                 if "position_ids" in subject.names:
-                    inputs["position_ids"] = (mask[:, :end].cumsum(-1) - 1).clamp_min(0)[:, start:end]
+                    inputs["position_ids"] = _positions_under(mask[:, :end])[:, begin:end]
             if cache is not None and "cache_position" in subject.names:
-                inputs["cache_position"] = torch.arange(start, end)
+                inputs["cache_position"] = torch.arange(begin, end)
             output = forward(model, inputs)
             past = output.past_key_values
-            if past is None:
-                raise NotApplicableError("it returns no cache")
+            _need(past is not None, "it returns no cache")
             parts.append(main_output(output))
-            start = end
         return torch.cat(parts, 1)
 
     return run
 
 
-@_case
-def cached(subject: Subject) -> Iterator[Comparison]:
+def _cached(subject: Subject) -> Iterator[Comparison]:
     """A prompt, then several tokens at once, then one token at a time."""
     _need_cache(subject)
-    full = _full(subject)
-    run = _continued(subject, (6, 5, 1, 1, 1), None)
-    yield Comparison(run, run, also=full, note="eager attention with a cache differs from the full forward")
+    run = _continued(subject, (6, 5, 1, 1, 1))
+    yield Comparison(run, also=_full(subject), note=_CACHE_DIFFERS)
 
 
 def _static(model: Any) -> Any:
     from transformers import StaticCache
 
-    size = {"max_cache_len": LENGTH + 6}
-    places = {"max_batch_size": BATCH, "device": torch.device("cpu"), "dtype": torch.float32}
+    takes = inspect.signature(StaticCache.__init__).parameters
+    places = {"max_batch_size": BATCH, "device": torch.device("cpu"), "dtype": torch.float32}  # not in every release
+    places = {name: value for name, value in places.items() if name in takes}
     config = model.config.get_text_config(decoder=True)
     try:
-        return StaticCache(config=config, **size, **accepted(StaticCache.__init__, **places))
+        return StaticCache(config=config, max_cache_len=LENGTH + 6, **places)
     except Exception as error:
         raise NotApplicableError(f"StaticCache: {error}") from error
 
 
-@_case
-def cached_static(subject: Subject) -> Iterator[Comparison]:
+def _cached_static(subject: Subject) -> Iterator[Comparison]:
     """As `cached`, against a static cache, with padding on the left."""
     _need(subject.has_tokens, "it takes no tokens")
     _need_cache(subject)
     _need_mask(subject)
     mask = padding("left", *subject.shape)
-    run = _continued(subject, (8, 4, 1, 1), _static, mask)
-    given = {**subject.inputs, "attention_mask": mask, **_no_cache(subject)}
-    if "position_ids" in subject.names:
-        given["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-    full = _run(given)
+    positions = {"position_ids": _positions_under(mask)} if "position_ids" in subject.names else {}
+    full = _kept(_given(subject, attention_mask=mask, **positions), mask)
+    steps = _continued(subject, (8, 4, 1, 1), _static, mask)
 
-    def real(of: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        return lambda model: of(model)[mask.bool()]
+    def real(model: Any) -> Tensor:
+        return steps(model)[mask.bool()]
 
-    note = "eager attention with a cache differs from the full forward"
-    yield Comparison(real(run), real(run), also=real(full), note=note)
+    yield Comparison(real, also=full, note=_CACHE_DIFFERS)
 
 
-@_case
-def chunked_prefill(subject: Subject) -> Iterator[Comparison]:
+def _chunked_prefill(subject: Subject) -> Iterator[Comparison]:
     """A prompt in two parts, without a mask: more keys than queries."""
     _need_cache(subject)
-    full = _full(subject)
-    note = "eager attention with a cache differs from the full forward"
-    run = _continued(subject, (9, 5), None)
-    yield Comparison(run, run, also=full, note=note)
-    run_static = _continued(subject, (9, 5), _static)
-    yield Comparison(run_static, run_static, also=full, note=note)
+    for cache in (None, _static):
+        run = _continued(subject, (9, 5), cache)
+        yield Comparison(run, also=_full(subject), note=_CACHE_DIFFERS)
 
 
-_GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def _need_generate(subject: Subject) -> None:
+def _generated(subject: Subject, **options: Any) -> Iterator[Comparison]:
+    """The logits of greedy generation after a padded prompt."""
     _need(subject.is_causal or subject.is_encoder_decoder, "it is no causal decoder")
     _need(subject.eager.can_generate() and hasattr(subject.eager, "generate"), "it can't generate")
+    inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
+    if subject.takes("attention_mask") and subject.has_tokens:
+        inputs["attention_mask"] = padding("left", *subject.shape)
+    greedy = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
-
-def _generated(subject: Subject, inputs: dict[str, Any], **options: Any) -> Callable[[Any], Tensor]:
     def run(model: Any) -> Tensor:
         torch.default_generator.manual_seed(0)
         with torch.no_grad():
-            output = model.generate(**inputs, **_GREEDY, **options, return_dict_in_generate=True, output_logits=True)
+            output = model.generate(**inputs, **greedy, **options, return_dict_in_generate=True, output_logits=True)
         return torch.stack(list(output.logits), 1)
 
-    return run
-
-
-@_case
-def generate(subject: Subject) -> Iterator[Comparison]:
-    _need_generate(subject)
-    inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
-    if subject.takes("attention_mask") and subject.has_tokens:
-        inputs["attention_mask"] = padding("left", *subject.shape)
-    yield _same(_generated(subject, inputs))
-
-
-@_case
-def beams(subject: Subject) -> Iterator[Comparison]:
-    _need_generate(subject)
-    inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
-    if subject.takes("attention_mask") and subject.has_tokens:
-        inputs["attention_mask"] = padding("left", *subject.shape)
-    yield _same(_generated(subject, inputs, num_beams=3))
+    yield Comparison(run)
 
 
 # Training.
 
-
-def _gradients(model: Any, loss: Tensor) -> Tensor:
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
-    return torch.cat([g.flatten() for g in grads])
+#: The inputs of a forward, and a mask of the real tokens.
+_Run = tuple[dict[str, Any], Tensor | None]
 
 
 def _trained(
-    runs: list[tuple[dict[str, Any], Tensor | None]],
-    prepare: Callable[[Any], None] | None = None,
-    undo: Callable[[Any], None] | None = None,
+    runs: list[_Run], setting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 ) -> Callable[[Any], Tensor]:
-    """A function that returns the gradients of a loss over all real tokens' outputs, summed over the forwards."""
+    """A function that returns the gradients of a loss over all real tokens' outputs, summed over the forwards.
+
+    Args:
+        runs: the forwards.
+        setting: a context manager of the model, which is entered for them.
+    """
 
     def run(model: Any) -> Tensor:
-        with training(model):
-            if prepare is not None:
-                prepare(model)
-            try:
-                losses = []
-                for inputs, mask in runs:
-                    output = main_output(forward(model, inputs, gradients=True))
-                    losses.append((output if mask is None else output[mask.bool()]).square().sum())
-                return _gradients(model, torch.stack(losses).sum())
-            finally:
-                if undo is not None:
-                    undo(model)
+        with training(model), setting(model):
+            losses = []
+            for inputs, mask in runs:
+                output = main_output(forward(model, inputs, gradients=True))
+                losses.append((output if mask is None else output[mask.bool()]).square().sum())
+            model.zero_grad(set_to_none=True)
+            torch.stack(losses).sum().backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
+            return torch.cat([grad.flatten() for grad in grads])
 
     return run
 
 
-def _padded_runs(subject: Subject) -> list[tuple[dict[str, Any], Tensor | None]]:
-    inputs = {**subject.inputs, **_no_cache(subject)}
+def _padded_runs(subject: Subject) -> list[_Run]:
     if subject.has_tokens and (subject.has_sequence or subject.is_encoder_decoder) and subject.takes("attention_mask"):
         mask = padding("right", *subject.shape)
-        return [({**inputs, "attention_mask": mask}, None if subject.is_encoder_decoder else mask)]
-    return [(inputs, None)]
+        return [(_given(subject, attention_mask=mask), None if subject.is_encoder_decoder else mask)]
+    return [(_given(subject), None)]
 
 
-@_case
-def gradients(subject: Subject) -> Iterator[Comparison]:
-    yield _same(subject.once("gradients", _trained(_padded_runs(subject))), GRADIENTS)
-
-
-def _packed_runs(
-    subject: Subject,
-) -> tuple[list[tuple[dict[str, Any], Tensor | None]], list[tuple[dict[str, Any], Tensor | None]]]:
+def _packed_runs(subject: Subject) -> tuple[list[_Run], list[_Run]]:
     """Inputs of packed sequences, and of the same sequences one by one."""
-    ids = tokens(subject.vocabulary, 1)
-    others = _others(subject, 1)
-    together = {**others, "input_ids": ids, "position_ids": _positions(), **_no_cache(subject)}
-    alone: list[tuple[dict[str, Any], Tensor | None]] = []
-    start = 0
-    for length in LENGTHS:
-        inputs = {name: value[:, start : start + length] for name, value in others.items()} | _from_zero(
-            subject, length
-        )
-        alone.append(({**inputs, "input_ids": ids[:, start : start + length], **_no_cache(subject)}, None))
-        start += length
-    return [(together, None)], alone
+    rows = _rows(subject, 1)
+    return [({**rows, "position_ids": _positions()}, None)], [
+        (one, None) for one in _one_by_one(subject, rows, LENGTHS)
+    ]
 
 
-@_case
-def gradients_packed(subject: Subject) -> Iterator[Comparison]:
+def _gradients_packed(subject: Subject) -> Iterator[Comparison]:
     _need_packing(subject)
     together, alone = _packed_runs(subject)
     yield Comparison(subject.once("gradients apart", _trained(alone)), _trained(together), GRADIENTS)
@@ -575,65 +423,54 @@ def gradients_packed(subject: Subject) -> Iterator[Comparison]:
 def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
     _need(bool(getattr(subject.eager, "supports_gradient_checkpointing", False)), "it has no gradient checkpointing")
 
-    def prepare(model: Any) -> None:
+    @contextmanager
+    def checkpointing(model: Any) -> Iterator[None]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         if reentrant and subject.has_tokens:
             model.enable_input_require_grads()
+        try:
+            yield
+        finally:
+            if reentrant and subject.has_tokens:
+                model.disable_input_require_grads()
+            model.gradient_checkpointing_disable()
 
-    def undo(model: Any) -> None:
-        if reentrant and subject.has_tokens:
-            model.disable_input_require_grads()
-        model.gradient_checkpointing_disable()
-
-    padded = _padded_runs(subject)
-    checkpointed = _trained(padded, prepare, undo)
     note = "eager attention's gradients differ from those without checkpointing"
-    also = subject.once("gradients", _trained(padded))
-    yield Comparison(checkpointed, checkpointed, GRADIENTS, also=also, note=note)
+    padded = _padded_runs(subject)
+    run = _trained(padded, checkpointing)
+    yield Comparison(run, tolerance=GRADIENTS, also=subject.once("gradients", _trained(padded)), note=note)
     if subject.is_causal and subject.takes("position_ids") and not subject.has_positions_of_its_own:
         together, alone = _packed_runs(subject)
         also = subject.once("gradients apart", _trained(alone))
-        expected, found = (_trained(runs, prepare, undo) for runs in (alone, together))
+        expected, found = (_trained(runs, checkpointing) for runs in (alone, together))
         yield Comparison(expected, found, GRADIENTS, also=also, note=note)
-
-
-@_case
-def checkpointing(subject: Subject) -> Iterator[Comparison]:
-    yield from _checkpointed(subject, reentrant=False)
-
-
-@_case
-def checkpointing_reentrant(subject: Subject) -> Iterator[Comparison]:
-    yield from _checkpointed(subject, reentrant=True)
 
 
 # Encoder-decoders.
 
 
-@_case
-def cross_attention(subject: Subject) -> Iterator[Comparison]:
+def _cross_attention(subject: Subject) -> Iterator[Comparison]:
     """Both sides padded, with equal lengths and with different ones."""
     _need(subject.is_encoder_decoder, "it has no cross-attention between an encoder and a decoder")
-    inputs = {**subject.inputs, **_no_cache(subject)}
-    masks: dict[str, Any] = {}
+    inputs = _given(subject)
     if subject.takes("attention_mask") and subject.has_tokens:
-        masks["attention_mask"] = padding("right", *subject.shape)
-    rows = len(inputs["decoder_input_ids"])
-    if subject.takes("decoder_attention_mask"):
-        mask = padding("right", rows)
-        yield _same(_kept({**inputs, **masks, "decoder_attention_mask": mask}, mask))
-    shorter = {**inputs, **masks, "decoder_input_ids": inputs["decoder_input_ids"][:, :9]}
-    yield _same(_run(shorter))
-    if subject.takes("decoder_attention_mask"):
-        mask = padding("left", rows)[:, 2:11]
-        yield _same(_kept({**shorter, "decoder_attention_mask": mask}, mask))
+        inputs["attention_mask"] = padding("right", *subject.shape)
+    ids = inputs["decoder_input_ids"]
+    shorter = {**inputs, "decoder_input_ids": ids[:, :9]}
+    masked = subject.takes("decoder_attention_mask")
+    if masked:
+        mask = padding("right", len(ids))
+        yield Comparison(_kept({**inputs, "decoder_attention_mask": mask}, mask))
+    yield Comparison(_run(shorter))
+    if masked:
+        mask = padding("left", len(ids))[:, 2:11]
+        yield Comparison(_kept({**shorter, "decoder_attention_mask": mask}, mask))
 
 
 # Images.
 
 
-@_case
-def image(subject: Subject) -> Iterator[Comparison]:
+def _image(subject: Subject) -> Iterator[Comparison]:
     """An image in every row of text, and the same with padding on the left."""
     inputs = subject.inputs_with_images
     _need(inputs is not None, "it takes no image beside text, or none was found that fits")
@@ -642,12 +479,45 @@ def image(subject: Subject) -> Iterator[Comparison]:
     inputs = {**inputs, **_no_cache(subject)}
     # Up to 5.2 eager attention without a cache mistakes the rows of M-RoPE positions for packed sequences.
     alone = _run(inputs)
-    yield Comparison(alone, alone, also=cached, note="eager attention with a cache differs")
+    yield Comparison(alone, also=cached, note="eager attention with a cache differs")
     if subject.takes("attention_mask"):
         mask = torch.ones_like(inputs["input_ids"])
         mask[0, :2] = 0
-        yield _same(_kept({**inputs, "attention_mask": mask}, mask))
+        yield Comparison(_kept({**inputs, "attention_mask": mask}, mask))
 
+
+#: Functions that yield the comparisons of a subject, or raise NotApplicableError.
+CASES: dict[str, Callable[[Subject], Iterable[Comparison]]] = {
+    "plain": lambda subject: [Comparison(_full(subject))],
+    "padded_left": partial(_padded, side="left"),
+    "padded_right": partial(_padded, side="right"),
+    "padded_holes": partial(_padded, side="holes"),
+    "mask_bool": _mask_bool,
+    "mask_4d": _mask_4d,
+    "packed_positions": _packed,
+    "packed_positions_cache": partial(_packed, cache=True),
+    "packed_mrope": _packed_mrope,
+    "packed_batch": _packed_batch,
+    "packed_lengths": _packed_lengths,
+    # As some collators always pass.
+    "packed_lengths_mask": partial(_packed_lengths, attention_mask=torch.ones(1, LENGTH, dtype=torch.long)),
+    "packed_mask": partial(_packed_under, marks=(1, 1, 0)),
+    # The mask numbers the sequences from 1; 0 is padding.
+    "indexed_mask": partial(_packed_under, marks=(1, 2, 0)),
+    "cached": _cached,
+    "cached_static": _cached_static,
+    "chunked_prefill": _chunked_prefill,
+    "generate": _generated,
+    "beams": partial(_generated, num_beams=3),
+    "gradients": lambda subject: [
+        Comparison(subject.once("gradients", _trained(_padded_runs(subject))), tolerance=GRADIENTS)
+    ],
+    "gradients_packed": _gradients_packed,
+    "checkpointing": partial(_checkpointed, reentrant=False),
+    "checkpointing_reentrant": partial(_checkpointed, reentrant=True),
+    "cross_attention": _cross_attention,
+    "image": _image,
+}
 
 #: The few cases that show whether a model treats masks and packed sequences right.
 QUICK = ("plain", "padded_left", "packed_positions", "cached", "gradients", "cross_attention")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .inputs import BATCH, Maker, filled, tokens, vocabulary_of
+from .inputs import BATCH, Maker, tokens, vocabulary_of
 
 __all__ = ["image_inputs"]
 
@@ -20,8 +20,6 @@ _WITH_IMAGES = (
     ("image_sizes",),
     ("pixel_attention_mask",),
     ("pixel_attention_mask", "spatial_shapes"),
-    ("image_position_ids",),
-    ("target_sizes",),
 )
 #: Images of more tokens make a case slow.
 _MOST_TOKENS = 300
@@ -34,8 +32,6 @@ def image_inputs(model: Any) -> Iterator[dict[str, Any]]:
     features = getattr(model, "get_image_features", None) or getattr(
         getattr(model, "model", None), "get_image_features", None
     )
-    if "aspect_ratio_mask" in names:
-        yield from _cross_attended(model)
     if token is None or features is None or "pixel_values" not in names:
         return
     takes = inspect.signature(features).parameters
@@ -45,11 +41,10 @@ def image_inputs(model: Any) -> Iterator[dict[str, Any]]:
         needed = [n for n in ("image_grid_thw", "image_sizes") if n in takes and n not in more]
         if any(takes[name].default is inspect.Parameter.empty for name in needed):
             continue
-        for images in filled(Maker(model.config, [*names, *more]), ["pixel_values", *more], {}):
+        for images in Maker(model.config, [*names, *more]).filled(["pixel_values", *more]):
             counts = _features_of(features, {k: v for k, v in images.items() if k in takes})
-            if counts is None or not 0 < sum(counts) <= _MOST_TOKENS * BATCH:
-                continue
-            yield from _texts(model, names, images, token, counts)
+            if counts is not None and 0 < sum(counts) <= _MOST_TOKENS * BATCH:
+                yield _text(model, names, images, token, counts)
 
 
 def _image_token(config: Any) -> int | None:
@@ -82,9 +77,8 @@ def _features_of(get: Any, images: dict[str, Any]) -> list[int] | None:
     return [counts[0] // BATCH] * BATCH if len(counts) == 1 and counts[0] % BATCH == 0 else counts
 
 
-def _texts(
-    model: Any, names: list[str], images: dict[str, Any], token: int, counts: list[int]
-) -> Iterator[dict[str, Any]]:
+def _text(model: Any, names: list[str], images: dict[str, Any], token: int, counts: list[int]) -> dict[str, Any]:
+    """The images with a text around the tokens of each."""
     text = tokens(vocabulary_of(model.config), BATCH, 6, seed=5)
     before, after = (_tokens_around(model.config, side) for side in ("start", "end"))
     marked = [torch.tensor([*before, *[token] * n, *after]) for n in counts]
@@ -92,27 +86,10 @@ def _texts(
         ids = torch.stack([torch.cat([row[:2], one, row[2:]]) for row, one in zip(text, marked, strict=True)])
     else:  # images of different sizes: one row has them all
         ids = torch.cat([text[0, :2], *(part for one in marked for part in (one, text[1, :1])), text[0, 2:]])[None]
-    inputs = {"input_ids": ids, **images}
-    kinds = [n for n in ("mm_token_type_ids", "token_type_ids") if n in names]
-    yield {**inputs, **{name: (ids == token).long() for name in kinds}}
+    kinds: dict[str, Tensor] = {n: (ids == token).long() for n in ("mm_token_type_ids", "token_type_ids") if n in names}
+    return {"input_ids": ids, **images, **kinds}
 
 
 def _tokens_around(config: Any, side: str) -> list[int]:
     value = getattr(config, f"vision_{side}_token_id", None)
     return [value] if isinstance(value, int) and 0 <= value < vocabulary_of(config) else []
-
-
-def _cross_attended(model: Any) -> Iterator[dict[str, Any]]:
-    """Yields inputs for models whose text attends to images in cross-attention layers."""
-    vision = model.config.vision_config
-    ids = tokens(vocabulary_of(model.config))
-    rows, length = ids.shape
-    tiles, size = vision.max_num_tiles, vision.image_size
-    generator = torch.Generator().manual_seed(3)
-    yield {
-        "input_ids": ids,
-        "pixel_values": torch.randn(rows, 1, tiles, vision.num_channels, size, size, generator=generator),
-        "aspect_ratio_ids": torch.ones(rows, 1, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(rows, 1, tiles, dtype=torch.long),
-        "cross_attention_mask": torch.ones(rows, length, 1, tiles, dtype=torch.long),
-    }

@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,28 +146,19 @@ def _fingerprint(owner: type) -> str:
 
 def _prove_elsewhere(owner: type, config: Any) -> Proof:
     """Prove a class in another process, unaffected by this one's devices, default dtype and patches."""
-    model_type = str(getattr(config, "model_type", ""))
-    with tempfile.TemporaryDirectory() as folder:
-        given, result = Path(folder, "given"), Path(folder, "result.json")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "CUDA_VISIBLE_DEVICES": "",
-            "KERNEL_COMPAT_UNPROVEN": "allow",
-        }
-        try:
-            given.write_bytes(pickle.dumps((owner, config)))
-            subprocess.run(
-                [sys.executable, "-m", __package__, str(given), str(result)],
-                env=environment,
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-            )
-            return Proof.from_json(json.loads(result.read_text()))
-        except subprocess.CalledProcessError as error:
-            problem = (error.stderr or "").strip().rpartition("\n")[2]
-        except Exception as error:  # a class that can't be pickled, a proof that takes too long
-            problem = f"{type(error).__name__}: {error}"
-    return Proof(model_type, metadata.version("transformers"), no_recipe=problem)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "KERNEL_COMPAT_UNPROVEN": "allow",
+    }
+    command = [sys.executable, "-m", __package__]
+    try:
+        given = pickle.dumps((owner, config))
+        done = subprocess.run(command, input=given, env=environment, check=True, capture_output=True, timeout=_SECONDS)
+        return Proof.from_json(json.loads(done.stdout))
+    except subprocess.CalledProcessError as error:
+        problem = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    except Exception as error:  # a class that can't be pickled, a proof that takes too long
+        problem = f"{type(error).__name__}: {error}"
+    return Proof(str(getattr(config, "model_type", "")), metadata.version("transformers"), no_recipe=problem)

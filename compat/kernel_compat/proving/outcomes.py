@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Outcome", "Proof", "Verdict", "summary"]
+__all__ = ["WORST_FIRST", "Outcome", "Proof", "Verdict", "summary"]
 
 Verdict = Literal["equal", "refused", "wrong", "crashed", "not applicable"]
-_WORST_FIRST: tuple[Verdict, ...] = ("wrong", "crashed", "refused", "equal", "not applicable")
+WORST_FIRST: tuple[Verdict, ...] = ("wrong", "crashed", "refused", "equal", "not applicable")
 
 
 @dataclass(frozen=True)
@@ -60,64 +60,45 @@ class Proof:
         """The worst verdict of its outcomes."""
         if self.no_recipe:
             return "no recipe"
-        found = {outcome.verdict for outcome in self.outcomes}
-        return next((verdict for verdict in _WORST_FIRST if verdict in found), "not applicable")
+        return min((outcome.verdict for outcome in self.outcomes), key=WORST_FIRST.index, default="not applicable")
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong and nothing crashed."""
         return self.verdict not in ("wrong", "crashed")
 
-    def to_json(self, exact: bool = False) -> dict[str, Any]:
-        """A JSON document, the same on every machine.
-
-        Args:
-            exact: with all digits of the differences, and the time it took.
-        """
-        if exact:
-            return {
-                **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-                "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],
-            }
+    def to_json(self) -> dict[str, Any]:
+        """A JSON document, the same on every machine: without the time, and with differences only where they are wrong."""
+        outcomes = [dataclasses.asdict(outcome) for outcome in self.outcomes]
+        for outcome in outcomes:
+            for number in ("difference", "tolerance"):
+                outcome[number] = _rounded(outcome[number]) if outcome["verdict"] == "wrong" else None
         return {
             "model_type": self.model_type,
             "transformers": self.transformers,
             "verdict": self.verdict,
             "no_recipe": self.no_recipe,
-            "outcomes": [
-                {
-                    **dataclasses.asdict(outcome),
-                    "difference": _rounded(outcome.difference, outcome.verdict),
-                    "tolerance": _rounded(outcome.tolerance, outcome.verdict),
-                }
-                for outcome in self.outcomes
-            ],
+            "outcomes": outcomes,
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Proof:
         """The proof in a document of `to_json`."""
         outcomes = tuple(Outcome(**outcome) for outcome in document["outcomes"])
-        return cls(
-            document["model_type"],
-            document["transformers"],
-            outcomes,
-            document["no_recipe"],
-            document.get("seconds", 0.0),
-        )
+        return cls(document["model_type"], document["transformers"], outcomes, document["no_recipe"])
 
 
-def _rounded(value: float | None, verdict: Verdict) -> float | None:
-    """The first digit of a difference that is wrong; None for others, whose digits are noise."""
-    if value is None or verdict != "wrong" or not math.isfinite(value):
+def _rounded(value: float | None) -> float | None:
+    """The first digit of a number: the others differ between machines."""
+    if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.0e}") if value < 0.1 else round(value, 1)
 
 
 def summary(proofs: Iterable[Proof]) -> dict[str, int]:
     """The number of model types tried, and the number with each verdict."""
-    proofs = list(proofs)
-    counts = Counter(proof.verdict for proof in proofs)
-    return {"tried": len(proofs)} | {
+    verdicts = [proof.verdict for proof in proofs]
+    counts = Counter(verdicts)
+    return {"tried": len(verdicts)} | {
         verdict: counts[verdict] for verdict in ("equal", "refused", "wrong", "crashed", "not applicable", "no recipe")
     }

@@ -7,26 +7,37 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..attention.defaults import installed, register_attention, unregister_attention
-from ..errors import KernelCompatError
 from ..kernels import known_kernels
 from . import recipes
 from .architectures import classes_of
 from .cases import CASES, Comparison
 from .loading import nothing_to_prove
-from .outcomes import Outcome, Proof
-from .subject import CountedKernel, NoRecipeError, NotApplicableError, RefusedToLoadError, Subject, describe, distance
+from .outcomes import WORST_FIRST, Outcome, Proof, Verdict
+from .subject import (
+    CountedKernel,
+    NoRecipeError,
+    NotApplicableError,
+    RefusedToLoadError,
+    Subject,
+    describe,
+    distance,
+    is_refusal,
+)
 from .tiny import LEVELS, shrink
 
-__all__ = ["UnknownCaseError", "prove_config", "prove_type"]
+__all__ = ["prove_config", "prove_type"]
 
 #: The attention name that is registered and proven if none is passed; its kernel is the reference kernel.
 NAME = "kernel_compat_proof_flash"
@@ -36,13 +47,6 @@ _SENSITIVITY = 10
 _UNDECIDABLE = 1e-2
 #: If attention changes the output by less, errors in attention may go unseen.
 _SHARE_TO_SEE = 1e-3
-#: transformers' own refusals, by their text.
-_NAMES_ATTENTION = re.compile(r"attn_implementation|[Ff]lash attention cannot")
-_OURS = str(Path(__file__).parents[1])
-
-
-class UnknownCaseError(ValueError):
-    """No case has this name."""
 
 
 def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_implementation: str | None = None) -> Proof:
@@ -60,21 +64,7 @@ def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_impl
 
     if model_type not in CONFIG_MAPPING_NAMES:
         raise ValueError(f"transformers has no model type {model_type!r}")
-    require_cases(cases)
-    start = time.perf_counter()
-    outcomes: list[Outcome] = []
-    problems: list[str] = []
-    with _quiet(), _under_proof(attn_implementation) as name:
-        for model_class, configs in _configs(model_type, problems):
-            for config in configs:
-                try:
-                    outcomes += _prove(model_class, config, cases, name, model_type)
-                    break
-                except NoRecipeError as error:
-                    problems.append(f"{model_class.__name__}: {error}")
-    seconds = time.perf_counter() - start
-    problem = "" if outcomes else "; ".join(problems) or "it has no model class"
-    return Proof(model_type, _transformers(), tuple(outcomes), problem, seconds)
+    return _proof(model_type, lambda problems: _default_configs(model_type, problems), cases, attn_implementation)
 
 
 def prove_config(
@@ -95,21 +85,16 @@ def prove_config(
     Raises:
         ValueError: no case has one of the names.
     """
-    require_cases(cases)
-    start = time.perf_counter()
     model_type = getattr(config, "model_type", "") or type(config).__name__
-    outcomes: list[Outcome] = []
-    problem = ""
-    with _quiet(), _under_proof(attn_implementation) as name:
+
+    def configs(problems: list[str]) -> Iterator[tuple[type[Any], list[Any]]]:
         classes = [model_class] if model_class is not None else classes_of(model_type)[:1]
         if not classes:
-            problem = f"no model class for {type(config).__name__}: pass model_class"
+            problems.append(f"no model class for {type(config).__name__}: pass model_class")
         for one in classes:
-            try:
-                outcomes += _prove(one, config, cases, name, model_type)
-            except NoRecipeError as error:
-                problem = f"{one.__name__}: {error}"
-    return Proof(model_type, _transformers(), tuple(outcomes), problem, time.perf_counter() - start)
+            yield one, [config]
+
+    return _proof(model_type, configs, cases, attn_implementation)
 
 
 def warm_up() -> None:
@@ -122,14 +107,44 @@ def require_cases(cases: Iterable[str] | None) -> None:
     """Check that cases of these names exist.
 
     Raises:
-        UnknownCaseError: one does not; the message lists the cases.
+        ValueError: one does not; the message lists the cases.
     """
     for case in cases or ():
         if case not in CASES:
-            raise UnknownCaseError(f"unknown case {case!r}; there are {', '.join(CASES)}")
+            raise ValueError(f"unknown case {case!r}; there are {', '.join(CASES)}")
 
 
-def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], list[Any]]]:
+def _proof(
+    model_type: str,
+    configs: Callable[[list[str]], Iterator[tuple[type[Any], list[Any]]]],
+    cases: Sequence[str] | None,
+    attn_implementation: str | None,
+) -> Proof:
+    """The proof of model classes, each on the first of its configs of which a tiny model can be made.
+
+    Args:
+        model_type: the type that the classes belong to.
+        configs: yields classes, each with its configs; it may add reasons why there are none to the list it gets.
+        cases: names of `CASES`; None for all.
+        attn_implementation: the registered attention name; None for the reference kernel.
+    """
+    require_cases(cases)
+    start = time.perf_counter()
+    outcomes: list[Outcome] = []
+    problems: list[str] = []
+    with _quiet(), _under_proof(attn_implementation) as (name, counted):
+        for model_class, candidates in configs(problems):
+            for config in candidates:
+                try:
+                    outcomes += _prove(model_class, config, cases, name, counted, model_type)
+                    break
+                except NoRecipeError as error:
+                    problems.append(f"{model_class.__name__}: {error}")
+    problem = "" if outcomes else "; ".join(problems) or "it has no model class"
+    return Proof(model_type, version("transformers"), tuple(outcomes), problem, time.perf_counter() - start)
+
+
+def _default_configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], list[Any]]]:
     """Yields the classes of a type, each with default configs that may belong to it, the most likely first."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -156,33 +171,41 @@ def _configs(model_type: str, problems: list[str]) -> Iterator[tuple[type[Any], 
 
 
 def _prove(
-    model_class: type[Any], config: Any, cases: Sequence[str] | None, name: _Name, model_type: str
+    model_class: type[Any],
+    config: Any,
+    cases: Sequence[str] | None,
+    name: str,
+    counted: CountedKernel | None,
+    model_type: str,
 ) -> list[Outcome]:
     label = model_class.__name__
     try:
-        subject = make_subject(model_class, config, name.name, model_type, name.counted)
+        subject = make_subject(model_class, config, name, model_type, counted)
     except RefusedToLoadError as error:
-        verdict = "refused" if is_refusal(error.cause) else "crashed"
-        return [Outcome(label, "load", verdict, reason=describe(error.cause))]  # type: ignore[arg-type]
-    before = name.calls if name.counted is not None else None
-    outcomes = [_outcome(subject, label, case) for case in cases or CASES]
+        (cause,) = error.args
+        verdict: Verdict = "refused" if is_refusal(cause) else "crashed"
+        return [Outcome(label, "load", verdict, reason=describe(cause))]
+    before = counted.calls if counted is not None else 0
+    outcomes = [_outcome(subject, case) for case in cases or CASES]
     note = ""
-    if name.calls == before:
+    if counted is not None and counted.calls == before:
         note = "its forward never calls the kernel"
-        outcomes = [_by_sdpa(subject, label, o) if o.verdict == "wrong" else o for o in outcomes]
+        outcomes = [_by_sdpa(subject, one) if one.verdict == "wrong" else one for one in outcomes]
     elif subject.attention_share is not None and subject.attention_share < _SHARE_TO_SEE:
         note = f"without attention the output differs by {subject.attention_share:.0e} alone"
-    return [replace(o, reason=note) if note and o.verdict == "equal" and not o.reason else o for o in outcomes]
+    return [
+        replace(one, reason=note) if note and one.verdict == "equal" and not one.reason else one for one in outcomes
+    ]
 
 
-def _by_sdpa(subject: Subject, label: str, wrong: Outcome) -> Outcome:
+def _by_sdpa(subject: Subject, wrong: Outcome) -> Outcome:
     """The outcome against sdpa of a model that computes its attention itself; `wrong` if that isn't equal either.
 
     Such a model may be right except with eager's additive masks: Gemma 4's audio tower negates its mask, which is right only
     for booleans, from 5.5 to 5.19.
     """
     try:
-        outcome = _outcome(subject.against("sdpa"), label, wrong.case)
+        outcome = _outcome(subject.against("sdpa"), wrong.case)
     except Exception:  # it has no sdpa
         return wrong
     if outcome.verdict != "equal":
@@ -220,72 +243,54 @@ def make_subject(
 
 def _has_sections(model_class: type[Any], config: Any) -> bool:
     """Whether the source of a class, or of a nested model's class, divides rotary channels into sections."""
-    classes: list[Any] = [model_class]
-    for value in vars(config).values():
-        model_type = getattr(value, "model_type", "")
-        if hasattr(value, "to_dict") and model_type:
-            classes += classes_of(model_type)[:1]
-    for one in classes:
-        try:
+    nested = (getattr(value, "model_type", "") for value in vars(config).values() if hasattr(value, "to_dict"))
+    classes: list[Any] = [one for model_type in nested if model_type for one in classes_of(model_type)[:1]]
+    for one in (model_class, *classes):
+        with suppress(KeyError, OSError, TypeError):  # it has no source
             if "mrope_section" in inspect.getsource(sys.modules[one.__module__]):
                 return True
-        except (KeyError, OSError, TypeError):
-            continue
     return False
 
 
-def _outcome(subject: Subject, label: str, case: str) -> Outcome:
-    worst: Outcome | None = None
+def _outcome(subject: Subject, case: str) -> Outcome:
+    """The worst outcome of a case's comparisons."""
+    result = partial(Outcome, subject.model_class.__name__, case)
+    outcomes: list[Outcome] = []
     try:
-        for comparison in CASES[case](subject):
-            outcome = _compare(subject, label, case, comparison)
-            if worst is None or _badness(outcome) > _badness(worst):
-                worst = outcome
+        # Comparisons before an error count.
+        outcomes.extend(_compare(subject, comparison, result) for comparison in CASES[case](subject))
     except NotApplicableError as error:
-        if worst is None or worst.verdict == "equal":
-            return worst or Outcome(label, case, "not applicable", reason=str(error))
+        outcomes.append(result("not applicable", reason=str(error)))
     except Exception as error:  # raised by the eager model as the case is prepared
-        if worst is None:
-            return Outcome(label, case, "not applicable", reason=f"eager: {describe(error)}")
-    assert worst is not None
-    return worst
+        outcomes.append(result("not applicable", reason=f"eager: {describe(error)}"))
+    return min(outcomes, key=lambda one: (WORST_FIRST.index(one.verdict), -(one.difference or 0.0)))
 
 
-def _badness(outcome: Outcome) -> tuple[int, float]:
-    order = ("not applicable", "equal", "refused", "crashed", "wrong")
-    return order.index(outcome.verdict), outcome.difference or 0.0
-
-
-def _compare(subject: Subject, label: str, case: str, comparison: Comparison) -> Outcome:
+def _compare(subject: Subject, comparison: Comparison, result: Callable[..., Outcome]) -> Outcome:
     try:
         expected = comparison.expected(subject.eager)
     except NotApplicableError:
         raise
     except Exception as error:
-        return Outcome(label, case, "not applicable", reason=f"eager: {describe(error)}")
+        return result("not applicable", reason=f"eager: {describe(error)}")
     if not bool(expected.isfinite().all()):
-        return Outcome(label, case, "not applicable", reason="eager: its output isn't finite")
+        return result("not applicable", reason="eager: its output isn't finite")
     if expected.numel() == 0 or float(expected.norm()) == 0:
-        return Outcome(label, case, "not applicable", reason="eager: its output is zero")
+        return result("not applicable", reason="eager: its output is zero")
+    run = comparison.found or comparison.expected
     try:
-        found = comparison.found(subject.named)
+        found = run(subject.named)
     except NotApplicableError:
         raise
     except Exception as error:
         if is_refusal(error):
-            return Outcome(label, case, "refused", reason=describe(error))
+            return result("refused", reason=describe(error))
         try:
-            comparison.found(subject.eager)
+            run(subject.eager)
         except Exception as same:
             if type(same) is type(error):
-                return Outcome(label, case, "not applicable", reason=f"eager: {describe(same)}")
-        return Outcome(label, case, "crashed", reason=f"{describe(error)} ({_place(error)})")
-    return _judge(subject, label, case, comparison, expected, found)
-
-
-def _judge(
-    subject: Subject, label: str, case: str, comparison: Comparison, expected: torch.Tensor, found: torch.Tensor
-) -> Outcome:
+                return result("not applicable", reason=f"eager: {describe(same)}")
+        return result("crashed", reason=f"{describe(error)} ({_place(error)})")
     note = ""
     if comparison.also is not None:
         try:
@@ -293,26 +298,24 @@ def _judge(
             apart = distance(expected, alone)
         except Exception:
             apart = 0.0
-        if apart > _allowed(subject, comparison, expected, apart):
+        if apart > _allowed(subject, comparison, apart):
             note = f"{comparison.note} by {apart:.0e}"
             if distance(found, alone) < distance(found, expected):
                 expected = alone
     try:
         difference = distance(found, expected)
     except ValueError as error:
-        return Outcome(label, case, "wrong", reason=str(error))
-    if difference <= comparison.tolerance:
-        return Outcome(label, case, "equal", difference, comparison.tolerance, note)
-    allowed = _allowed(subject, comparison, expected, difference)
+        return result("wrong", reason=str(error))
+    allowed = _allowed(subject, comparison, difference)
     if difference <= allowed:
-        return Outcome(label, case, "equal", difference, allowed, note)
+        return result("equal", difference, allowed, note)
     if allowed >= _UNDECIDABLE:
         reason = f"rounding errors of the weights alone make a difference of {allowed / _SENSITIVITY:.0e}"
-        return Outcome(label, case, "not applicable", difference, allowed, reason)
-    return Outcome(label, case, "wrong", difference, allowed, note)
+        return result("not applicable", difference, allowed, reason)
+    return result("wrong", difference, allowed, note)
 
 
-def _allowed(subject: Subject, comparison: Comparison, expected: torch.Tensor, difference: float) -> float:
+def _allowed(subject: Subject, comparison: Comparison, difference: float) -> float:
     """The tolerance of a comparison, raised if the eager model itself is more sensitive to rounding."""
     if difference <= comparison.tolerance:
         return comparison.tolerance
@@ -323,22 +326,6 @@ def _allowed(subject: Subject, comparison: Comparison, expected: torch.Tensor, d
     return max(comparison.tolerance, min(_SENSITIVITY * sensitivity, _UNDECIDABLE))
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether this library raised the error on purpose, or transformers refused the attention name."""
-    if isinstance(error, KernelCompatError):
-        return True
-    if isinstance(error, ValueError) and _NAMES_ATTENTION.search(str(error)):
-        return True
-    if not isinstance(error, (ValueError, TypeError, ImportError)):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and (frames[-1].line or "").startswith("raise") and _is_ours(frames[-1].filename)
-
-
-def _is_ours(filename: str) -> bool:
-    return (filename.startswith(_OURS) or "kernel_compat_shims" in filename) and "proving" not in filename
-
-
 def _place(error: BaseException) -> str:
     """The last file and function of transformers or this library in an error's traceback."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -347,44 +334,25 @@ def _place(error: BaseException) -> str:
     return "?"
 
 
-def _transformers() -> str:
-    import transformers
-
-    return str(transformers.__version__)
-
-
-@dataclass(frozen=True)
-class _Name:
-    """An attention name under proof, and its kernel if that counts its calls."""
-
-    name: str
-    counted: CountedKernel | None
-
-    @property
-    def calls(self) -> int:
-        return self.counted.calls if self.counted is not None else -1
-
-
 @contextmanager
-def _under_proof(name: str | None) -> Iterator[_Name]:
-    """Install the library for the block, and yield the name; without one, a temporary name for the reference kernel."""
-    counted = None
-    if name is None:
-        counted = CountedKernel(known_kernels()["flash_attention_reference"])
-        register_attention(NAME, kernel=counted.kernel)
+def _under_proof(name: str | None) -> Iterator[tuple[str, CountedKernel | None]]:
+    """Install the library for the block; yields the name, or without one a temporary name and its counted reference kernel."""
+    if name is not None:
+        with installed(), nothing_to_prove():
+            yield name, None
+        return
+    counted = CountedKernel(known_kernels()["flash_attention_reference"])
+    register_attention(NAME, kernel=counted.kernel)
     try:
         with installed(), nothing_to_prove():
-            yield _Name(name or NAME, counted)
+            yield NAME, counted
     finally:
-        if name is None:
-            unregister_attention(NAME)
+        unregister_attention(NAME)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings and logs for the block; afterwards restore torch's random state and transformers' verbosity."""
-    import warnings
-
     import transformers
 
     level = transformers.logging.get_verbosity()

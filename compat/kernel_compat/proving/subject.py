@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
+import re
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import KernelCompatError
 from ..kernels import Functions, Kernel
 from .images import image_inputs
 from .inputs import LENGTH, Fresh, candidates, parameters, sound_padding, vocabulary_of
-from .recipes import GENTLE
 from .weights import perturbed, randomize
 
 __all__ = ["CountedKernel", "NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
@@ -30,6 +32,9 @@ _MASKED = 1e30
 _NOT_FINITE = "its output is zero or isn't finite"
 #: The least share of the output that must come from attention. Below it, an error in attention barely changes the output.
 _LEAST_SHARE = 1e-2
+#: transformers' own refusals, by their text.
+_NAMES_ATTENTION = re.compile(r"attn_implementation|[Ff]lash attention cannot")
+_LIBRARY = Path(__file__).parents[1]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 #: The time spent on finding inputs.
 _SEARCH_SECONDS = 15
@@ -46,11 +51,7 @@ class NotApplicableError(Exception):
 
 
 class RefusedToLoadError(Exception):
-    """The model can't be built under the name."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
+    """The model can't be built under the name; the only argument is the error."""
 
 
 class CountedKernel:
@@ -141,12 +142,12 @@ class Subject:
         deadline = time.monotonic() + _SEARCH_SECONDS
         begun = copy.deepcopy(self.eager.state_dict())
         best: tuple[float, dict[str, Any], dict[str, Any]] | None = None
-        for scale in _SCALES if self.config.model_type not in GENTLE else (None,):
+        for scale in _SCALES:
             self.eager.load_state_dict(begun)
             if scale is not None:
                 randomize(self.eager, scale)
             inputs = self._find_inputs(problems, deadline)
-            if inputs is None and not problems.keys() & {_NOT_FINITE}:
+            if inputs is None and _NOT_FINITE not in problems:
                 break
             if inputs is None:
                 continue
@@ -166,20 +167,28 @@ class Subject:
 
     def _find_inputs(self, problems: dict[str, None], deadline: float) -> dict[str, Any] | None:
         """The first inputs that the eager model takes; None, with reasons added to `problems`, if it takes none."""
-        for inputs in itertools.chain(candidates(self.eager), image_inputs(self.eager)):
-            if time.monotonic() > deadline:
-                break
-            try:
-                taken, output = self._first_forward(inputs)
-                tensor = main_output(output)
-            except Exception as error:
-                problems.setdefault(describe(error))
-                continue
-            if bool(tensor.isfinite().all()) and float(tensor.abs().max()) > 0:
-                return taken
+        untried = itertools.chain(candidates(self.eager), image_inputs(self.eager))
+        before = itertools.takewhile(lambda inputs: time.monotonic() <= deadline, untried)
+        for inputs, output in self._taken(before, problems):
+            if bool(output.isfinite().all()) and float(output.abs().max()) > 0:
+                return inputs
             problems.setdefault(_NOT_FINITE)
             break
         return None
+
+    def _taken(
+        self, untried: Iterable[dict[str, Any]], problems: dict[str, None]
+    ) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Yields inputs that the eager model takes, with its output; with ``use_cache=False`` if no cache can be made."""
+        for inputs in untried:
+            for given in (inputs, {**inputs, "use_cache": False}) if "use_cache" in self.names else (inputs,):
+                try:
+                    output = main_output(forward(self.eager, given))
+                except Exception as error:
+                    problems.setdefault(describe(error))
+                    continue
+                yield given, output
+                break
 
     def _share_of_attention(self, counted: CountedKernel | None, inputs: dict[str, Any]) -> float | None:
         """The relative change of the output without attention; None if it can't be measured."""
@@ -196,16 +205,6 @@ class Subject:
             return None
         finally:
             counted.silent = False
-
-    def _first_forward(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """The output, and the inputs it took: with ``use_cache=False`` if no cache can be made."""
-        try:
-            return inputs, forward(self.eager, inputs)
-        except Exception:
-            if "use_cache" not in self.names:
-                raise
-        inputs = {**inputs, "use_cache": False}
-        return inputs, forward(self.eager, inputs)
 
     def takes(self, name: str) -> bool:
         """Whether the model's forward takes this argument."""
@@ -260,9 +259,8 @@ class Subject:
             return False
         embeds = any("position" in type(m).__name__.lower() for m in self.eager.modules())
         positions = torch.arange(LENGTH).flip(0)[None].expand(len(self.inputs["input_ids"]), -1)
-        outputs = (forward(self.eager, {**self.inputs, **more}) for more in ({}, {"position_ids": positions}))
-        first, second = map(main_output, outputs)
-        return embeds and bool(torch.equal(first, second))
+        with_positions = main_output(forward(self.eager, {**self.inputs, "position_ids": positions}))
+        return embeds and torch.equal(main_output(forward(self.eager, self.inputs)), with_positions)
 
     @cached_property
     def has_sections(self) -> bool:
@@ -274,19 +272,13 @@ class Subject:
         """Inputs of text with an image in every row; None if the model takes none."""
         if not self.has_tokens or "pixel_values" in self.inputs:
             return None
-        for inputs in itertools.islice(image_inputs(self.eager), 8):
-            try:
-                taken, output = self._first_forward(inputs)
-                if bool(main_output(output).isfinite().all()):
-                    return taken
-            except Exception:  # it takes others
-                continue
-        return None
+        taken = self._taken(itertools.islice(image_inputs(self.eager), 8), {})
+        return next((inputs for inputs, output in taken if bool(output.isfinite().all())), None)
 
     @cached_property
     def sound_frames(self) -> int | None:
         """The number of columns of a padding mask for sound; None if the model takes no such mask."""
-        names = ("input_features", "input_values", "audio_values")
+        names = ("input_features", "input_values")
         sound = next((self.inputs[name] for name in names if name in self.inputs), None)
         if self.has_tokens or "attention_mask" not in self.names or sound is None:
             return None
@@ -308,23 +300,20 @@ class Subject:
 
 def build(model_class: type[Any], config: Any, attn_implementation: str) -> Any:
     """A model as ``from_config`` of the auto classes builds it, in float32 and in evaluation mode."""
+    import transformers
+    from packaging.version import Version
+
     torch.default_generator.manual_seed(0)
     config = copy.deepcopy(config)
     make = getattr(model_class, "_from_config", None)
     if make is None:
         raise NoRecipeError(f"{model_class.__name__} is no model")
-    model = make(config, attn_implementation=attn_implementation, **_float32(make))
+    dtype = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    model = make(config, attn_implementation=attn_implementation, **{dtype: torch.float32})
     for module in model.modules():
         if isinstance(module, _DROPOUTS):  # a dropout whose probability is not in the config
             module.p = 0.0
     return model.float().eval()
-
-
-def _float32(make: Any) -> dict[str, Any]:
-    import transformers
-    from packaging.version import Version
-
-    return {"dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype": torch.float32}
 
 
 def forward(model: Any, inputs: dict[str, Any], gradients: bool = False) -> Any:
@@ -366,6 +355,26 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether this library raised the error on purpose, or transformers refused the attention name."""
+    if isinstance(error, KernelCompatError):
+        return True
+    if isinstance(error, ValueError) and _NAMES_ATTENTION.search(str(error)):
+        return True
+    if not isinstance(error, (ValueError, TypeError, ImportError)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").startswith("raise") and _is_ours(frames[-1].filename)
+
+
+def _is_ours(filename: str) -> bool:
+    """Whether a file is of this library or its shims, and not of the prover."""
+    path = Path(filename)
+    return "kernel_compat_shims" in path.parts or (
+        _LIBRARY in path.parents and Path(__file__).parent not in path.parents
+    )
+
+
 @contextmanager
 def training(model: Any) -> Iterator[None]:
     """Set the model to training mode for the block, except for norms over the batch."""
@@ -378,9 +387,3 @@ def training(model: Any) -> Iterator[None]:
     finally:
         model.eval()
         model.zero_grad(set_to_none=True)
-
-
-def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
-    """The arguments that a function takes; the others are dropped."""
-    names = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in names}

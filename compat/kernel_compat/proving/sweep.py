@@ -7,6 +7,7 @@ import multiprocessing.connection
 import os
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from ..attention.defaults import installed
@@ -39,61 +40,47 @@ def sweep(
     Returns:
         The proofs, sorted by model type.
     """
-    _import()
-    with installed():  # once, and not in every process
-        return _run(model_types, cases, workers, seconds, attn_implementation, progress)
-
-
-def _run(
-    model_types: Sequence[str],
-    cases: Sequence[str] | None,
-    workers: int,
-    seconds: float,
-    attn_implementation: str | None,
-    progress: Callable[[Proof, int, int], None] | None,
-) -> list[Proof]:
-    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
-    waiting = sorted(model_types, reverse=True)
-    running: dict[Any, tuple[str, Any, float]] = {}
-    proofs: dict[str, Proof] = {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            model_type = waiting.pop()
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(model_type, cases, attn_implementation, sender), daemon=True)  # type: ignore[attr-defined]
-            process.start()
-            sender.close()
-            running[receiver] = (model_type, process, time.monotonic() + seconds)
-        ready = multiprocessing.connection.wait(list(running), timeout=0.5)
-        for receiver, (model_type, process, deadline) in list(running.items()):
-            if receiver in ready:
-                try:
-                    proof = Proof.from_json(receiver.recv())
-                except EOFError:
-                    process.join()
-                    proof = _crashed(model_type, f"the process ended with exit code {process.exitcode}")
-            elif time.monotonic() > deadline:
-                process.kill()
-                proof = _crashed(model_type, f"not done in {seconds:.0f} seconds")
-            else:
-                continue
-            process.join()
-            del running[receiver]
-            receiver.close()
-            proofs[model_type] = proof
-            if progress is not None:
-                progress(proof, len(proofs), len(model_types))
-    return [proofs[model_type] for model_type in sorted(proofs)]
-
-
-def _import() -> None:
-    """Import the modules that most types need, before the processes are forked."""
     import transformers.generation.utils
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401  # here, and not in every process
 
     from .proof import warm_up
 
     warm_up()
+    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+    waiting = sorted(model_types, reverse=True)
+    running: dict[Any, tuple[str, Any, float]] = {}
+    proofs: list[Proof] = []
+    with installed():
+        while waiting or running:
+            while waiting and len(running) < workers:
+                model_type = waiting.pop()
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(  # type: ignore[attr-defined]
+                    target=_work, args=(model_type, cases, attn_implementation, sender), daemon=True
+                )
+                process.start()
+                sender.close()
+                running[receiver] = (model_type, process, time.monotonic() + seconds)
+            ready = multiprocessing.connection.wait(list(running), timeout=0.5)
+            for receiver, (model_type, process, deadline) in list(running.items()):
+                if receiver in ready:
+                    try:
+                        proof = receiver.recv()
+                    except EOFError:
+                        process.join()
+                        proof = _crashed(model_type, f"the process ended with exit code {process.exitcode}")
+                elif time.monotonic() > deadline:
+                    process.kill()
+                    proof = _crashed(model_type, f"not done in {seconds:.0f} seconds")
+                else:
+                    continue
+                process.join()
+                del running[receiver]
+                receiver.close()
+                proofs.append(proof)
+                if progress is not None:
+                    progress(proof, len(proofs), len(model_types))
+    return sorted(proofs, key=lambda proof: proof.model_type)
 
 
 def _work(model_type: str, cases: Sequence[str] | None, name: str | None, sender: Any) -> None:
@@ -109,11 +96,9 @@ def _work(model_type: str, cases: Sequence[str] | None, name: str | None, sender
         proof = prove_type(model_type, cases, attn_implementation=name)
     except Exception as error:  # an error of the prover itself: the other types go on
         proof = _crashed(model_type, f"the proof failed: {type(error).__name__}: {error}")
-    sender.send(proof.to_json(exact=True))
+    sender.send(proof)
     sender.close()
 
 
 def _crashed(model_type: str, reason: str) -> Proof:
-    import transformers
-
-    return Proof(model_type, str(transformers.__version__), (Outcome("", "all", "crashed", reason=reason),))
+    return Proof(model_type, version("transformers"), (Outcome("", "all", "crashed", reason=reason),))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
+from .outcomes import WORST_FIRST
+
 if TYPE_CHECKING:
     from .outcomes import Proof
 
@@ -20,7 +22,7 @@ __all__ = ["PATH", "WORSE", "known", "minor", "record", "releases", "wrong_cases
 PATH = Path(str(resources.files(__package__))) / "table.json"
 
 #: The verdicts whose cases the table has, the worst first.
-WORSE = ("wrong", "crashed", "refused")
+WORSE: tuple[str, ...] = WORST_FIRST[:3]
 
 #: Release -> model type -> verdict -> cases.
 Table = dict[str, dict[str, dict[str, list[str]]]]

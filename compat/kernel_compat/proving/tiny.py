@@ -33,10 +33,9 @@ MOST_LAYERS = 6
 
 #: Names of attributes with a number of layers.
 _LAYERS = re.compile(
-    r"^(num_hidden_layers|n_layers?|num_layers|depth|layers|num_blocks|(\w+_)?(en|de)coder_layers|num_(en|de)coder_layers|num_self_attends_per_block|num_res_blocks|"
-    r"\w+_num_hidden_layers|\w+_num_layers|num_(global|spatial|temporal|auxiliary|residual|adapter|lstm)_layers|"
-    r"(\w+_)?depth|num_encoder_blocks|num_mel_attn_blocks|lqe_layers|\w+_predictor_layers|resampler_depth|"
-    r"num_timestamp_prediction_layers|speech_decoder_postnet_layers|parcae_num_coda_layers|num_loops|inference_num_steps)$"
+    r"(\w+_)?((decoder|encoder|hidden|predictor|adapter|global|spatial|temporal|prediction)_layers|num_layers|depth)|layers|"
+    r"n_layers?|num_((encoder_|mel_attn_|res_)?blocks|(auxiliary|lstm|residual)_layers|self_attends_per_block|loops)|"
+    r"lqe_layers|speech_decoder_postnet_layers|parcae_num_coda_layers|inference_num_steps"
 )
 #: Attributes that hold a config's number of layers, in the order of precedence.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
@@ -47,135 +46,75 @@ _EACH_INDEX = re.compile(
     r"^_?(backbone_)?out_indices$|^intermediate_(layers|hidden_state)_ind\w+$|^intermediate_hook_ids$"
 )
 
-#: Patterns for attribute names, and the size; the first match counts. A size is never increased.
-_SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
-    (re.compile(pattern), size)
-    for pattern, size in (
-        # Experts: every token goes to all of them, so that rounding never changes the routing.
-        (r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts)$", EXPERTS),
-        (r"^(n_group|topk_group|num_expert_groups?|num_expert_group)$", 1),
-        (r"^(moe_intermediate_size|\w*expert_(intermediate_size|dim)|\w*expert_ffn\w*|moe_hidden_size)$", 32),
-        (r"^shared_experts_intermediate_size$|^shared_intermediate_size$", 32),
-        # Vocabularies.
-        (
-            r"(^|_)vocab_size(_per_layer_input|_base)?$|hash_byte_group_vocab$|^n_vocab$|^vocab_offset$|^num_res_types$",
-            VOCABULARY,
-        ),
-        (r"^(codebook_size|num_codes|n_codes_total|num_embeds|num_embeddings|num_quantizers_size)$", 32),
-        # Multi-head latent attention and similar.
-        (r"^q_lora_rank$|^o_lora_rank$", 32),
-        (r"^(kv_lora_rank|\w*lora_rank\w*|laurel_rank|gated_norm_rank|hc_lowrank|moe_latent_size)$", 16),
-        (r"^(qk_nope_head_dim|qk_rope_head_dim|v_head_dim|linear_(key|value)_head_dim|index_head_dim)$", HEAD_DIM),
-        (r"^qk_head_dim$", 2 * HEAD_DIM),
-        (r"^index_n_heads$", HEADS),
-        (r"^index_topk$", 64),
-        # Linear attention and state spaces: twice the width in heads of one dimension.
-        (r"^linear_num_value_heads$", 4),
-        (r"^linear_num_key_heads$", 2),
-        (r"^(mamba_n_heads|mamba_num_heads|n_mamba_heads)$", 2 * HEADS),
-        (r"^(mamba_d_state|state_size|ssm_state_size)$", 16),
-        (r"^(mamba_n_groups|n_groups)$", 2),
-        (r"^(mamba_d_ssm|mamba_intermediate_size)$", 2 * HIDDEN),
-        (r"^(time_step_rank|mamba_dt_rank)$", 8),
-        (r"^(mamba_)?(chunk_size|chunk_length)$", 8),
-        # Windows and chunks.
-        (r"^local_attention$", 2 * (WINDOW // 2 + 1)),
-        (r"^attention_window$", 2 * (WINDOW // 2 + 1)),
-        (
-            r"^(sliding_window|sliding_window_size|local_attention_window_len|swa_window_size|attention_window_size)$",
-            WINDOW,
-        ),
-        (r"^attention_chunk_size$", CHUNK),
-        # Heads.
-        (r"^rotary_dim$", HEAD_DIM // 2),
-        (
-            r"(^|_)(head_dim|dim_head|d_head|d_kv|kv_channels)$|^(head_dim|global_head_dim|attention_head_dim)\w*$",
-            HEAD_DIM,
-        ),
-        (r"^(\w+_)?(attention_heads|num_heads|n_heads?|num_attention_heads|heads|num_attn_heads)$", HEADS),
-        (r"^cross_num_attention_heads$|^decoder_cross_attention_heads$|^num_sliding_attention_heads$", HEADS),
-        # Positions.
-        (
-            r"^(max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_len|max_sequence_length|model_max_length)$",
-            POSITIONS,
-        ),
-        (
-            r"^(max_target_positions|context_length|max_text_len|max_text_tokens|\w+_max_position_embeddings)$",
-            POSITIONS,
-        ),
-        (r"^max_source_positions$", 64),
-        (r"^max_2d_position_embeddings$", 1024),
-        # Widths of feed-forward networks.
-        (
-            r"^(\w+_)?(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim|d_ff|dff|d_inner|dim_ff|n_inner)(_mlp|_global)?$",
-            INTERMEDIATE,
-        ),
-        (
-            r"^(\w+_)?(dim_feedforward|feedforward_dim|linear_units|feed_forward_hidden_size|mlp_hidden_size)$",
-            INTERMEDIATE,
-        ),
-        (r"^(\w+_)?(intermediate_dim|block_ff_dim|feed_forward_size|mlp_hidden_dim)$", INTERMEDIATE),
-        # Widths.
-        (r"^(hidden_size_per_layer_input)$", 16),
-        (r"^(hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|emb_dim|width|hidden_channels)$", HIDDEN),
-        (
-            r"^(\w+_)?(hidden_size|embed_dim|embedding_size|embedding_dim|projection_dim|project_dim|output_dim)$",
-            HIDDEN,
-        ),
-        (
-            r"^(\w+_)?(hidden_size_global|proj_dim|emb_dim|hidden_dim|hidden_channels|embeds_hidden_size|d_model)$",
-            HIDDEN,
-        ),
-        (
-            r"^(\w+_)?(input_dim|output_dim|out_dim|in_dim|output_dims|proj_dims|codevector_dim|proj_size|query_dim)$",
-            HIDDEN,
-        ),
-        (
-            r"^(projection_size|pooler_output_size|bottleneck_\w+|vision_dim|fusion_dim|vit_dim|kv_dim|query_dim)$",
-            HIDDEN,
-        ),
-        (
-            r"^(mask_feature_size|conv_output_size|xvector_output_dim|classifier_proj_size|upsample_initial_channel)$",
-            HIDDEN,
-        ),
-        (r"^(codebook_dim|latent_dim|vector_quantization_hidden_dimension|latent_size|condition_dim)$", 32),
-        # Images and sounds.
-        (r"^mm_tokens_per_image$", 4),
-        (r"^num_mel_bins$|^n_mels$|^input_feat_size$|^feature_size_mel$", 16),
-        (r"^num_position_embeddings$", 64),
-        (r"^num_conv_pos_embeddings$", 16),
-        (r"^num_queries$|^num_query_tokens$|^resampler_n_latents$|^resampler_num_latents$|^latent_query_num$", 8),
-        (r"^(conv_channels|subsampling_conv_channels|stem_channels)$", 16),
-        (r"^num_filters$", 4),
-        (r"^base_channels$", 32),
-        (r"^num_groups$", 4),
-        (r"^x4_feat_dim$", 16),
-        (r"^(d_latents|d_embed)$", HIDDEN),
-        (r"^num_latents$", 8),
-        (r"^depthwise_separable_out_channel$|^nemo_conv_channels$|^ext_pw_out_channel$", HIDDEN),
-        (r"^num_hash_buckets$", 64),
-    )
-)
-#: Names of the number of experts for a token.
+_EXPERTS = re.compile(r"(moe_)?num_experts|num_(local|routed)_experts|n_routed_experts")
 _EXPERTS_PER_TOKEN = re.compile(
-    r"^(num_experts_per_tok|num_experts_per_token|moe_top_?k|moe_k|top_k_experts|num_selected_experts|router_top_k|"
-    r"num_experts_per_topk|moe_num_active_primary_experts|experts_top_k)$"
+    r"num_experts_per_(tok|token|topk)|(moe|router|experts)_top_?k|top_k_experts|moe_k|num_selected_experts|"
+    r"moe_num_active_primary_experts"
 )
 _KEY_VALUE_HEADS = re.compile(
     r"(^|_)(num_key_value_heads|num_kv_heads|kv_n_heads|n_head_kv|num_global_key_value_heads)$"
 )
-#: Names of the period in which kinds of layers alternate.
-_PERIODS = re.compile(
-    r"^(\w+_period|full_attention_interval|global_attn_every_n_layers|_?sliding_window_pattern|layer_group_size)$"
-)
-_OFFSETS = re.compile(
-    r"^(attn_layer_offset|expert_layer_offset|max_window_layers|num_dense_layers|first_k_dense_replace)$"
-)
-_RANDOM = re.compile(r"drop|^mask_(time|feature)_prob$|^router_jitter_noise$|^layerdrop$|jitter")
+_RANDOM = re.compile(r"drop|^mask_(time|feature)_prob$|jitter")
+_TOKEN = re.compile(r"(^|_)token_(id|index)s?$|^(bos|eos|pad|sep|cls|mask|unk)_(index|id)$")
 #: The attribute with values of single layers that differ from the config's, by layer index; from transformers 5.20 on.
 _PER_LAYER = "per_layer_config"
-_TOKEN = re.compile(r"(^|_)(token_(id|index)s?|token_ids)$|^(bos|eos|pad|sep|cls|mask|unk)_(index|id)$")
 
+#: The size by the end of an attribute's name, whatever words are before it; the first match counts. No size is increased.
+_SIZES = tuple(
+    (re.compile(rf"(\w+_)?({pattern})"), size)
+    for pattern, size in (
+        # The period in which kinds of layers alternate, and the number of layers before.
+        (r"period|full_attention_interval|global_attn_every_n_layers|_?sliding_window_pattern|layer_group_size", 2),
+        (r"(attn|expert)_layer_offset|max_window_layers|num_dense_layers|first_k_dense_replace", 1),
+        # Every token goes to all experts, so that rounding never changes the routing.
+        (_EXPERTS.pattern, EXPERTS),
+        (r"n_group|topk_group|num_expert_groups?", 1),
+        (r"(moe_|experts?_(ffn_)?)(intermediate_|hidden_)(size|dim)|expert_dim|(?<!_)shared_intermediate_size", 32),
+        (r"vocab_size(_per_layer_input|_base)?|byte_group_vocab|vocab_offset", VOCABULARY),
+        (r"codebook_(size|dim)|num_embeddings|latent_(size|dim)|hidden_dimension|condition_dim|base_channels", 32),
+        (r"[qo]_lora_rank", 32),
+        (r"lora_rank|laurel_rank|norm_rank|hc_lowrank|hidden_size_per_layer_input|x4_feat_dim", 16),
+        # Linear attention and state spaces: twice the width in heads of one dimension.
+        (r"linear_num_key_heads|n_groups", 2),
+        (r"mamba_n(um)?_heads|n_mamba_heads", 2 * HEADS),
+        (r"d_state|state_size", 16),
+        (r"mamba_d_ssm", 2 * HIDDEN),
+        (r"time_step_rank|dt_rank", 8),
+        # Windows and chunks.
+        (r"(?<!_)local_attention|attention_window", 2 * (WINDOW // 2 + 1)),
+        (r"sliding_window(_size)?|attention_window_(len|size)", WINDOW),
+        (r"(?<!_)attention_chunk_size", CHUNK),
+        (r"(mamba_|(?<!_))chunk_(size|length)", 8),
+        # Heads.
+        (r"rotary_dim", HEAD_DIM // 2),
+        (r"qk_head_dim", 2 * HEAD_DIM),
+        (r"head_dim|dim_head|d_head|d_kv|kv_channels", HEAD_DIM),
+        (r"heads|n_head", HEADS),
+        (r"index_topk|num_position_embeddings|num_hash_buckets|max_source_positions", 64),
+        (
+            r"max_position_embeddings|n_positions|n_ctx|(max_|(?<!_))seq_len|model_max_length|target_positions|"
+            r"context_length|max_text_(len|tokens)",
+            POSITIONS,
+        ),
+        # Images and sounds.
+        (r"mm_tokens_per_image|num_filters|num_groups", 4),
+        (r"num_queries|num_query_tokens|query_num|n(um)?_latents", 8),
+        (r"num_mel_bins|input_feat_size|num_conv_pos_embeddings|((?<!nemo_)conv|stem)_channels", 16),
+        # Widths.
+        (
+            r"(intermediate|ffn_hidden|feed_forward|feed_forward_hidden|mlp_hidden)_size(_mlp)?|d_ff|dff|d_inner|dim_ff|"
+            r"(ffn|mlp|feedforward|intermediate)_dim|dim_feedforward|linear_units",
+            INTERMEDIATE,
+        ),
+        (
+            r"(hidden|embedding|projection|proj|pooler_output|mask_feature|conv_output)_size|hidden_size_global|d_model|"
+            r"(embed|emb|embedding|projection|project|proj|hidden|codevector|input|output|in|out|vit|query)_dim|(?<!_)dim|"
+            r"output_proj_dims|n_embd|d_latents|d_embed|upsample_initial_channel|hidden_channels|nemo_conv_channels|"
+            r"(ext_pw|separable)_out_channel|upsample_groups",
+            HIDDEN,
+        ),
+    )
+)
 
 #: Values for attributes that are None in configs from which no model can be built.
 _MISSING: Mapping[str, Any] = {
@@ -183,7 +122,6 @@ _MISSING: Mapping[str, Any] = {
     "num_key_value_heads": HEADS,
     "n_routed_experts": EXPERTS,
     "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
     "num_experts_per_tok": EXPERTS,
     "n_group": 1,
     "topk_group": 1,
@@ -193,6 +131,19 @@ _MISSING: Mapping[str, Any] = {
     "moe_intermediate_size": 32,
     "rope_scaling": {"rope_type": "default", "type": "default"},
 }
+#: Sizes that are reduced at every level.
+_AT_EVERY_LEVEL = ("vocab_size", "image_size", "max_position_embeddings", "sliding_window", "num_experts_per_tok")
+#: Lists with a number of layers for each stage of a model.
+_STAGE_LAYERS = ("depths", "stage_num_blocks", "stage_numb_of_layers", "blocks_per_stage", "layers", "block_repeats")
+#: Lists with a width for each stage of a model.
+_STAGE_WIDTHS = (
+    "hidden_sizes",
+    "embed_dims",
+    "embed_dim",
+    "neck_hidden_sizes",
+    "encoder_hidden_sizes",
+    "embed_dim_per_stage",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,38 +179,24 @@ def shrink(
         multimodal_rope: whether the model divides rotary channels into sections; then each config without sections gets
             sections that fit the smaller heads.
     """
-    tiny = _shrink(config, overrides or {}, _Tokens(_vocabulary_of(config)), level)
-    if multimodal_rope:
-        _add_sections(tiny)
-    return tiny
+    return _shrink(config, overrides or {}, _Model(config, level, multimodal_rope))
 
 
-def _add_sections(config: Any) -> None:
-    """Add sections to each rope of a text model that has none."""
-    for value in vars(config).values():
-        if _is_config(value):
-            _add_sections(value)
-    heads, vocabulary = (_get(config, name) for name in ("num_attention_heads", "vocab_size"))
-    if heads is None or vocabulary is None:
-        return
-    head_dim = _get(config, "head_dim") or config.hidden_size // heads
-    for name in ("rope_parameters", "rope_scaling"):
-        if name not in vars(config) and not isinstance(_get(config, name), dict):
-            continue
-        rope = _get(config, name)
-        if rope is None and name == "rope_scaling":
-            rope = {"rope_type": "default", "type": "default"}
-        if not isinstance(rope, dict) or "mrope_section" in rope:
-            continue
-        _set(config, name, _with_sections(rope, head_dim, _get(config, "partial_rotary_factor") or 1))
-
-
-def _with_sections(rope: dict[str, Any], head_dim: int, partial: float) -> dict[str, Any]:
-    """Parameters of a rope, or of one rope for each kind of layer, with sections that fit."""
+def _with_sections(rope: Any) -> Any:
+    """Parameters of a rope, or of one rope for each kind of layer, with sections of its channels."""
+    if not isinstance(rope, dict):
+        return rope
     if any(isinstance(value, dict) for value in rope.values()):
-        return {k: _with_sections(v, head_dim, partial) if isinstance(v, dict) else v for k, v in rope.items()}
-    partial = rope.get("partial_rotary_factor") or partial
-    return {**rope, "mrope_section": _sections([1, 1, 1], int(head_dim * partial) // 2)}
+        return {kind: _with_sections(value) for kind, value in rope.items()}
+    return {"mrope_section": [1, 1, 1], **rope}
+
+
+def _sections(value: list[int], total: int) -> list[int]:
+    """Positive numbers in about the same proportion whose sum is `total`."""
+    old = sum(value)
+    new = [max(1, v * total // old) for v in value]
+    new[-1] += total - sum(new)
+    return new
 
 
 def _get(config: Any, name: str) -> Any:
@@ -270,41 +207,44 @@ def _get(config: Any, name: str) -> Any:
         return vars(config).get(name)
 
 
-class _Tokens:
-    """New ids for special tokens; one token gets the same id in all configs of a model."""
+class _Model:
+    """The settings that all configs of one model share.
 
-    def __init__(self, vocabulary: int) -> None:
-        self._next = min(vocabulary, VOCABULARY) - 1
+    Attributes:
+        level: the extent to which they are shrunk.
+        multimodal_rope: whether ropes without sections get some.
+    """
+
+    def __init__(self, config: Any, level: Level, multimodal_rope: bool) -> None:
+        size = _get(config, "vocab_size")
+        self.level = level
+        self.multimodal_rope = multimodal_rope
+        self._next_token = min(size if _is_int(size) and size > 30 else VOCABULARY, VOCABULARY) - 1
         self._moved: dict[int, int] = {}
 
-    def __call__(self, token: int) -> int:
-        if token < 0 or token < 5:
+    def token(self, token: int) -> int:
+        """The new id of a special token, the same in all configs."""
+        if token < 5:
             return token
         if token not in self._moved:
-            self._moved[token] = max(self._next, 5)
-            self._next -= 1
+            self._moved[token] = max(self._next_token, 5)
+            self._next_token -= 1
         return self._moved[token]
 
 
-def _vocabulary_of(config: Any) -> int:
-    size = _get(config, "vocab_size")
-    return size if isinstance(size, int) and size > 30 else VOCABULARY
-
-
-def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: Level) -> Any:
-    values = _values(config)
+def _shrink(config: Any, overrides: Mapping[str, Any], model: _Model) -> Any:
+    rules = _Rules(config, model)
+    values = rules.values
     changed: dict[str, Any] = {}
-    if level.missing:
+    if model.level.missing:
         changed.update({name: value for name, value in _MISSING.items() if name in values and values[name] is None})
-    picks = _picked_layers(config, values)
-    experts = min([EXPERTS, *(v for k, v in values.items() if _is_experts(k) and _is_int(v) and v > 0)])
     for name, value in values.items():
         if _is_config(value):
             override = overrides.get(name)
             nested, wins = (override, {}) if _is_config(override) else (value, override or {})
-            changed[name] = _shrink(nested, wins, tokens, level)
+            changed[name] = _shrink(nested, wins, model)
             continue
-        new = _smaller(name, value, values, picks, experts, tokens, level)
+        new = rules.smaller(name, value)
         if new is not value and (type(new) is not type(value) or new != value):
             changed[name] = new
     if isinstance(values.get("architecture"), str):  # a name of another library's model
@@ -329,21 +269,18 @@ def _shrink(config: Any, overrides: Mapping[str, Any], tokens: _Tokens, level: L
 
 def _timm(values: Mapping[str, Any]) -> dict[str, Any]:
     """The smallest architecture of timm in the same family."""
-    arguments = values.get("model_args") or {}
     if values["architecture"].startswith("vit"):
-        return {"architecture": "test_vit", "model_args": {**arguments, "img_size": 64}}
+        return {"architecture": "test_vit", "model_args": {**(values.get("model_args") or {}), "img_size": 64}}
     return {"architecture": "test_resnet"}
 
 
 def _set_outputs(config: Any, new: Any) -> None:
     """Make a backbone return as many feature maps as before, from stages that it still has."""
-    wanted = len(vars(config)["_out_indices"] or [-1])
+    indices = list(vars(config)["_out_indices"] or [-1])
     number = _layers_of(new)
     if not _has_stages(vars(config)) and number is not None:
         vars(new)["stage_names"] = ["stem"] + [f"stage{i + 1}" for i in range(number)]
-        indices = list(range(number + 1))[-wanted:]
-    else:
-        indices = list(vars(config)["_out_indices"] or [-1])
+        indices = list(range(number + 1))[-len(indices) :]
     stages = vars(new).get("stage_names") or []
     if stages and max(indices) < len(stages):
         vars(new)["_out_indices"] = indices
@@ -352,13 +289,8 @@ def _set_outputs(config: Any, new: Any) -> None:
 
 def _values(config: Any) -> dict[str, Any]:
     """The values of the constructor's parameters, then of all other public attributes."""
-    found: dict[str, Any] = {}
-    for name in _parameters(type(config)):
-        if name in vars(config):
-            found[name] = vars(config)[name]
-    for name, value in vars(config).items():
-        if not name.startswith("_"):
-            found.setdefault(name, value)
+    found = {name: vars(config)[name] for name in _parameters(type(config)) if name in vars(config)}
+    found |= {name: value for name, value in vars(config).items() if name not in found and not name.startswith("_")}
     if own := config.to_dict().get(_PER_LAYER):
         found[_PER_LAYER] = own
     return found
@@ -379,67 +311,189 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_experts(name: str) -> bool:
-    return _SIZES[0][0].match(name) is not None
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _layers_of(config: Any) -> int | None:
-    for name in (*_LAYER_COUNTS, "encoder_layers"):
-        if _is_int(number := _get(config, name)):
-            return int(number)
-    return None
-
-
-def _picked_layers(config: Any, values: Mapping[str, Any]) -> list[int] | None:
-    """The indices of the layers that are kept: one of each kind, at least two. None if all layers are alike."""
-    number = _layers_of(config)
-    if not number or number < 2 or _has_stages(values):
-        return None
-    kinds: list[list[Any]] = [[] for _ in range(number)]
-    wanted: set[int] = set()
-    found = False
-    for name, value in values.items():
-        if not isinstance(value, (list, tuple)) or not value:
-            continue
-        if _EACH_INDEX.search(name) and all(_is_int(v) for v in value):
-            if len(value) > 1 and max(value) <= number:
-                wanted |= {min(v, number - 1) for v in value if v >= 0}
-                found = True
-        elif len(value) == number and not _is_stages(name):
-            found = True
-            for kind, v in zip(kinds, value, strict=True):
-                kind.append(repr(v))
-        elif _is_indices(name, value, number):
-            found = True
-            for index, kind in enumerate(kinds):
-                kind.append(index in value)
-    if not found:
-        return None
-    seen: list[list[Any]] = []
-    picks = []
-    for index, kind in enumerate(kinds):
-        if index in wanted or kind not in seen:
-            picks.append(index)
-            seen.append(kind)
-    picks = picks[:MOST_LAYERS]
-    for index in range(number):
-        if len(picks) >= 2:
-            break
-        if index not in picks:
-            picks.append(index)
-    return sorted(picks)
+    found = (_get(config, name) for name in (*_LAYER_COUNTS, "encoder_layers"))
+    return next((int(number) for number in found if _is_int(number)), None)
 
 
 def _has_stages(values: Mapping[str, Any]) -> bool:
     """Whether the layers come in stages of different widths."""
-    return any(isinstance(values.get(name), (list, tuple)) for name in ("depths", "blocks_per_stage", "block_sizes"))
+    return any(_is_list(values.get(name)) for name in ("depths", "blocks_per_stage", "block_sizes"))
 
 
-def _is_stages(name: str) -> bool:
-    return name in ("depths", "hidden_sizes", "num_heads", "embed_dims")
+class _Rules:
+    """The rules by which the attributes of one config are reduced.
+
+    Attributes:
+        values: the attributes.
+        hierarchical: whether the model has stages of different widths.
+        picks: the indices of the layers that are kept; None if all layers are alike.
+    """
+
+    def __init__(self, config: Any, model: _Model) -> None:
+        self.values = _values(config)
+        self.model = model
+        self.experts = min(
+            [EXPERTS, *(v for k, v in self.values.items() if _EXPERTS.fullmatch(k) and _is_int(v) and v)]
+        )
+        stages = ("depths", "hidden_sizes", "num_heads", "embed_dims")
+        self.hierarchical = any(_is_list(self.values.get(name)) for name in stages)
+        self.number = next((v for n in _LAYER_COUNTS if _is_int(v := self.values.get(n))), None)
+        self.picks = self._picked_layers(_layers_of(config))
+
+    def _picked_layers(self, number: int | None) -> list[int] | None:
+        """The indices of the layers that are kept: one of each kind, at least two. None if all layers are alike."""
+        if not number or number < 2 or _has_stages(self.values):
+            return None
+        kinds: list[list[Any]] = [[] for _ in range(number)]
+        wanted: set[int] = set()
+        found = False
+        for name, value in self.values.items():
+            if not _is_list(value) or not value:
+                continue
+            if _EACH_INDEX.search(name) and all(map(_is_int, value)):
+                if len(value) > 1 and max(value) <= number:
+                    wanted |= {min(v, number - 1) for v in value if v >= 0}
+                    found = True
+            elif len(value) == number:
+                found = True
+                for kind, v in zip(kinds, value, strict=True):
+                    kind.append(repr(v))
+            elif _is_indices(name, value, number):
+                found = True
+                for index, kind in enumerate(kinds):
+                    kind.append(index in value)
+        if not found:
+            return None
+        picks = [i for i, kind in enumerate(kinds) if i in wanted or kind not in kinds[:i]][:MOST_LAYERS]
+        others = (i for i in range(number) if i not in picks)
+        return sorted([*picks, *others][: max(len(picks), 2)])
+
+    def smaller(self, name: str, value: Any) -> Any:
+        """The reduced value of an attribute."""
+        text = self.values.get("num_attention_heads") and self.values.get("vocab_size")
+        if name in ("rope_parameters", "rope_scaling") and self.model.multimodal_rope and text:
+            rope = {"rope_type": "default", "type": "default"} if value is None and name == "rope_scaling" else value
+            value = _with_sections(rope)
+        if isinstance(value, dict):
+            return self._single_layers(value) if name == _PER_LAYER else self._mapping(value)
+        if _is_list(value) and value:
+            new = self._list(name, list(value))
+            return type(value)(new) if type(value) in (list, tuple) else new
+        if _RANDOM.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return type(value)(0)
+        if name in ("apply_spec_augment", "use_mamba_kernels"):  # the torch path runs on all devices
+            return False
+        if not _is_int(value):
+            return value
+        if _TOKEN.search(name):
+            return self.model.token(value)
+        if not self.model.level.widths and not _LAYERS.fullmatch(name) and name not in _AT_EVERY_LEVEL:
+            return value
+        return self._integer(name, value, self.experts, self.picks)
+
+    def _integer(self, name: str, value: int, experts: int = EXPERTS, picks: list[int] | None = None) -> int:
+        if value <= 0:
+            return value
+        if _LAYERS.fullmatch(name):
+            if _has_stages(self.values) and name in ("num_layers", "num_encoder_blocks", "num_hidden_layers"):
+                return value
+            return len(picks) if picks is not None and name in _LAYER_COUNTS else min(value, 2)
+        if _EXPERTS_PER_TOKEN.fullmatch(name) or (name == "top_k" and any(map(_EXPERTS.fullmatch, self.values))):
+            return experts
+        if _KEY_VALUE_HEADS.search(name):
+            names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+            heads = next((v for n in names if _is_int(v := self.values.get(n))), 0)
+            return min(value, HEADS if value == heads else KEY_VALUE_HEADS)
+        if name in ("image_size", "img_size", "max_image_size", "crop_size"):
+            return min(value, 64 if self.hierarchical else IMAGE)
+        if name == "encoder_hidden_size" and "downsampling_ratios" in self.values:
+            return min(value, 8)  # it doubles with every ratio
+        if name == "patch_size":
+            return value if self.hierarchical else min(value, PATCH)
+        if name == "embed_dim" and self.hierarchical:
+            heads = self.values.get("num_heads")
+            return 8 * heads[0] if _is_list(heads) and heads and _is_int(heads[0]) else value // 4
+        if name == "window_size" and "attention_types" in self.values:  # of local attention
+            return min(value, WINDOW)
+        if name == "window_size":  # in pixels, in patches, or in tokens
+            return 16 if value >= 64 else min(value, 2 if _has_stages(self.values) else 4)
+        return next((min(value, size) for pattern, size in _SIZES if pattern.fullmatch(name)), value)
+
+    def _list(self, name: str, value: list[Any]) -> list[Any]:
+        each = self.picks is not None and self.number == len(value)
+        if not all(map(_is_int, value)):
+            if (
+                name == "backbone_feature_sizes"
+            ):  # of an image of 64 pixels whose patches have 4, or of 16 that is scaled
+                return [[16, 16], [8, 8], [4, 4]]
+            if name == "image_grid_pinpoints":
+                return [[2 * IMAGE, IMAGE], [IMAGE, 2 * IMAGE], [2 * IMAGE, 2 * IMAGE]]
+            return [value[p] for p in self.picks or ()] if each else value
+        if _TOKEN.search(name):
+            return [self.model.token(v) for v in value]
+        if name == "mrope_section":
+            return _sections(value, HEAD_DIM // 2)
+        if self.picks is not None and self.number:
+            if each:
+                return [self._integer(name.removesuffix("_per_layer"), value[p]) for p in self.picks]
+            if _is_indices(name, value, self.number):
+                return [self.picks.index(v) for v in value if v in self.picks]
+        if name.endswith(("rope_feat_sizes", "rope_q_sizes")):
+            return [4, 4]  # the last of the `backbone_feature_sizes`
+        if name == "tubelet_size":
+            return [value[0], *(min(v, PATCH) for v in value[1:])]
+        if name in _STAGE_LAYERS:
+            return [min(v, 2) for v in value]
+        return self._widths(name, value) if self.model.level.widths else value
+
+    def _widths(self, name: str, value: list[int]) -> list[int]:
+        """The widths of consecutive layers or stages."""
+        if name in ("conv_dim", "tdnn_dim"):
+            return [min(v, 16) for v in value]
+        if name == "decoder_in_channels":
+            return [min(v, HIDDEN) for v in value]
+        if name == "stem_channels" or re.match(r"stage_\w+_channels$", name):
+            return [v // 8 or v for v in value]  # as the widths of stages below; the first may be an image's channels
+        if name == "image_size":
+            return [v // min(value) * min(64 if self.hierarchical else IMAGE, *value) for v in value]
+        if name in _STAGE_WIDTHS:
+            names = ("num_attention_heads", "num_heads", "num_attention_heads_per_stage")
+            heads = next((heads for n in names if (heads := self.values.get(n))), None)
+            if isinstance(heads, (list, tuple)) and len(heads) == len(value):
+                return [8 * h for h in heads]
+            return [v // 8 for v in value] if all(v % 8 == 0 for v in value) and min(value) >= 64 else value
+        return value
+
+    def _single_layers(self, value: dict[Any, Any]) -> dict[int, Any]:
+        """The values of single layers that differ from the config's, for the layers that are kept."""
+        new = {}
+        for index, pick in enumerate(self.picks or ()):
+            layer = value.get(pick, value.get(str(pick)))
+            if layer is not None:
+                new[index] = {k: self._integer(k, v) if _is_int(v) else v for k, v in layer.items()}
+        return new
+
+    def _mapping(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        """A rope's parameters, or another mapping."""
+        new = copy.deepcopy(value)
+        for key, inner in value.items():
+            if isinstance(inner, dict):
+                new[key] = self._mapping(inner)
+            elif key == "mrope_section":
+                partial = value.get("partial_rotary_factor") or self.values.get("partial_rotary_factor") or 1
+                new[key] = _sections(inner, int(HEAD_DIM * partial) // 2)
+            elif isinstance(inner, list) and key in ("short_factor", "long_factor"):
+                new[key] = inner[: HEAD_DIM // 2]
+        return new
 
 
 def _is_indices(name: str, value: Any, number: int) -> bool:
+    """Whether a list has the indices of some of so many layers."""
     return (
         _INDICES.search(name) is not None
         and _TOKEN.search(name) is None
@@ -448,212 +502,20 @@ def _is_indices(name: str, value: Any, number: int) -> bool:
     )
 
 
-def _smaller(
-    name: str,
-    value: Any,
-    values: Mapping[str, Any],
-    picks: list[int] | None,
-    experts: int,
-    tokens: _Tokens,
-    level: Level,
-) -> Any:
-    if isinstance(value, dict):
-        if name == _PER_LAYER:
-            return _smaller_layers(value, values, picks)
-        return _smaller_mapping(name, value, values, tokens)
-    if isinstance(value, (list, tuple)) and value:
-        smaller = _smaller_list(name, list(value), values, picks, tokens, level)
-        return type(value)(smaller) if type(value) in (list, tuple) else smaller
-    if _RANDOM.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return type(value)(0) if name != "drop_path_rate" or not isinstance(value, int) else 0
-    if name == "apply_spec_augment":
-        return False
-    if name == "use_mamba_kernels":
-        return False  # the torch path runs on all devices
-    if not _is_int(value):
-        return value
-    if _TOKEN.search(name):
-        return tokens(value)
-    if not level.widths and not _LAYERS.match(name) and name not in _NEVER_WIDTHS:
-        return value
-    return _smaller_int(name, value, values, picks, experts)
-
-
-#: Sizes that are reduced at every level.
-_NEVER_WIDTHS = ("vocab_size", "image_size", "max_position_embeddings", "sliding_window", "num_experts_per_tok")
-
-
-def _smaller_int(name: str, value: int, values: Mapping[str, Any], picks: list[int] | None, experts: int) -> int:
-    if value <= 0:
-        return value
-    if _LAYERS.match(name):
-        if _has_stages(values) and name in ("num_layers", "num_encoder_blocks", "num_hidden_layers"):
-            return value
-        if picks is not None and name in _LAYER_COUNTS:
-            return len(picks)
-        return min(value, 2)
-    if _EXPERTS_PER_TOKEN.match(name):
-        return experts
-    if name == "top_k" and any(map(_is_experts, values)):
-        return experts
-    if _KEY_VALUE_HEADS.search(name):
-        heads = next(
-            (v for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if _is_int(v := values.get(n))), 0
-        )
-        return min(value, HEADS if value == heads else KEY_VALUE_HEADS)
-    if _PERIODS.match(name):
-        return min(value, 2)
-    if _OFFSETS.match(name):
-        return min(value, 1)
-    if name in ("image_size", "img_size", "max_image_size", "crop_size"):
-        return min(value, 64 if _is_hierarchical(values) else IMAGE)
-    if name == "encoder_hidden_size" and "downsampling_ratios" in values:
-        return min(value, 8)  # it doubles with every ratio
-    if name == "upsample_groups":
-        return min(value, HIDDEN)
-    if name == "patch_size":
-        return value if _is_hierarchical(values) else min(value, PATCH)
-    if name == "embed_dim" and _is_hierarchical(values):
-        heads = values.get("num_heads")
-        return 8 * heads[0] if isinstance(heads, (list, tuple)) and heads and _is_int(heads[0]) else value // 4
-    if name == "window_size" and "attention_types" in values:  # of local attention
-        return min(value, WINDOW)
-    if name == "window_size":
-        # In pixels, in patches, or in tokens.
-        return 16 if value >= 64 else min(value, 2 if _has_stages(values) else 4)
-    for pattern, size in _SIZES:
-        if pattern.search(name):
-            return min(value, size)
-    return value
-
-
-def _is_hierarchical(values: Mapping[str, Any]) -> bool:
-    return any(
-        isinstance(values.get(name), (list, tuple)) for name in ("depths", "hidden_sizes", "num_heads", "embed_dims")
-    )
-
-
-def _smaller_list(
-    name: str, value: list[Any], values: Mapping[str, Any], picks: list[int] | None, tokens: _Tokens, level: Level
-) -> list[Any]:
-    number = next((v for n in _LAYER_COUNTS if _is_int(v := values.get(n))), None)
-    if all(_is_int(v) for v in value):
-        if _TOKEN.search(name):
-            return [tokens(v) for v in value]
-        if name == "mrope_section":
-            return _sections(value, HEAD_DIM // 2)
-        if picks is not None and number:
-            if len(value) == number and not _is_stages(name):
-                return [_smaller_int(_single(name), value[p], values, None, EXPERTS) for p in picks]
-            if _EACH_INDEX.search(name):
-                return [picks.index(p) if (p := min(v, number - 1)) in picks else v for v in value]
-            if _is_indices(name, value, number):
-                return [picks.index(v) for v in value if v in picks]
-        elif _EACH_INDEX.search(name) and number and not _is_hierarchical(values):
-            return [min(v, 2) if v > 0 else v for v in value]
-        if name.endswith(("rope_feat_sizes", "rope_q_sizes")):
-            return [4, 4]  # the last of the `backbone_feature_sizes`
-        if name == "tubelet_size":
-            return [value[0], *(min(v, PATCH) for v in value[1:])]
-        if name in (
-            "depths",
-            "stage_num_blocks",
-            "stage_numb_of_layers",
-            "blocks_per_stage",
-            "layers",
-            "block_repeats",
-        ):
-            return [min(v, 2) for v in value]
-        if not level.widths:
-            return value
-        if name in ("conv_dim", "tdnn_dim"):
-            return [min(v, 16) for v in value]
-        if name == "decoder_in_channels":
-            return [min(v, HIDDEN) for v in value]
-        if name == "stem_channels" or re.match(r"stage_\w+_channels$", name):
-            return [v // 8 or v for v in value]  # as the widths of stages below; the first may be an image's channels
-        if name == "image_size":
-            return [v // min(value) * min(64 if _is_hierarchical(values) else IMAGE, *value) for v in value]
-        if name in (
-            "hidden_sizes",
-            "embed_dims",
-            "embed_dim",
-            "neck_hidden_sizes",
-            "encoder_hidden_sizes",
-            "embed_dim_per_stage",
-        ):
-            heads = (
-                values.get("num_attention_heads")
-                or values.get("num_heads")
-                or values.get("num_attention_heads_per_stage")
-            )
-            if isinstance(heads, (list, tuple)) and len(heads) == len(value):
-                return [8 * h for h in heads]
-            return [v // 8 for v in value] if all(v % 8 == 0 for v in value) and min(value) >= 64 else value
-        return value
-    if name == "backbone_feature_sizes":  # of an image of 64 pixels whose patches have 4, or one of 16 that is scaled
-        return [[16, 16], [8, 8], [4, 4]]
-    if name == "image_grid_pinpoints":
-        return [[2 * IMAGE, IMAGE], [IMAGE, 2 * IMAGE], [2 * IMAGE, 2 * IMAGE]]
-    if picks is not None and number and len(value) == number:
-        return [value[p] for p in picks]
-    return value
-
-
-def _single(name: str) -> str:
-    """The attribute name of a single layer's value, for a list with a value for each layer."""
-    return re.sub(r"_per_layer$", "", name)
-
-
-def _sections(value: list[int], total: int) -> list[int]:
-    """Positive numbers in about the same proportion whose sum is `total`."""
-    old = sum(value)
-    new = [max(1, v * total // old) for v in value]
-    new[-1] += total - sum(new)
-    return new
-
-
-def _smaller_layers(value: dict[Any, Any], values: Mapping[str, Any], picks: list[int] | None) -> dict[int, Any]:
-    """The values of single layers that differ from the config's, for the layers that are kept."""
-    new = {}
-    for key, layer in value.items():
-        if str(key).isdecimal() and int(key) in (picks or ()):
-            both = {**values, **layer}
-            sizes = {k: _smaller_int(k, v, both, None, EXPERTS) if _is_int(v) else v for k, v in layer.items()}
-            new[(picks or []).index(int(key))] = sizes
-    return new
-
-
-def _smaller_mapping(name: str, value: dict[Any, Any], values: Mapping[str, Any], tokens: _Tokens) -> dict[Any, Any]:
-    new = copy.deepcopy(value)
-    for key, inner in value.items():
-        if isinstance(inner, dict):
-            new[key] = _smaller_mapping(str(key), inner, values, tokens)
-        elif key == "mrope_section":
-            partial = value.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1
-            new[key] = _sections(inner, int(HEAD_DIM * partial) // 2)
-        elif isinstance(inner, list) and key in ("short_factor", "long_factor"):
-            new[key] = inner[: HEAD_DIM // 2]
-    return new
-
-
 def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) -> Any:
     """A config of the same class with these values: by its constructor if that takes them, else by setting attributes."""
     klass = type(config)
     parameters = _parameters(klass)
-    given = {
-        name: value for name, value in values.items() if name in parameters and not _is_default(klass, name, value)
-    }
-    given.update({name: value for name, value in changed.items() if name in parameters or name == _PER_LAYER})
-    rest = {name: value for name, value in changed.items() if name not in given}
-    for nested in (_plain, _same):
+    given = {name: value for name, value in values.items() if name in parameters}
+    given |= {name: value for name, value in changed.items() if name in parameters or name == _PER_LAYER}
+    for plain in (True, False):  # nested configs as mappings, or as they are
         try:
-            new = klass(**{name: nested(value) for name, value in copy.deepcopy(given).items()})
+            new = klass(**{k: v.to_dict() if plain and _is_config(v) else v for k, v in copy.deepcopy(given).items()})
         except Exception:  # a constructor may raise anything
             continue
-        for name, value in rest.items():
+        for name, value in changed.items():
             # Values that the constructor derives from the new sizes are kept.
-            if _is_config(value) or vars(new).get(name) == vars(config).get(name):
+            if name not in given and (_is_config(value) or vars(new).get(name) == vars(config).get(name)):
                 _set(new, name, value)
         for name, value in vars(config).items():
             if name not in vars(new):
@@ -665,27 +527,8 @@ def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) ->
     return new
 
 
-def _is_default(klass: type, name: str, value: Any) -> bool:
-    default = getattr(klass, name, inspect.Parameter.empty)
-    parameter = inspect.signature(klass.__init__).parameters.get(name)  # type: ignore[misc]
-    if parameter is not None:
-        default = parameter.default
-    try:
-        return type(default) is type(value) and bool(default == value)
-    except Exception:
-        return False
-
-
 def _set(config: Any, name: str, value: Any) -> None:
     try:
         setattr(config, name, value)
     except Exception:  # a property without a setter, or a validator
         vars(config)[name] = value
-
-
-def _plain(value: Any) -> Any:
-    return value.to_dict() if _is_config(value) else value
-
-
-def _same(value: Any) -> Any:
-    return value

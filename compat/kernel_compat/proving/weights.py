@@ -14,15 +14,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _BRANCH_SCALES = re.compile(r"gate|gamma|lambda|layer_?scale|logit_scale|alpha")
 
 
-def randomize(model: nn.Module, scale: float = 2.0, seed: int = 0) -> None:
+def randomize(model: nn.Module, scale: float = 2.0) -> None:
     """Overwrite a model's weights in place, except norms and biases.
 
     Args:
         model: its floating-point parameters of two or more dimensions are overwritten.
         scale: the standard deviation of a linear layer's output for inputs of unit variance.
-        seed: of the random numbers.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     owners = dict(model.named_modules())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,11 +45,11 @@ def randomize(model: nn.Module, scale: float = 2.0, seed: int = 0) -> None:
                 parameter.fill_(0.5)
 
 
-def perturbed(model: nn.Module, relative: float = 1e-7, seed: int = 1) -> dict[str, torch.Tensor]:
-    """A state dict of the model's weights with random relative errors, by default of the size of float32 rounding."""
-    generator = torch.Generator().manual_seed(seed)
+def perturbed(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A state dict of the model's weights with random relative errors of the size of float32 rounding."""
+    generator = torch.Generator().manual_seed(1)
     return {
-        name: tensor * (1 + relative * torch.randn(tensor.shape, generator=generator))
+        name: tensor * (1 + 1e-7 * torch.randn(tensor.shape, generator=generator))
         if tensor.is_floating_point()
         else tensor
         for name, tensor in model.state_dict().items()
