@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import NAME, TRANSFORMERS, VOCAB, distance, gradients, load, save, there
+from tiny import NAME, TRANSFORMERS, VOCAB, distance, gradients, load, randomize, save, there
 from torch import Tensor
 
 import kernel_compat
@@ -197,3 +197,29 @@ def test_left_alone_by_name_and_put_back(models: Path) -> None:
         kernel_compat.install()
     found = model(input_ids=ids, position_ids=packed(), use_cache=False).logits
     assert distance(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("given", [(), ("lengths",)])
+@pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
+def test_many_chunks(model_type: str, given: tuple[str, ...]) -> None:
+    """Up to 5.16 padding changes earlier tokens in the torch path of these two (transformers#47250)."""
+    options = {**_HEADS, "n_groups": 1, "chunk_size": 4}
+    configs = {
+        "zamba2": ("Zamba2Config", {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "num_key_value_heads": 4}),
+        "nemotron_h": ("NemotronHConfig", {"hybrid_override_pattern": "M*M-", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "head_dim": 8}),
+    }  # fmt: skip
+    name, own = configs[model_type]
+    if not hasattr(transformers, name):
+        pytest.skip("this release doesn't have it")
+    config = getattr(transformers, name)(**{**options, **own})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    randomize(model)
+    lengths = (13, 9, 16, 13, 1)
+    ids = torch.randint(3, VOCAB, (1, sum(lengths)))
+    arguments: dict[str, Any] = {"position_ids": packed(lengths)}
+    if given:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        arguments |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 16, "max_length_k": 16}
+    with torch.no_grad():
+        found = model(input_ids=ids, use_cache=False, **arguments).logits
+        assert distance(found, alone(model, ids, lengths)) < IN_FLOAT32

@@ -76,7 +76,8 @@ class ForwardContext:
         positions: the ``position_ids``; the outer call's if the model around this one computed M-RoPE's.
         lengths: the ``cu_seq_lens_*`` and ``max_length_*``.
         records: the masks that the library's mask function made.
-        rows, padded_rows: the `Rows` of packed sequences and of the padded batch; False for none, None if not found yet.
+        rows: the `Rows` of packed sequences, padded or not, as far as they were found; None for none.
+        padded_rows: the `Rows` of the padded batch; None if not found yet.
         tokens_after_padding: how many tokens there are, if one of them comes after padding; else 0.
     """
 
@@ -112,7 +113,7 @@ class ForwardContext:
             raise ValueError("a cache of packed sequences can't be continued: it doesn't say which of them goes on")
         self.lengths = PackedLengths.of(arguments)
         self.takes_positions = "position_ids" in parameter_names(type(model))
-        self.rows: Any = None
+        self.rows: dict[bool, Any] = {}
         self.padded_rows: Any = None
         self.tokens_after_padding = 0
         self._outer_made_positions = False
@@ -148,7 +149,7 @@ class ForwardContext:
 
     def close(self, outputs: Any) -> None:
         """Mark the cache that the forward returned, if packed sequences were put in it."""
-        if self.rows or self.lengths or any(self._sequences.values()):
+        if any(self.rows.values()) or self.lengths or any(self._sequences.values()):
             past = _identity_of(getattr(outputs, "past_key_values", None))
             if getattr(type(past), "__weakref__", None) is not None:
                 _packed_caches[past] = True

@@ -74,7 +74,7 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
                 type(self).__name__,
                 "Its state would have to pass from rank to rank. Use a name without sequence_parallel for this model.",
             )
-        rows, cached = packed_rows(context), False
+        rows, cached = packed_rows(context, padded=not _sees_later_tokens(type(self))), False
         if rows is None and context.tokens_after_padding and not is_attention:
             # Up to 5.16 padding runs into the tokens after it in a batch of one.
             given = arguments_by_name(self, args, kwargs)
@@ -90,6 +90,11 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def _sees_later_tokens(kind: type) -> bool:
+    """Whether a token's output depends on later ones: Zamba2's and Nemotron-H's torch path up to 5.16 (transformers#47250)."""
+    return kind.__module__.endswith((".modeling_zamba2", ".modeling_nemotron_h")) and hasattr(kind, "torch_forward")
 
 
 def _require_padding_last(context: ForwardContext, module: nn.Module) -> None:

@@ -44,19 +44,32 @@ class Rows(NamedTuple):
     indices: Tensor | None
 
 
-def packed_rows(context: ForwardContext) -> Rows | None:
-    """The rows of a forward's packed sequences, found once a forward; None if none are packed."""
+def packed_rows(context: ForwardContext, padded: bool = True) -> Rows | None:
+    """The rows of a forward's packed sequences, found once a forward; None if none are packed.
+
+    Args:
+        padded: whether rows of about the same length are padded and computed together; otherwise only rows of one length are.
+
+    Raises:
+        UnsupportedFeatureError: shapes are fixed, as in a graph, and rows may not be padded.
+    """
     if context.length < 2:
         return None
     offsets, tokens = context.offsets, context.batch * context.length
     if offsets is not None and fixed_shapes(offsets):
+        if not padded:
+            raise UnsupportedFeatureError(
+                "packed sequences in a graph",
+                "a layer that lets padding change earlier tokens",
+                "Use transformers 5.17 or later, or don't compile.",
+            )
         longest = context.lengths.max_length_q  # type: ignore[union-attr]
         return _fixed_rows(offsets, longest if isinstance(longest, int) else tokens, tokens)
-    if context.rows is None:
+    if padded not in context.rows:
         context.check_offsets()
         sequences = context.sequences(True) if offsets is None else Sequences(None, offsets, 0, False)
-        context.rows = False if sequences is None else _grouped_rows(sequences, tokens)
-    return context.rows or None
+        context.rows[padded] = None if sequences is None else _grouped_rows(sequences, tokens, padded)
+    return context.rows[padded]  # type: ignore[no-any-return]
 
 
 def padded_rows(context: ForwardContext) -> Rows:
@@ -78,8 +91,8 @@ def _padded_rows(context: ForwardContext) -> Rows:
     return Rows((order + first,), (lengths,), (order.argsort(1) + first).flatten(), None)
 
 
-def _grouped_rows(sequences: Sequences, tokens: int) -> Rows:
-    """The rows of packed sequences, grouped by length. Synchronises once.
+def _grouped_rows(sequences: Sequences, tokens: int, padded: bool) -> Rows:
+    """The rows of packed sequences, grouped by length, or by about the same length and padded. Synchronises once.
 
     Args:
         tokens: how many there are in the flattened batch. The ones after the last offset are a sequence of their own.
@@ -92,7 +105,8 @@ def _grouped_rows(sequences: Sequences, tokens: int) -> Rows:
     groups: dict[int, list[tuple[int, int]]] = {}
     for start, stop in itertools.pairwise(offsets):
         if stop > start:
-            groups.setdefault((stop - start - 1).bit_length(), []).append((start, stop - start))
+            length = stop - start
+            groups.setdefault((length - 1).bit_length() if padded else length, []).append((start, length))
     sources, lengths, used = [], [], []
     for members in groups.values():
         starts, sizes = torch.tensor(members, device="cpu").split(1, 1)
