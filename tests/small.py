@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 
 import psutil
+from forked import Forked
 
 from compat_matrix.axes import Axes, load
 from compat_matrix.cli import main
@@ -187,6 +188,11 @@ minutes = {minutes}
             text=True,
             start_new_session=True,
         )
+
+    def fork(self, *arguments: str, **more: str) -> Forked:
+        """As `start`, from a process that has imported the command."""
+        output = self.folder / f"output-{len([*self.folder.glob('output-*')])}"
+        return Forked(*arguments, folder=self.folder, environment=self.environment(**more), output=output)
 
     def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """The command as a user types it in the project's folder, in this process: starting another takes longer than a cell."""

@@ -202,16 +202,16 @@ def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small)
     killed = 0
     for _ in range(kills):
         how = chance.choice([[], ["--no-fork"]])
-        runner = small.start("run", *resume, "-j", str(chance.choice([1, 2])), *how)
-        assert runner.stdout is not None
-        if not runner.stdout.readline().startswith("run "):
-            runner.wait()
+        runner = small.fork("run", *resume, "-j", str(chance.choice([1, 2])), *how)
+        until(lambda: runner.said() or runner.poll() is not None, "a word")
+        if not runner.said().startswith("run "):
+            runner.wait(60)
             break  # nothing was left to do
         if not kept:  # so that something can be lost, however slow the machine is
             until(lambda: stored(small), "a result")
         time.sleep(chance.uniform(0, 1.5))
         runner.kill()
-        runner.communicate()
+        runner.wait(60)
         killed += 1
         resume = ["--resume"]
         until(lambda: not small.processes(), f"an end of {small.processes()}")
@@ -456,10 +456,10 @@ def test_the_visible_gpus_are_those_cuda_would_see(monkeypatch: pytest.MonkeyPat
 def test_two_runners_share_environments_and_store(small: Small) -> None:
     small.write("test_it.py", "def test_a(): pass")
     small.axes()
-    runners = [small.start("run") for _ in range(2)]
-    for runner in runners:
-        output, _ = runner.communicate(timeout=60)
-        assert runner.returncode == 0, output
+    forked, started = small.fork("run"), small.start("run")
+    output, _ = started.communicate(timeout=60)
+    assert started.returncode == 0, output
+    assert forked.wait(60) == 0, forked.said()
     with small.store as store:
         assert [run.state for run in store.runs()] == ["finished", "finished"]
     assert len([*(small.folder / "cache" / "base").glob("*/.complete")]) == 1

@@ -15,6 +15,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from fastapi.testclient import TestClient
+from network import ended, until
 from small import PYTHON, Small
 
 from compat_matrix.atlas import lookup
@@ -444,14 +445,6 @@ def test_bad_input(watched: Watched, options: tuple[str, ...], says: str) -> Non
 
 def test_it_looks_again_and_again(watched: Watched) -> None:
     environment = {"UV_DEFAULT_INDEX": f"{watched.url}/simple", "XDG_CACHE_HOME": str(watched.small.folder / "x")}
-    process = watched.small.start("watch", "--every", "1", **environment, UV_FIND_LINKS="", UV_OFFLINE="0")
-    assert process.stdout is not None
-    try:
-        lines = iter(process.stdout)
-        assert any("no release is new" in line for line in lines)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-    finally:
-        process.kill()
-        process.stdout.close()
+    process = watched.small.fork("watch", "--every", "1", **environment, UV_FIND_LINKS="", UV_OFFLINE="0")
+    until(lambda: "no release is new" in process.said() or process.poll() is not None, "a look")
+    assert ended(process, signal.SIGINT) == 130, process.said()
