@@ -54,13 +54,18 @@ def get_requires_for_build_editable(config_settings=None):
 
 @dataclass
 class Small:
-    """The project in `folder`: `axes`, `run` and `store` are what a user has."""
+    """The project in `folder`: `axes`, `run` and `store` are what a user has.
+
+    Attributes:
+        uv_cache: a folder that projects share, in which uv keeps what it has found out about a Python.
+    """
 
     folder: Path
+    uv_cache: Path | None = None
 
     @classmethod
-    def make(cls, folder: Path) -> Small:
-        small = cls(folder)
+    def make(cls, folder: Path, uv_cache: Path | None = None) -> Small:
+        small = cls(folder, uv_cache)
         small.write(
             "pyproject.toml",
             """
@@ -168,7 +173,7 @@ minutes = {minutes}
             # The wheels and nothing else; and of pytest's plugins those that cells need.
             "UV_FIND_LINKS": str(self.folder / "wheels"),
             "UV_OFFLINE": "1",
-            "UV_CACHE_DIR": str(self.folder / "cache" / "uv"),
+            "UV_CACHE_DIR": str(self.uv_cache or self.folder / "cache" / "uv"),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTEST_PLUGINS": "pytest_reportlog.plugin",
             **more,

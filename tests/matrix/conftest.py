@@ -28,8 +28,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Small]:
-    small = Small.make(tmp_path / "small")
+def small(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
+    small = Small.make(tmp_path / "small", tmp_path_factory.getbasetemp() / "uv")
     yield small
     small.kill(small.processes())  # nothing outlives a test that failed
 
