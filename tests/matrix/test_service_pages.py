@@ -106,8 +106,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def get(store: Store) -> Iterator[Get]:
-    """Fetches a page of a service without axes."""
+    """Fetches a page of a service without axes, which looks at once for what a test has stored."""
     app = create_app(store, None, Settings())
+    app.state.site = app.state.site._replace(snapshots=SnapshotCache(store, busy=1.0))
     with served(app) as address, requests.Session() as session:
         yield lambda path, **more: session.get(address + path, timeout=30, **more)
 
