@@ -1,16 +1,21 @@
-"""Commands of the matrix as processes that are forked from one which has imported it: a start takes a second less.
+"""Processes of Python that are forked from one which has imported the matrix, pytest and tox: a start takes a second less.
 
 Tests of starting itself use `small.Small.start`.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -18,9 +23,17 @@ from pathlib import Path
 
 
 class Forked:
-    """A command of the matrix, with the methods of `subprocess.Popen` that tests need. Its output goes to a file."""
+    """``python ARGUMENTS``, with ``-m MODULE`` or ``-c CODE``, and the methods of `subprocess.Popen` that tests need.
 
-    def __init__(self, *arguments: str, folder: Path, environment: Mapping[str, str], output: Path) -> None:
+    It may import the modules of this folder.
+
+    Args:
+        output: the file that its output goes to.
+    """
+
+    def __init__(
+        self, *arguments: str, folder: Path, output: Path, environment: Mapping[str, str] = os.environ
+    ) -> None:
         self.returncode: int | None = None
         self.output = output
         self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -30,7 +43,7 @@ class Forked:
         self.pid = int(self._answers.recv(16))
 
     def said(self) -> str:
-        return self.output.read_text()
+        return self.output.read_text(errors="replace")
 
     def poll(self) -> int | None:
         try:
@@ -44,7 +57,7 @@ class Forked:
             try:
                 self.returncode = int(self._answers.recv(16))
             except TimeoutError:
-                raise subprocess.TimeoutExpired("kernel-compat-matrix", timeout or 0) from None
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0) from None
             self._answers.close()
         return self.returncode
 
@@ -58,7 +71,7 @@ class Forked:
 
 @cache
 def _parent() -> tuple[socket.socket, object]:
-    """Requests to the parent of the commands, and the parent, which ends with this process."""
+    """The socket for requests to the parent of the forked processes, and the parent, which ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         started = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
@@ -66,12 +79,18 @@ def _parent() -> tuple[socket.socket, object]:
 
 
 def _serve(requests: socket.socket) -> None:
+    import pytest  # noqa: F401
     import uvicorn  # noqa: F401
 
     from compat_matrix.commands import run, serve, watch, work  # noqa: F401
     from compat_matrix.service import app, local_worker, tokens  # noqa: F401
 
+    with suppress(ImportError):
+        import tox.run  # noqa: F401
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 1_000_000, 2)
         if not message:
@@ -87,7 +106,7 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _start(request: dict[str, object], answers: int, output: int) -> None:
-    """Fork the command, and say its process id and then its return code."""
+    """Fork the process, and send its process id and then its return code."""
     pid = os.fork()
     if pid == 0:
         os.close(answers)
@@ -100,8 +119,6 @@ def _start(request: dict[str, object], answers: int, output: int) -> None:
 
 
 def _become(output: int, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
-    from compat_matrix.cli import main
-
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -111,8 +128,28 @@ def _become(output: int, arguments: list[str], folder: str, environment: dict[st
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[1:] = arguments
-    sys.exit(main())
+    first = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.path[:] = [*first, *(entry for entry in sys.path if entry not in first)]
+    option, code, *rest = arguments
+    returncode = 0
+    try:
+        if option == "-m":
+            sys.argv = [code, *rest]
+            runpy.run_module(code, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [option, *rest]
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as error:
+        returncode = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        returncode = 1
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(returncode)  # the interpreter's own end takes 0.5 s, as it frees every module
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ class Network:
         return process
 
     def work(self, *options: str, **more: str) -> Forked:
-        return self.small.fork("work", self.url, "-j", "1", *options, **{"KERNEL_COMPAT_MATRIX_TOKEN": self.token, **more})
+        return self.small.fork(
+            "work", self.url, "-j", "1", *options, **{"KERNEL_COMPAT_MATRIX_TOKEN": self.token, **more}
+        )
 
     def submit(self, **wanted: Any) -> str:
         found = requests.post(

@@ -196,6 +196,9 @@ minutes = {minutes}
 
     def fork(self, *arguments: str, **more: str) -> Forked:
         """As `start`, from a process that has imported the command."""
+        return self.python("-m", "compat_matrix", *arguments, **more)
+
+    def python(self, *arguments: str, **more: str) -> Forked:
         output = self.folder / f"output-{len([*self.folder.glob('output-*')])}"
         return Forked(*arguments, folder=self.folder, environment=self.environment(**more), output=output)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 
 from compat_matrix.outcomes import distance_in, judge, read_report_log
 from compat_matrix.processes import INSIDE
@@ -36,32 +37,32 @@ class Ran:
         return judge(self.tests, self.uncollected, self.environment, self.log, self.returncode, 1)
 
 
-def ran(folder: Path, *arguments: str, **files: str) -> Ran:
-    """A pytest run of these files, as a cell has it."""
+def ran(folder: Path, *arguments: str, afresh: bool = False, **files: str) -> Ran:
+    """A pytest run of these files, as a cell has it: in a fork of a process that has imported the library, or in a new one."""
     for name, text in {"test_it": "", **files}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\n")
     report, environment = folder / "report.jsonl", folder / "environment.json"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV"))}
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_reportlog.plugin", "-p", "kernel_compat_cell"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", f"--report-log={report}", *arguments],
-        cwd=folder,
-        env={
-            **inherited,
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "PYTHONPATH": str(INSIDE),
-            "COMPAT_MATRIX_ENVIRONMENT": str(environment),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    given = {
+        **inherited,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": str(INSIDE),
+        "COMPAT_MATRIX_ENVIRONMENT": str(environment),
+    }
+    command = ["-m", "pytest", "-p", "pytest_reportlog.plugin", "-p", "kernel_compat_cell", "-p", "no:cacheprovider"]
+    command += [f"--report-log={report}", *arguments]
+    log = folder / "log"
+    if afresh:
+        with log.open("wb") as output:
+            returncode = subprocess.run(
+                [sys.executable, *command], cwd=folder, env=given, stdout=output, stderr=output, timeout=60, check=False
+            ).returncode
+    else:
+        returncode = Forked(*command, folder=folder, environment=given, output=log).wait(60)
     tests, uncollected = read_report_log(report)
     found = json.loads(environment.read_text()) if environment.exists() else {}
-    return Ran(tests, uncollected, found, done.stdout, done.returncode, report)
+    return Ran(tests, uncollected, found, log.read_text(errors="replace"), returncode, report)
 
 
 def test_every_outcome_has_its_word(tmp_path: Path) -> None:
@@ -242,6 +243,7 @@ def test_a_verdict_says_what_happened(
 def test_a_shim_that_failed_makes_a_cell_fail(tmp_path: Path) -> None:
     found = ran(
         tmp_path,
+        afresh=True,
         test_it="import transformers\n" + PASSES,
         transformers="",
         kernel_compat="""

@@ -626,6 +626,7 @@ def test_a_database_that_is_gone_is_503_and_says_nothing_of_the_machine(tmp_path
 
 # Over a network ------------------------------------------------------------------------------------------------------
 
+
 def test_check_asks_the_real_service(store: Store, app: FastAPI, tmp_path: Path) -> None:
     for name, version in (("torch", "2.11.0+cu130"), ("transformers", "5.9.0")):
         (tmp_path / "site" / f"{name}-{version}.dist-info").mkdir(parents=True)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,8 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from forked import Forked
+from network import until
 from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.engine import Engine
 from stored import cells, failed, not_run, passed, stored
@@ -24,7 +25,6 @@ from compat_matrix.results import Test
 from compat_matrix.store import Store, database, schema
 from compat_matrix.store.models import metadata
 
-TESTS = Path(__file__).parents[1]
 CELLS = cells()
 ODD = "\x1b[31mred\x1b[0m <b> \x00 \udc80 \u202e\n"
 
@@ -268,14 +268,23 @@ def test_export_writes_one_file_with_just_these(store: Store, tmp_path: Path) ->
 
 # Several processes.
 
+
+def _forked(folder: Path, code: str, *arguments: str) -> Forked:
+    """A process that runs this code in the folder."""
+    output = folder / f"process-{len([*folder.glob('process-*')])}"
+    return Forked("-c", code, *arguments, folder=folder, output=output)
+
+
 WRITER = """
-import sys
-sys.path.insert(0, sys.argv[1])
+import sys, time
+from pathlib import Path
 from stored import Store, Test, cells, failed
-url, number = sys.argv[2], int(sys.argv[3])
+url, number = sys.argv[1], int(sys.argv[2])
 with Store.open(url) as store:
     print("ready", flush=True)
-    run = sys.stdin.readline().strip()
+    while not Path("run").exists():
+        time.sleep(0.01)
+    run = Path("run").read_text()
     for attempt in range(1, 9):
         tests = [Test(f"t_{attempt}.py::test[{n}]", "failed", 0.0, f"message {attempt} {n}") for n in range(40)]
         store.add(run, failed(cells()[0], attempt=attempt, tests=tests))  # as all the others
@@ -283,28 +292,14 @@ with Store.open(url) as store:
 """
 
 
-def test_processes_that_make_a_store_and_write_at_once(url: str) -> None:
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(TESTS), url, str(number)],
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for number in (1, 2)
-    ]
-    for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
+def test_processes_that_make_a_store_and_write_at_once(url: str, tmp_path: Path) -> None:
+    writers = [_forked(tmp_path, WRITER, url, str(number)) for number in (1, 2)]
+    until(lambda: all(writer.said() for writer in writers), "two writers")
     with Store.open(url, create=False) as store:
         run = store.new_run(CELLS[:1])
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write(f"{run}\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate()
-    assert [writer.returncode for writer in writers] == [0, 0]
+    (tmp_path / "told").write_text(run)
+    (tmp_path / "told").rename(tmp_path / "run")
+    assert [writer.wait(60) for writer in writers] == [0, 0], [writer.said() for writer in writers]
     with Store.open(url) as store:
         assert [len(store.history(one)) for one in CELLS[:3]] == [8, 8, 8]
         assert len(store.result(run, CELLS[0], attempt=3).tests) == 40
@@ -314,22 +309,20 @@ def test_a_killed_writer_loses_nothing_it_has_stored(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     script = """
 import sys
-sys.path.insert(0, sys.argv[1])
 from stored import Store, cells, failed
-with Store.open(sys.argv[2]) as store:
+with Store.open(sys.argv[1]) as store:
     run = store.new_run(cells())
     print(run, flush=True)
     for attempt in range(1, 100_000):
         store.add(run, failed(cells()[0], attempt=attempt))
         print(attempt, flush=True)
 """
-    writer = subprocess.Popen([sys.executable, "-c", script, str(TESTS), str(path)], text=True, stdout=subprocess.PIPE)
-    assert writer.stdout is not None
-    run = writer.stdout.readline().strip()
-    said = [writer.stdout.readline() for _ in range(20)]
-    writer.send_signal(signal.SIGKILL)
-    said += writer.stdout.readlines()
-    writer.wait()
+    writer = _forked(tmp_path, script, str(path))
+    until(lambda: writer.said().count("\n") > 20, "twenty results")
+    writer.kill()
+    assert writer.wait(60) == -signal.SIGKILL
+    run, *said = writer.said().splitlines(keepends=True)
+    run = run.strip()
     last = max(int(line) for line in said if line.endswith("\n"))
     with Store.open(str(path)) as store:
         attempts = [past.summary.attempt for past in store.history(CELLS[0])]
@@ -468,12 +461,11 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
 # Run in a process of its own: the limits stay.
 FULL = """
 import dataclasses, os, sys
-sys.path.insert(0, sys.argv[1])
 from compat_matrix.errors import MatrixError
 from stored import Store, cells, failed
-with Store.open(sys.argv[2]) as store:
+with Store.open(sys.argv[1]) as store:
     run = store.new_run(cells())
-    exec(sys.argv[3])
+    exec(sys.argv[2])
     attempt = 0
     try:
         while attempt < 1000:
@@ -486,16 +478,17 @@ with Store.open(sys.argv[2]) as store:
 """
 
 
-def _fill(path: Path, limit: str = "") -> tuple[str, str, int]:
-    command = [sys.executable, "-c", FULL, str(TESTS), str(path), limit]
-    error, run, attempts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+def _fill(folder: Path, path: Path, limit: str = "") -> tuple[str, str, int]:
+    process = _forked(folder, FULL, str(path), limit)
+    assert process.wait(60) == 0, process.said()
+    error, run, attempts = process.said().splitlines()
     return error, run, int(attempts)
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
-    error, run, attempts = _fill(path, limit)
+    error, run, attempts = _fill(tmp_path, path, limit)
     assert error.startswith(f"the store {path}: ")
     assert attempts > 5
     with Store.open(str(path)) as store:
@@ -511,7 +504,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     ).returncode:
         pytest.skip("a small disk can't be mounted here: that takes root")
     try:
-        error, run, attempts = _fill(disk / "store.db")
+        error, run, attempts = _fill(tmp_path, disk / "store.db")
         assert "the disk is full; what was stored before is kept" in error
         shutil.copytree(disk, tmp_path / "copy")
     finally:
