@@ -37,8 +37,8 @@ class Ran:
         return judge(self.tests, self.uncollected, self.environment, self.log, self.returncode, 1)
 
 
-def ran(folder: Path, *arguments: str, afresh: bool = False, **files: str) -> Ran:
-    """A pytest run of these files, as a cell has it: in a fork of a process that has imported the library, or in a new one."""
+def ran(folder: Path, *arguments: str, **files: str) -> Ran:
+    """A pytest run of these files, as a cell has it."""
     for name, text in {"test_it": "", **files}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\n")
@@ -53,7 +53,7 @@ def ran(folder: Path, *arguments: str, afresh: bool = False, **files: str) -> Ra
     command = ["-m", "pytest", "-p", "pytest_reportlog.plugin", "-p", "kernel_compat_cell", "-p", "no:cacheprovider"]
     command += [f"--report-log={report}", *arguments]
     log = folder / "log"
-    if afresh:
+    if "kernel_compat" in files:  # the parent of forks has imported the real one
         with log.open("wb") as output:
             returncode = subprocess.run(
                 [sys.executable, *command], cwd=folder, env=given, stdout=output, stderr=output, timeout=60, check=False
@@ -243,7 +243,6 @@ def test_a_verdict_says_what_happened(
 def test_a_shim_that_failed_makes_a_cell_fail(tmp_path: Path) -> None:
     found = ran(
         tmp_path,
-        afresh=True,
         test_it="import transformers\n" + PASSES,
         transformers="",
         kernel_compat="""
@@ -288,7 +287,7 @@ def test_what_does_not_fit_together_is_the_cause_of_what_can_not_be_imported(
 
 
 def test_a_time_out_names_the_test_it_was_in() -> None:
-    passed, began = Test("test_a", "passed", 1.0), Test("test_b", "error", 0.0, "it didn't come to its end")
+    passed, began = Test("test_a", "passed", 1.0), Test("test_b", "error", 0.0, "it didn't finish")
     assert judge([passed], [], {}, "", None, 0.5) == (
         "failed",
         "timeout",
@@ -317,7 +316,7 @@ def test_a_log_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
         assert [test.nodeid for test in tests] == [test.nodeid for test in whole.tests[: len(tests)]]
         for test, full in zip(tests, whole.tests, strict=False):
             assert test.outcome in (full.outcome, "error")
-            assert test.outcome == full.outcome or test.message == "it didn't come to its end"
+            assert test.outcome == full.outcome or test.message == "it didn't finish"
         seen.add(len(tests))
     assert seen == {0, 1, 2, 3}
     assert read_report_log(tmp_path / "none.jsonl") == ([], [])

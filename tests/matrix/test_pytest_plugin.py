@@ -80,7 +80,7 @@ def test_a_service_that_does_not_answer_is_a_warning_unless_it_is_required(
     service.stop()
     found = project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service", service.url)
     found.assert_outcomes(passed=1, warnings=1)
-    found.stdout.fnmatch_lines(["*ServiceWarning: nothing is known of this environment: *can't be reached*"])
+    found.stdout.fnmatch_lines(["*ServiceWarning: nothing is known about this environment: *can't be reached*"])
     required = (*PLUGIN, "--kernel-compat-service", service.url, "--kernel-compat-service-required")
     (project.path / "collected").unlink()
     found = project.runpytest_inprocess(*required)

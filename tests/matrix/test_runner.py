@@ -193,7 +193,7 @@ def test_ctrl_c_leaves_a_store_that_can_be_resumed(small: Small, how: tuple[str,
         (run,) = store.runs()
         assert run.state == "finished"
     again = small.run("run", "--resume")
-    assert (again.returncode, again.stdout) == (0, f"nothing is left to do of {run.id}\n")
+    assert (again.returncode, again.stdout) == (0, f"no cell is left to run in {run.id}\n")
 
 
 def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small) -> None:
@@ -288,7 +288,7 @@ def test_what_failed_runs_once_more(small: Small) -> None:
     assert small.run("run").returncode == 1
     (small.folder / "mended").touch()
     done = small.run("run", "--resume")
-    assert done.stdout.startswith("nothing is left to do of")
+    assert done.stdout.startswith("no cell is left to run in")
     assert done.returncode == 1  # it has failed
     done = small.run("run", "--resume", "--failed")
     assert done.returncode == 0, done

@@ -221,11 +221,11 @@ def test_what_keeps_a_worker_from_working_is_said(network: Network, tmp_path: Pa
     path = tmp_path / "token"
     path.write_text(only_submit)
     assert "a token with the scope work" in refused(network.url, "--token-file", str(path))
-    assert "is no URL of a service" in refused("localhost:8000", "--token-file", str(path))
-    assert "--label 'a b' is none" in refused(network.url, "--label", "a b", "--token-file", str(path))
+    assert "isn't the URL of a service" in refused("localhost:8000", "--token-file", str(path))
+    assert "--label 'a b' is invalid" in refused(network.url, "--label", "a b", "--token-file", str(path))
     path.write_text(network.token)
     small.write("test_it.py", TESTS + "\n    # another one")
-    assert "bring both to one commit" in refused(network.url, "--token-file", str(path))
+    assert "update both to the same commit" in refused(network.url, "--token-file", str(path))
     small.write("test_it.py", TESTS)
     (small.folder / "matrix" / "pins" / f"{TAG}-tf5.0.txt").unlink()
     assert f"{TAG}-tf5.0" in refused(network.url, "--token-file", str(path))
@@ -248,7 +248,7 @@ def test_a_service_says_what_is_wrong_and_what_is_next(small: Small) -> None:
     assert process.stdout is not None
     first, second = process.stdout.readline(), process.stdout.readline()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves matrix\.sqlite\n", first)
-    assert "`kernel-compat-matrix token add NAME --scope submit --scope work` makes a token" in second
+    assert "`kernel-compat-matrix token add NAME --scope submit --scope work` creates one" in second
     process.terminate()
     assert process.wait(60) == 0
     assert (small.folder / "matrix.sqlite").exists()

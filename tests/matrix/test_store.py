@@ -84,7 +84,7 @@ def test_the_latest_attempt_is_the_result(store: Store, order: tuple[int, ...]) 
 
 
 def test_a_cell_that_was_not_planned_joins(store: Store) -> None:
-    run = store.new_run(CELLS[:1], excluded={CELLS[2]: "can't exist"})
+    run = store.new_run(CELLS[:1], excluded={CELLS[2]: "excluded"})
     store.add(run, passed(CELLS[1]))
     store.add(run, passed(CELLS[2]))
     assert {one: summary.state for one, summary in store.summary(run).items()} == {
@@ -181,7 +181,7 @@ def test_what_many_share_is_stored_once(tmp_path: Path) -> None:
 def test_the_newest_verdict_of_each_cell(store: Store) -> None:
     old = stored(store, [passed(CELLS[0]), failed(CELLS[1]), not_run(CELLS[2])])
     new = stored(store, [failed(CELLS[0]), not_run(CELLS[1]), not_run(CELLS[2])])
-    running = store.new_run(CELLS, excluded={CELLS[4]: "can't exist"})
+    running = store.new_run(CELLS, excluded={CELLS[4]: "excluded"})
     found = {one: (past.run.id, past.summary.state) for one, past in store.current().items()}
     assert found == {
         CELLS[0]: (new, "failed"),
@@ -228,7 +228,7 @@ def test_outcomes_and_environments(store: Store) -> None:
 
 def test_merge_takes_what_is_missing_and_nothing_twice(store: Store, other: Store) -> None:
     ours = stored(store, [passed(CELLS[0])])
-    theirs = other.new_run(CELLS[:3], excluded={CELLS[3]: "can't exist"}, axes="axes", label="node")
+    theirs = other.new_run(CELLS[:3], excluded={CELLS[3]: "excluded"}, axes="axes", label="node")
     other.add(theirs, failed(CELLS[0]))
     assert store.merge(other) == [theirs]
     assert store.merge(other) == []
@@ -387,7 +387,7 @@ def test_somebody_elses_database_is_left_alone(url: str) -> None:
     engine = create_engine(database.parse(url))
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE recipes (id INTEGER)"))
-    with pytest.raises(MatrixError, match=r"no store of kernel-compat-matrix: it has other tables \(recipes\)"):
+    with pytest.raises(MatrixError, match=r"isn't a store of kernel-compat-matrix: it has other tables \(recipes\)"):
         Store.open(url)
     with engine.connect() as connection:
         assert connection.dialect.get_table_names(connection) == ["recipes"]
@@ -398,7 +398,7 @@ def test_somebody_elses_database_is_left_alone(url: str) -> None:
 
 
 def test_nothing_is_made_unless_asked(url: str, tmp_path: Path) -> None:
-    with pytest.raises(MatrixError, match="there is none|it is empty"):
+    with pytest.raises(MatrixError, match="it doesn't exist|it is empty"):
         Store.open(url, create=False)
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "empty.db").touch()
@@ -411,8 +411,8 @@ def test_nothing_is_made_unless_asked(url: str, tmp_path: Path) -> None:
     ("url", "message"),
     [
         ("nothing://x", "knows no such database"),
-        ("://", "is no URL of a database"),
-        ("postgresql://host:port/x", "is no URL of a database"),
+        ("://", "isn't the URL of a database"),
+        ("postgresql://host:port/x", "isn't the URL of a database"),
         ("mysql+pymysql://x/y", "its driver is not installed"),
         (
             "postgresql://me:secret@127.0.0.1:1/x?connect_timeout=2",
@@ -431,7 +431,7 @@ def test_stores_that_cannot_be_reached(url: str, message: str) -> None:
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.write_text("hello, I am a log file\n" * 100)
-    with pytest.raises(MatrixError, match="no SQLite database, or a corrupt one"):
+    with pytest.raises(MatrixError, match="isn't a SQLite database, or is corrupt"):
         Store.open(str(path))
     assert path.read_text().startswith("hello")
 
