@@ -80,7 +80,7 @@ def test_a_line_that_is_no_pin_is_pointed_at(tmp_path: Path, line: str) -> None:
 
 
 def test_pins_that_are_not_there_can_be_made(tmp_path: Path) -> None:
-    with pytest.raises(MatrixError, match="py311-tf5.23 has no pins: make them with `kernel-compat-matrix pin`"):
+    with pytest.raises(MatrixError, match="py311-tf5.23 has no pins: create them with `kernel-compat-matrix pin`"):
         pins.read(tmp_path / "py311-tf5.23.txt", "3.11")
 
 
