@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
 import time
 from collections import Counter
 from typing import NamedTuple
 
+from forked import Forked
 from network import Network, ended, until
 from postgresql import Postgres
 from sqlalchemy import func, select, text
@@ -56,20 +56,20 @@ class Faults:
         self._service = network.serve("--lease", str(lease))
         self._workers = [self._work(number) for number in range(2)]
 
-    def _work(self, number: int) -> subprocess.Popen[bytes]:
+    def _work(self, number: int) -> Forked:
         return self.network.work("--spool", str(self.network.small.folder / f"spool-{number}"))
 
     def _serve(self) -> None:
         words = ("serve", "--port", str(self.network.port), "--store", self.network.stored, "--lease", str(self.lease))
-        self._service = self.network.start(*words)
+        self._service = self.network.small.fork(*words)
 
     def watch(self) -> None:
         """Start the service again where it gave up: its database wasn't there. A worker never gives up."""
         if self._service.poll() is not None:
-            assert self.database is not None, self.network.said(self._service)
+            assert self.database is not None, self._service.said()
             self._serve()
         for worker in self._workers:
-            assert worker.poll() is None, self.network.said(worker)
+            assert worker.poll() is None, worker.said()
 
     def kill(self) -> None:
         """One of them, by SIGKILL."""
@@ -103,7 +103,7 @@ class Faults:
         until(lambda: not self._spooled(), "an empty spool")
         for process in (*self._workers, self._service):
             code = ended(process)
-            assert code in (0, 1), self.network.said(process)
+            assert code in (0, 1), process.said()
         return self._account(run)
 
     def stop(self) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import requests
+from forked import Forked
 from small import Small
 
 from compat_matrix.store import Store
@@ -34,7 +33,7 @@ def until(condition: Callable[[], object], what: str) -> None:
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, f"in a minute there was not {what}"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 class Network:
@@ -47,39 +46,22 @@ class Network:
         self.url = f"http://127.0.0.1:{self.port}"
         words = ("--scope", "submit", "--scope", "work", "--store", self.stored)
         self.token = small.run("token", "add", "all", *words).stdout.strip()
-        self.output: dict[int, Path] = {}
 
     @property
     def store(self) -> Store:
         return Store.open(self.stored, create=False)
 
-    def start(self, *words: str, **more: str) -> subprocess.Popen[bytes]:
-        """A command whose output goes into a file: nobody reads it while it runs."""
-        path = self.small.folder / f"output-{len(self.output)}"
-        with path.open("wb") as output:
-            process = subprocess.Popen(
-                ["env", "--default-signal=INT", *self.small.command(*words)],
-                cwd=self.small.folder,
-                env=self.small.environment(**more),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.output[process.pid] = path
+    def serve(self, *options: str) -> Forked:
+        process = self.small.fork("serve", "--port", str(self.port), "--store", self.stored, *options)
+        until(lambda: process.said() or process.poll() is not None, "a word of the service")
+        assert process.poll() is None, process.said()
+        assert process.said().startswith(f"{self.url} serves "), process.said()
         return process
 
-    def said(self, process: subprocess.Popen[bytes]) -> str:
-        return self.output[process.pid].read_text()
-
-    def serve(self, *options: str) -> subprocess.Popen[bytes]:
-        process = self.start("serve", "--port", str(self.port), "--store", self.stored, *options)
-        until(lambda: self.said(process) or process.poll() is not None, "a word of the service")
-        assert process.poll() is None, self.said(process)
-        assert self.said(process).startswith(f"{self.url} serves "), self.said(process)
-        return process
-
-    def work(self, *options: str, **more: str) -> subprocess.Popen[bytes]:
-        return self.start("work", self.url, "-j", "1", *options, **{"KERNEL_COMPAT_MATRIX_TOKEN": self.token, **more})
+    def work(self, *options: str, **more: str) -> Forked:
+        return self.small.fork(
+            "work", self.url, "-j", "1", *options, **{"KERNEL_COMPAT_MATRIX_TOKEN": self.token, **more}
+        )
 
     def submit(self, **wanted: Any) -> str:
         found = requests.post(
@@ -113,6 +95,6 @@ def _free_port() -> int:
         return port
 
 
-def ended(process: subprocess.Popen[bytes], signal_: int = signal.SIGTERM) -> int:
+def ended(process: Forked, signal_: int = signal.SIGTERM) -> int:
     process.send_signal(signal_)
     return process.wait(60)

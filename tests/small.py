@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 
 import psutil
+from forked import Forked
 
 from compat_matrix.axes import Axes, load
 from compat_matrix.cli import main
@@ -53,13 +54,18 @@ def get_requires_for_build_editable(config_settings=None):
 
 @dataclass
 class Small:
-    """The project in `folder`: `axes`, `run` and `store` are what a user has."""
+    """The project in `folder`: `axes`, `run` and `store` are what a user has.
+
+    Attributes:
+        uv_cache: a folder that projects share, in which uv keeps what it has found out about a Python.
+    """
 
     folder: Path
+    uv_cache: Path | None = None
 
     @classmethod
-    def make(cls, folder: Path) -> Small:
-        small = cls(folder)
+    def make(cls, folder: Path, uv_cache: Path | None = None) -> Small:
+        small = cls(folder, uv_cache)
         small.write(
             "pyproject.toml",
             """
@@ -167,7 +173,7 @@ minutes = {minutes}
             # The wheels and nothing else; and of pytest's plugins those that cells need.
             "UV_FIND_LINKS": str(self.folder / "wheels"),
             "UV_OFFLINE": "1",
-            "UV_CACHE_DIR": str(self.folder / "cache" / "uv"),
+            "UV_CACHE_DIR": str(self.uv_cache or self.folder / "cache" / "uv"),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTEST_PLUGINS": "pytest_reportlog.plugin",
             **more,
@@ -187,6 +193,14 @@ minutes = {minutes}
             text=True,
             start_new_session=True,
         )
+
+    def fork(self, *arguments: str, **more: str) -> Forked:
+        """As `start`, from a process that has imported the command."""
+        return self.python("-m", "compat_matrix", *arguments, **more)
+
+    def python(self, *arguments: str, **more: str) -> Forked:
+        output = self.folder / f"output-{len([*self.folder.glob('output-*')])}"
+        return Forked(*arguments, folder=self.folder, environment=self.environment(**more), output=output)
 
     def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """The command as a user types it in the project's folder, in this process: starting another takes longer than a cell."""

@@ -59,7 +59,7 @@ def _condition(text: str) -> str:
 def _distinct(values: list[str]) -> list[str]:
     twice = sorted({value for value in values if values.count(value) > 1})
     if twice:
-        raise ValueError(f"{', '.join(twice)} stands there twice")
+        raise ValueError(f"{', '.join(twice)} is listed twice")
     return values
 
 
@@ -72,7 +72,7 @@ def _requirement(text: str) -> str:
     try:
         packaging.requirements.Requirement(text)
     except packaging.requirements.InvalidRequirement as error:
-        raise ValueError(f"{text!r} is no requirement: {error}".splitlines()[0]) from None
+        raise ValueError(f"{text!r} isn't a requirement: {error}".splitlines()[0]) from None
     return text
 
 
@@ -150,7 +150,7 @@ class Packages(_Table):
             others = sorted(_expression(self.when).axes - allowed)
             if others:
                 raise ValueError(
-                    f"the {self.part} of a cell depends on {', '.join(sorted(allowed))} alone, not on {', '.join(others)}"
+                    f"the {self.part} of a cell depends on {', '.join(sorted(allowed))} only, not on {', '.join(others)}"
                 )
         return self
 
@@ -235,16 +235,18 @@ class Axes(_Table):
                 if name not in known:
                     raise MatrixError(f"there is no cell {name!r} in {self.path.name}")
                 if known[name]:
-                    raise MatrixError(f"{name} can't be: {known[name]}")
+                    raise MatrixError(f"{name} is excluded: {known[name]}")
             cells = [cell for cell in cells if cell.name in names]
         if only is not None:
             condition = Expression(only)
             cells = [cell for cell in cells if condition(cell)]
             if not cells:
                 refused = [because for cell, because in self.all_cells.items() if because and condition(cell)]
-                raise MatrixError(f"no cell of {self.path.name} fits {only!r}" + (f": {refused[0]}" if refused else ""))
+                raise MatrixError(
+                    f"no cell of {self.path.name} matches {only!r}" + (f": {refused[0]}" if refused else "")
+                )
         if not cells:
-            raise MatrixError(f"the rules of {self.path.name} leave no cell")
+            raise MatrixError(f"the rules of {self.path.name} exclude every cell")
         return cover(cells) if pairwise else cells
 
     def excluded(self, only: str | None = None) -> dict[Cell, str]:
@@ -324,7 +326,7 @@ def load(path: Path) -> Axes:
     except OSError as error:
         raise MatrixError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise MatrixError(f"{path} is no UTF-8 text: {error}") from None
+        raise MatrixError(f"{path} isn't UTF-8 text: {error}") from None
     except tomli.TOMLDecodeError as error:
         raise MatrixError(f"{path}: {error}") from None
     try:

@@ -97,9 +97,9 @@ class BasePython:
         if others:
             minor = f"{self.torch.major}.{self.torch.minor}"
             raise MatrixError(
-                f"{self.executable} is Python {self.python} with torch {self.torch}, on which "
-                f"{one_and_more([cell.name for cell in others])} can't stand: "
-                f'choose by --only "python=={self.python} and torch=={minor}"'
+                f"{self.executable} is Python {self.python} with torch {self.torch}, which "
+                f"{one_and_more([cell.name for cell in others])} can't use: "
+                f'select cells with --only "python=={self.python} and torch=={minor}"'
             )
 
     def _fits(self, cell: Cell) -> bool:

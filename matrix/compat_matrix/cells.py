@@ -75,7 +75,7 @@ def parse(name: str) -> Cell:
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise MatrixError(f"{name!r} is no cell's name, such as py311-tf5.23-torch2.15-fa4-cuda")
+        raise MatrixError(f"{name!r} isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
     kernel = match["flash_attention"] or "none"
     return Cell(
         python=f"{match['major']}.{match['minor']}",

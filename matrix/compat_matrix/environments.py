@@ -14,6 +14,7 @@ from pathlib import Path
 
 import findpython
 from filelock import FileLock
+from uv import find_uv_bin
 
 from .base_python import BasePython
 from .errors import MatrixError
@@ -161,7 +162,7 @@ class Environments:
     def _uv(self, part: Part, arguments: Sequence[str], text: str = "") -> None:
         environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
         done = subprocess.run(
-            [sys.executable, "-m", "uv", *arguments],
+            [find_uv_bin(), *arguments],
             input=text,
             capture_output=True,
             encoding="utf-8",

@@ -107,7 +107,7 @@ class _Evaluation(Interpreter[Token, bool]):
         if value not in _WORDS[axis]:
             raise MatrixError(f"{axis} is one of {', '.join(_WORDS[axis])}, not {value!r}")
         if sign not in ("==", "!="):
-            raise MatrixError(f"{axis} has no order: == and != alone, not {sign}")
+            raise MatrixError(f"{axis} has no order: use == or !=, not {sign}")
         return _COMPARE[sign](mine, value)
 
 
@@ -134,7 +134,7 @@ def _where(text: str, error: UnexpectedInput) -> str:
     ended = isinstance(error, UnexpectedToken) and error.token.type == "$END"
     position = len(text) if ended else (error.pos_in_stream or 0)
     return (
-        f"this is no condition on cells:\n  {text}\n  {' ' * position}^\n"
+        f"this isn't a condition on cells:\n  {text}\n  {' ' * position}^\n"
         "It compares python, transformers, torch, flash_attention or device with a value, as in "
         "transformers>=5.4 and torch==2.11"
     )

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import tomli
+from uv import find_uv_bin
 
 from .errors import MatrixError
 
@@ -46,8 +47,16 @@ def lock(
     Raises:
         ResolutionError: there is no solution, or the index can't be reached.
     """
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-sources", "-", "--format", "pylock.toml"]
-    command += ["--python-version", python, "--python-platform", PLATFORM, "--no-python-downloads"]
+    command = [find_uv_bin(), "pip", "compile", "--quiet", "--no-sources", "-", "--format", "pylock.toml"]
+    command += [
+        "--python",
+        sys.executable,
+        "--python-version",
+        python,
+        "--python-platform",
+        PLATFORM,
+        "--no-python-downloads",
+    ]
     # Pre-releases are used if there is nothing else, or if a requirement names one.
     command += ["--prerelease", "if-necessary-or-explicit"]
     if before is not None:

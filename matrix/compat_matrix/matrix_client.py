@@ -118,7 +118,7 @@ def questions(environment: Environment) -> list[dict[str, str]]:
     for name in ("transformers", "torch"):
         version = environment.version(name)
         if version is None:
-            raise ServiceError(f"there is no {name} here whose version is known: nothing can be asked about it")
+            raise ServiceError(f"the installed version of {name} can't be determined")
         question[name] = str(version)
     question["python"] = ".".join(environment.python.split(".")[:2])
     if not environment.devices:
@@ -158,7 +158,7 @@ def _base(url: str) -> str:
     except ValueError:
         valid = False
     if not valid or any(ord(character) <= 32 or ord(character) == 127 for character in url):
-        raise ServiceError(f"{url!r} is no address of a service, such as https://matrix.example")
+        raise ServiceError(f"{url!r} isn't the address of a service, such as https://matrix.example")
     return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
 
 
@@ -170,14 +170,14 @@ def _ask(base: str, question: Mapping[str, str], timeout: float) -> ServiceAnswe
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         found = json.loads(_read(request, timeout))
     except urllib.error.HTTPError as error:
-        raise ServiceError(f"{_shown(base)} answers {error.code}{_detail(error)}") from None
+        raise ServiceError(f"{_shown(base)} responds with {error.code}{_detail(error)}") from None
     except (OSError, http.client.HTTPException) as error:
         raise ServiceError(f"{_shown(base)} can't be reached: {_why(error)}") from None
     except ValueError:
-        raise ServiceError(f"{_shown(base)} gives no JSON: it is no matrix service") from None
+        raise ServiceError(f"{_shown(base)} doesn't respond with JSON: it isn't a matrix service") from None
     verdict: Any = found.get("verdict") if isinstance(found, dict) else None
     if verdict not in get_args(KnownVerdict):
-        raise ServiceError(f"{_shown(base)} gives no verdict: it is no matrix service, or a newer one")
+        raise ServiceError(f"{_shown(base)} responds without a verdict: it isn't a matrix service, or is a newer one")
     tested = found.get("tested")
     evidence = tuple(one for one in (tested if isinstance(tested, list) else ()) if isinstance(one, dict))
     return ServiceAnswer(question, verdict, str(found.get("match")), str(found.get("reason") or ""), evidence)
@@ -191,7 +191,7 @@ def _read(request: urllib.request.Request, timeout: float) -> bytes:
         while piece := response.read1(65536):
             body += piece
             if len(body) > _MAX_BYTES:
-                raise OSError(f"its answer is longer than {_MAX_BYTES} bytes")
+                raise OSError(f"its response is longer than {_MAX_BYTES} bytes")
             if time.monotonic() > end:
                 raise TimeoutError
         return body
@@ -200,7 +200,7 @@ def _read(request: urllib.request.Request, timeout: float) -> bytes:
 def _why(error: Exception) -> str:
     reason = getattr(error, "reason", error)
     if isinstance(reason, TimeoutError):
-        return "it didn't answer in time"
+        return "it didn't respond in time"
     return str(reason) or type(reason).__name__
 
 

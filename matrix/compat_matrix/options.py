@@ -107,7 +107,7 @@ def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:
     if options.shard is not None:
         cells = shard(cells, options.shard)
         if not cells:
-            raise MatrixError(f"nothing is left for the part {options.shard}")
+            raise MatrixError(f"the part {options.shard} has no cells")
     return cells
 
 
@@ -125,7 +125,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
     wheelhouse = below = None
     if options.offline is not None:
         if options.latest or options.pins:
-            raise MatrixError("--offline takes the pins that were fetched: --latest and --pins go with `fetch`")
+            raise MatrixError("--offline uses the pins that were fetched: --latest and --pins are options of `fetch`")
         wheelhouse = Wheelhouse.open(options.offline)
         wheelhouse.check(cells, axes.folder)
     if options.base_python is not None:

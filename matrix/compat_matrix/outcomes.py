@@ -27,7 +27,7 @@ _CRASH = re.compile(
 NO_TEST = "no test ran"
 
 #: The message of a test that started and never reported.
-UNENDED = "it didn't come to its end"
+UNENDED = "it didn't finish"
 
 
 def read_report_log(path: Path) -> tuple[list[Test], list[str]]:

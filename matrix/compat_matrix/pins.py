@@ -77,7 +77,7 @@ def read(path: Path, python: str) -> Part:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise MatrixError(
-            f"{path.stem} has no pins: make them with `kernel-compat-matrix pin`, or go without by --latest"
+            f"{path.stem} has no pins: create them with `kernel-compat-matrix pin`, or use --latest"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise MatrixError(f"{path} can't be read: {error}") from None
@@ -87,7 +87,7 @@ def read(path: Path, python: str) -> Part:
             continue
         match = re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:([0-9a-f]{64})", line)
         if match is None:
-            raise MatrixError(f"{path}:{number}: no pin of the form NAME==VERSION --hash=sha256:...: {line!r}")
+            raise MatrixError(f"{path}:{number}: not a pin of the form NAME==VERSION --hash=sha256:...: {line!r}")
         pins.append(Pin(*match.groups()))
     return Part(path.stem, python, tuple(pins))
 

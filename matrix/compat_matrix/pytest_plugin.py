@@ -52,7 +52,9 @@ def _ask(config: pytest.Config, url: str) -> None:
     except matrix_client.ServiceError as error:
         if config.getoption("--kernel-compat-service-required"):
             raise pytest.UsageError(f"kernel-compat: {error}") from None
-        config.issue_config_time_warning(ServiceWarning(f"nothing is known of this environment: {error}"), stacklevel=2)
+        config.issue_config_time_warning(
+            ServiceWarning(f"nothing is known about this environment: {error}"), stacklevel=2
+        )
         return
     lines = [line for answer in report.answers for line in matrix_client.describe(answer)]
     if not report.ok:

@@ -153,7 +153,7 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
         raise MatrixError(f"node {platform.node()} has no {here}: the project must be at the same path on every node")
     if fingerprint(here) != expected:
         raise MatrixError(
-            f"{here} on node {platform.node()} isn't what it is where the run was started: bring it up to date"
+            f"{here} on node {platform.node()} differs from the project that the run was started with: update it"
         )
     job = replace(job, environments=replace(job.environments, root=cache or default_root()))
     needed = job.tests.gpus if job.cell.device == "cuda" else 0

@@ -88,11 +88,13 @@ class Wheelhouse:
         """
         folder = folder.absolute()
         if not folder.is_dir():
-            raise MatrixError(f"--offline takes a folder with wheels, and {folder} is none")
+            raise MatrixError(
+                f"--offline takes a folder that `kernel-compat-matrix fetch` wrote; {folder} isn't a folder"
+            )
         manifest = _manifest(folder)
         if manifest is None:
             raise MatrixError(
-                f"{folder} has no manifest.json: `kernel-compat-matrix fetch` writes it, as its last file"
+                f"{folder} has no manifest.json: `kernel-compat-matrix fetch` writes it last, so this folder is incomplete"
             )
         return cls(folder, manifest)
 
@@ -123,7 +125,7 @@ class Wheelhouse:
         self._intact(self.manifest.project)
         if (changed := differing(self.project, project)) is not None:
             raise MatrixError(
-                f"{self.project.name} in {self.folder} has another {changed} than {project}: fetch it anew, from the same state"
+                f"{self.project.name} in {self.folder} has another {changed} than {project}: fetch it again, from the same state"
             )
 
     def take(self, jobs: Sequence[Job]) -> list[Job]:
@@ -258,8 +260,8 @@ def fetch(
     for name, pin in sorted(files.items()):
         if not name.endswith(".whl"):
             note(
-                f"{pin.name} {pin.version} has no wheel for this platform. {name} is here, from which the machine builds one, "
-                f"with whatever compiler that takes; or put a wheel of it into {folder}, which is then taken instead"
+                f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {name}, "
+                f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead"
             )
     return Wheelhouse(folder.absolute(), manifest)
 
@@ -287,7 +289,7 @@ def _manifest(folder: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise MatrixError(f"{path} is no manifest of this version: {error.errors()[0]['msg']}") from None
+        raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
 
 
 def _fetched(

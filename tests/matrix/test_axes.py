@@ -96,14 +96,14 @@ def line(text: str, part: str) -> int:
         ('["3.10", "3.11"]', "[]", "python = []", "axes.python: List should have at least 1 item"),
         ('"5.20",', '"newest",', '"newest"', "axes.transformers.1: a version is a release such as 5.4 or 5.4.0"),
         ('"5.21",', '"5.x",', '"5.x"', "axes.transformers.2: a version is a release such as 5.4 or 5.4.0"),
-        ('"2.10", "2.11"', '"2.10", "2.10"', 'torch = ["2.10"', "axes.torch: 2.10 stands there twice"),
+        ('"2.10", "2.11"', '"2.10", "2.10"', 'torch = ["2.10"', "axes.torch: 2.10 is listed twice"),
         ('"none", "fa4"', '"none", "fa5"', '"fa5"', "axes.flash_attention.1: Input should be 'none', 'fa2'"),
         ('"cpu", "cuda"', '"cpu", "rocm"', '"rocm"', "axes.device.1: Input should be 'cpu' or 'cuda'"),
         ("python =", "pyton =", "pyton =", "axes.pyton: Extra inputs are not permitted"),
         ('torch = ["2.10", "2.11"]\n', "", "[axes]", "axes.torch: Field required"),
         ('because = "transformers 5.21', 'why = "transformers 5.21', 'why = "tr', "exclude.0.why: Extra inputs"),
         ('because = "no kernel"', 'because = ""', 'because = ""', "exclude.1.because: String should have at least"),
-        ('"python<3.11 and', '"python<<3.11 and', '"python<<', "exclude.0.when: this is no condition on cells"),
+        ('"python<3.11 and', '"python<<3.11 and', '"python<<', "exclude.0.when: this isn't a condition on cells"),
         ("fa==none", "fa==nothing", "fa==nothing", "exclude.1.when: flash_attention is one of none, fa2"),
         ("flash_attention==fa4", "flash_attention==fa9", "==fa9", "packages.1.when: flash_attention is one of none"),
         ('part = "base"', 'part = "top"', 'part = "top"', "packages.1.part: Input should be 'base' or 'layer'"),
@@ -139,7 +139,7 @@ def test_what_is_no_toml_is_pointed_at(tmp_path: Path) -> None:
     [
         (lambda path: None, "No such file or directory"),
         (lambda path: path.mkdir(), "Is a directory"),
-        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is no UTF-8 text"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "isn't UTF-8 text"),
         (lambda path: path.write_text(""), "version: Field required"),
     ],
 )
@@ -178,12 +178,12 @@ def test_cells_are_selected_by_condition_and_by_name(axes: Axes) -> None:
 @pytest.mark.parametrize(
     ("only", "names", "says"),
     [
-        ("transformers==5.4", [], "no cell of axes.toml fits 'transformers==5.4'"),
-        ("transformers==5.21 and python==3.10", [], "fits .*: transformers 5.21 needs Python 3.11"),
-        ("device==cuda", ["py311-tf5.21-torch2.10"], "no cell of axes.toml fits 'device==cuda'"),
+        ("transformers==5.4", [], "no cell of axes.toml matches 'transformers==5.4'"),
+        ("transformers==5.21 and python==3.10", [], "matches .*: transformers 5.21 needs Python 3.11"),
+        ("device==cuda", ["py311-tf5.21-torch2.10"], "no cell of axes.toml matches 'device==cuda'"),
         (None, ["py311-tf5.22-torch2.10"], "there is no cell 'py311-tf5.22-torch2.10' in axes.toml"),
         (None, ["py311"], "there is no cell 'py311' in axes.toml"),
-        (None, ["py310-tf5.21-torch2.10"], "py310-tf5.21-torch2.10 can't be: transformers 5.21 needs Python 3.11"),
+        (None, ["py310-tf5.21-torch2.10"], "py310-tf5.21-torch2.10 is excluded: transformers 5.21 needs Python 3.11"),
     ],
 )
 def test_a_selection_of_nothing_is_an_error(axes: Axes, only: str | None, names: list[str], says: str) -> None:

@@ -41,9 +41,9 @@ def test_a_search_is_right_and_asks_log2_times(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("states", "says"),
     [
-        (["bad", "bad"], "5.0 should be good, and is bad: because"),
-        (["good", "good"], "5.1 should be bad, and is good: because"),
-        (["good", "unknown"], "5.1 should be bad, and can't be told: because"),
+        (["bad", "bad"], "5.0 should be good, but it is bad: because"),
+        (["good", "good"], "5.1 should be bad, but it is good: because"),
+        (["good", "unknown"], "5.1 should be bad, but its state is unknown: because"),
     ],
 )
 def test_ends_that_are_not_as_they_should_be_are_told(states: list[Any], says: str) -> None:
@@ -100,7 +100,7 @@ def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
     assert "transformers 5.2 is good (run)" in done.stdout
     assert "transformers 5.4 is unknown (run): " in done.stdout
     assert (
-        "transformers 5.5 or, of which nothing can be told, 5.4 broke test_it.py::test_it; 5.3 is good\n"
+        "transformers 5.5, or 5.4, whose state is unknown, broke test_it.py::test_it; 5.3 is good\n"
         "6 cells were run, 0 were known\n"
     ) in done.stdout
     with project.store as store:
@@ -139,7 +139,7 @@ def test_a_skipped_and_a_missing_test_are_walked_around(project: Small) -> None:
     assert "transformers 5.5 or" in done.stdout
     missing = project.run("bisect", "--test", "test_it.py::test_it", "--good", "5.3", "--bad", "5.7")
     assert missing.returncode == 2
-    assert "5.7 should be bad, and can't be told: it has no such test" in missing.stderr
+    assert "5.7 should be bad, but its state is unknown: it has no such test" in missing.stderr
 
 
 def test_what_was_mended_in_between_is_told(project: Small) -> None:
@@ -149,7 +149,7 @@ def test_what_was_mended_in_between_is_told(project: Small) -> None:
     project.run("run", "--only", "transformers in (5.0, 5.2, 5.5)")
     done = project.run("bisect", "--test", "test_it.py::test_it")
     assert done.returncode == 0, done
-    assert "5.2 is bad and 5.5 good again: what is looked for is the first change to bad" in done.stdout
+    assert "5.2 is bad and 5.5 is good again: the search is for the first change to bad" in done.stdout
     assert "transformers 5.2 is the first that broke test_it.py::test_it; 5.1 is good" in done.stdout
 
 
@@ -166,7 +166,7 @@ def test_a_module_that_skips_itself_tells_nothing(project: Small, nodeid: str) -
     project.write("test_it.py", "import pytest\npytest.importorskip('gone')\ndef test_it(): pass")
     done = project.run("bisect", "--test", nodeid, "--good", "5.8")
     assert done.returncode == 2
-    assert "5.8 should be good, and can't be told: " in done.stderr
+    assert "5.8 should be good, but its state is unknown: " in done.stderr
 
 
 @pytest.mark.slow
@@ -217,17 +217,17 @@ def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--test test_it.py::test_other", "5.10 should be bad, and is good"),
+        ("--test test_it.py::test_other", "5.10 should be bad, but it is good"),
         (
             "--test test_it.py::test_nowhere --good 5.0 --bad 5.1",
-            "5.0 should be good, and can't be told: it has no such test",
+            "5.0 should be good, but its state is unknown: it has no such test",
         ),
-        ("--test nowhere.py --good 5.0 --bad 5.1", "5.0 should be good, and can't be told: it has no such test"),
-        ("--test test_it.py::test_it --good 5.9", "5.9 should be good, and is bad: "),
-        ("--test test_it.py::test_it --good 5.4", "5.4 should be good, and can't be told: "),
+        ("--test nowhere.py --good 5.0 --bad 5.1", "5.0 should be good, but its state is unknown: it has no such test"),
+        ("--test test_it.py::test_it --good 5.9", "5.9 should be good, but it is bad: "),
+        ("--test test_it.py::test_it --good 5.4", "5.4 should be good, but its state is unknown: "),
         ("--test x --good 5.3 --bad 5.3", "the good transformers must be older than the bad one"),
-        ("--test x --good 6.0", "transformers 6.0 is none of the selected: 5.0, 5.1"),
-        ("--test x --axis torch", "which transformers? Choose one by --only: 5.0, 5.1, 5.2"),
+        ("--test x --good 6.0", "transformers 6.0 isn't selected; the selected values are 5.0, 5.1"),
+        ("--test x --axis torch", "several values of transformers are selected; choose one with --only: 5.0, 5.1, 5.2"),
         ("--test x --axis device", "invalid choice: 'device'"),
         ("--test x --seam y", "not allowed with argument"),
         ("", "one of the arguments --test --seam is required"),

@@ -54,7 +54,7 @@ def test_torchs_own_flash_attention_needs_no_environment_of_its_own() -> None:
     ],
 )
 def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(MatrixError, match="is no cell's name, such as py311-tf5.23-torch2.15-fa4-cuda"):
+    with pytest.raises(MatrixError, match="isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda"):
         parse(name)
 
 

@@ -118,11 +118,11 @@ def test_json(service: Service, cli: Callable[..., Done]) -> None:
     ("url", "says"),
     [
         ("http://127.0.0.1:1", "can't be reached: .*refused"),
-        ("matrix.example", "is no address of a service"),
-        ("file:///etc/passwd", "is no address of a service"),
-        ("http://:80", "is no address of a service"),
-        ("http://a b/", "is no address of a service"),
-        ("http://host:99999", "is no address of a service"),
+        ("matrix.example", "isn't the address of a service"),
+        ("file:///etc/passwd", "isn't the address of a service"),
+        ("http://:80", "isn't the address of a service"),
+        ("http://a b/", "isn't the address of a service"),
+        ("http://host:99999", "isn't the address of a service"),
         ("http://me:secret@127.0.0.1:1", "^kernel-compat-matrix: http://127.0.0.1:1 can't be reached"),
     ],
 )
@@ -136,16 +136,20 @@ def test_a_service_that_is_not_there_is_2(cli: Callable[..., Done], url: str, sa
 @pytest.mark.parametrize(
     ("status", "answer", "says"),
     [
-        (200, b"<html>", "gives no JSON"),
-        (200, b"\xff\xfe", "gives no JSON"),
-        (200, [], "gives no verdict"),
-        (200, {"verdict": "splendid"}, "gives no verdict"),
+        (200, b"<html>", "doesn't respond with JSON"),
+        (200, b"\xff\xfe", "doesn't respond with JSON"),
+        (200, [], "responds without a verdict"),
+        (200, {"verdict": "splendid"}, "responds without a verdict"),
         (200, b" " * 5_000_000, "longer than"),
-        (404, b"", "answers 404"),
-        (401, {"detail": "a token is needed"}, "answers 401: a token is needed"),
-        (422, {"detail": [{"msg": "no release", "loc": ["query", "torch"]}]}, "answers 422: no release"),
-        (503, {"detail": "the database\x1b[31m doesn't answer"}, r"answers 503: the database \[31m doesn't answer"),
-        (500, {"detail": {"a": 1}}, "answers 500"),
+        (404, b"", "responds with 404"),
+        (401, {"detail": "a token is needed"}, "responds with 401: a token is needed"),
+        (422, {"detail": [{"msg": "no release", "loc": ["query", "torch"]}]}, "responds with 422: no release"),
+        (
+            503,
+            {"detail": "the database\x1b[31m doesn't answer"},
+            r"responds with 503: the database \[31m doesn't answer",
+        ),
+        (500, {"detail": {"a": 1}}, "responds with 500"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error(service: Service, status: int, answer: Any, says: str) -> None:
@@ -157,7 +161,7 @@ def test_an_answer_that_is_none_is_an_error(service: Service, status: int, answe
 @pytest.mark.parametrize("how", ["slow", "drip"])
 def test_a_service_that_takes_its_time_is_given_up(service: Service, how: str) -> None:
     setattr(service, how, 0.4)
-    with pytest.raises(ServiceError, match="it didn't answer in time"):
+    with pytest.raises(ServiceError, match="it didn't respond in time"):
         ask(service.url, here(), timeout=0.2)
 
 
@@ -169,7 +173,7 @@ def test_a_redirect_doesn_t_take_the_token_along(service: Service, monkeypatch: 
         assert ask(service.url, here()).ok
         assert [("Authorization" in headers) for _, _, headers in service.asked + elsewhere.asked] == [True, False]
         service.headers = {"Location": "file:///etc/passwd"}
-        with pytest.raises(ServiceError, match="answers 302"):
+        with pytest.raises(ServiceError, match="responds with 302"):
             ask(service.url, here())
     finally:
         elsewhere.stop()
@@ -212,6 +216,6 @@ def test_what_is_asked_depends_on_what_a_gpu_could_use() -> None:
 
 def test_without_torch_or_transformers_there_is_nothing_to_ask(service: Service) -> None:
     for packages in ({"torch": "2.11.0"}, {"torch": "2.11.0", "transformers": "of somebody's own"}):
-        with pytest.raises(ServiceError, match="there is no transformers here whose version is known"):
+        with pytest.raises(ServiceError, match="the installed version of transformers can't be determined"):
             ask(service.url, Environment(packages=packages))
     assert service.asked == []

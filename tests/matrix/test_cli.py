@@ -27,30 +27,33 @@ because = "no kernel on a CPU"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("list --only transformers=5.4", "this is no condition on cells:\n  transformers=5.4\n              ^"),
-        ("list --only transformers==6.0", "no cell of axes.toml fits 'transformers==6.0'"),
+        ("list --only transformers=5.4", "this isn't a condition on cells:\n  transformers=5.4\n              ^"),
+        ("list --only transformers==6.0", "no cell of axes.toml matches 'transformers==6.0'"),
         ("list --only device==tpu", "device is one of cpu, cuda, not 'tpu'"),
-        ("run --only transformers>5.1", "no cell of axes.toml fits 'transformers>5.1'"),
+        ("run --only transformers>5.1", "no cell of axes.toml matches 'transformers>5.1'"),
         (f"run {TAG}-tf9.9-torch2.11", f"there is no cell '{TAG}-tf9.9-torch2.11' in axes.toml"),
-        (f"run {TAG}-tf5.0-torch2.11-fa4", f"{TAG}-tf5.0-torch2.11-fa4 can't be: no kernel on a CPU"),
+        (f"run {TAG}-tf5.0-torch2.11-fa4", f"{TAG}-tf5.0-torch2.11-fa4 is excluded: no kernel on a CPU"),
         ("run nonsense", "there is no cell 'nonsense' in axes.toml"),
         ("list --shard 9/8", "--shard takes a part such as 3/8, from 1/8 to 8/8, not '9/8'"),
-        ("list --shard 8/8 --only torch==2.11", "nothing is left for the part 8/8"),
+        ("list --shard 8/8 --only torch==2.11", "the part 8/8 has no cells"),
         ("list --axes nowhere.toml", "nowhere.toml: No such file or directory"),
         ("list --axes pyproject.toml", "pyproject.toml:1: version: Field required"),
         ("list --axes test_it.py", "test_it.py: "),
         ("list --axes matrix", "matrix: Is a directory"),
         ("pin --axes nowhere.toml", "nowhere.toml: No such file or directory"),
         ("pin --only fa==fa5", "flash_attention is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
-        ("run --pins elsewhere", "has no pins: make them with `kernel-compat-matrix pin`, or go without by --latest"),
+        ("run --pins elsewhere", "has no pins: create them with `kernel-compat-matrix pin`, or use --latest"),
         ("run --suite full", "axes.toml has the suites default, not 'full'"),
-        ("run --failed", "--failed goes with --resume: a new run runs all its cells"),
+        ("run --failed", "--failed needs --resume: a new run runs all its cells"),
         ("run --resume", "the store matrix.sqlite"),
         ("run --resume nonsense", "the store matrix.sqlite"),
-        ("run --resume --only torch==2.11", "--resume goes on with the cells of that run, and takes no others"),
+        (
+            "run --resume --only torch==2.11",
+            "--resume continues with the cells of that run, and can't be combined with a selection of cells",
+        ),
         ("run --store /proc/none/matrix.sqlite", "the store /proc/none/matrix.sqlite: "),
         ("run --store matrix", "the store matrix: "),
-        ("run --store ", "an empty name is no store's"),
+        ("run --store ", "the name of a store can't be empty"),
         ("run --store test_it.py", "the store test_it.py: "),
         ("run --store nosuch://host/db", "the store nosuch://host/db: "),
         ("run --offline nowhere", "nowhere"),
@@ -88,7 +91,7 @@ def test_a_pin_file_that_is_broken_is_pointed_at(project: Small) -> None:
     path.write_text("# by hand\ntransformers>=5\n")
     done = project.run("run")
     assert done.returncode == 2
-    assert f"{path}:2: no pin of the form NAME==VERSION --hash=sha256:...: 'transformers>=5'" in done.stderr
+    assert f"{path}:2: not a pin of the form NAME==VERSION --hash=sha256:...: 'transformers>=5'" in done.stderr
 
 
 def test_nothing_is_installed_or_stored_before_the_input_is_right(project: Small) -> None:

@@ -83,7 +83,7 @@ def test_bad_input_is_told(project: Small) -> None:
         "emit": "the following arguments are required",
         "emit gitlab": "invalid choice: 'gitlab'",
         "emit github --shards 0": "a number from 1 on",
-        "emit github --only torch==3": "no cell of axes.toml fits",
+        "emit github --only torch==3": "no cell of axes.toml matches",
     }.items():
         done = project.run(*arguments.split())
         assert (done.returncode, done.stdout) == (2, "")

@@ -126,7 +126,7 @@ def test_what_does_not_parse_is_pointed_at(text: str, position: int) -> None:
         ("torch==''", "torch is a release such as 5.4 or 5.4.0, not ''"),
         ("fa==fa5", "flash_attention is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
         ("device==gpu", "device is one of cpu, cuda, not 'gpu'"),
-        ("device>=cpu", "device has no order: == and != alone, not >="),
+        ("device>=cpu", "device has no order: use == or !=, not >="),
         # Found also where what stands before it decides already.
         ("python==2.7 and device==gpu", "device is one of cpu, cuda, not 'gpu'"),
         ("python==3.11 or torch==new", "torch is a release such as 5.4 or 5.4.0, not 'new'"),

@@ -73,12 +73,14 @@ def test_comments_and_empty_lines_are_no_pins(tmp_path: Path) -> None:
 def test_a_line_that_is_no_pin_is_pointed_at(tmp_path: Path, line: str) -> None:
     path = tmp_path / "py311-tf5.23.txt"
     path.write_text(f"torch==2.11.0 --hash=sha256:{HASH}\n{line}\n")
-    with pytest.raises(MatrixError, match=re.escape(f"{path}:2: no pin of the form NAME==VERSION --hash=sha256:...")):
+    with pytest.raises(
+        MatrixError, match=re.escape(f"{path}:2: not a pin of the form NAME==VERSION --hash=sha256:...")
+    ):
         pins.read(path, "3.11")
 
 
 def test_pins_that_are_not_there_can_be_made(tmp_path: Path) -> None:
-    with pytest.raises(MatrixError, match="py311-tf5.23 has no pins: make them with `kernel-compat-matrix pin`"):
+    with pytest.raises(MatrixError, match="py311-tf5.23 has no pins: create them with `kernel-compat-matrix pin`"):
         pins.read(tmp_path / "py311-tf5.23.txt", "3.11")
 
 

@@ -28,6 +28,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
         (pytester.path / "site" / name).mkdir()
         (pytester.path / "site" / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(pytester.path / "site"), *SOURCES]))
+    monkeypatch.syspath_prepend(pytester.path / "site")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
@@ -43,7 +44,7 @@ def test_a_suite_whose_environment_is_known_to_be_bad_does_not_begin(
     service: Service, project: pytest.Pytester
 ) -> None:
     service.answer = WRONG
-    found = project.runpytest_subprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    found = project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service", service.url)
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines(
         [
@@ -58,8 +59,8 @@ def test_a_suite_whose_environment_is_known_to_be_bad_does_not_begin(
 def test_the_ini_option_names_the_service_too(service: Service, project: pytest.Pytester) -> None:
     service.answer = WRONG
     project.makeini(f"[pytest]\nkernel_compat_service = {service.url}\n")
-    assert project.runpytest_subprocess(*PLUGIN).ret == pytest.ExitCode.USAGE_ERROR
-    assert project.runpytest_subprocess(*PLUGIN, "--kernel-compat-service=").ret == pytest.ExitCode.OK
+    assert project.runpytest_inprocess(*PLUGIN).ret == pytest.ExitCode.USAGE_ERROR
+    assert project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service=").ret == pytest.ExitCode.OK
     assert len(service.asked) == 1
 
 
@@ -68,7 +69,7 @@ def test_any_other_suite_runs_and_its_header_says_what_is_known(
     service: Service, project: pytest.Pytester, answer: object, says: str
 ) -> None:
     service.answer = answer
-    found = project.runpytest_subprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    found = project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service", service.url)
     found.assert_outcomes(passed=1)
     found.stdout.fnmatch_lines([f"kernel-compat: transformers 5.9.0, torch 2.11.0, *, device cpu: {says}"])
 
@@ -77,12 +78,12 @@ def test_a_service_that_does_not_answer_is_a_warning_unless_it_is_required(
     service: Service, project: pytest.Pytester
 ) -> None:
     service.stop()
-    found = project.runpytest_subprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    found = project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service", service.url)
     found.assert_outcomes(passed=1, warnings=1)
-    found.stdout.fnmatch_lines(["*ServiceWarning: nothing is known of this environment: *can't be reached*"])
+    found.stdout.fnmatch_lines(["*ServiceWarning: nothing is known about this environment: *can't be reached*"])
     required = (*PLUGIN, "--kernel-compat-service", service.url, "--kernel-compat-service-required")
     (project.path / "collected").unlink()
-    found = project.runpytest_subprocess(*required)
+    found = project.runpytest_inprocess(*required)
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines(["ERROR: kernel-compat: *can't be reached*"])
     assert not collected(project)
@@ -124,7 +125,7 @@ def test_a_project_loads_it_by_a_line_of_its_own(service: Service, project: pyte
     project.makeini(f"[pytest]\nkernel_compat_service = {service.url}\n{loads}")
     if file == "conftest.py":
         project.makeconftest('pytest_plugins = ["compat_matrix.pytest_plugin"]')
-    assert project.runpytest_subprocess().ret == pytest.ExitCode.USAGE_ERROR
+    assert project.runpytest_inprocess().ret == pytest.ExitCode.USAGE_ERROR
     assert len(service.asked) == 1
     assert not collected(project)
 

@@ -166,7 +166,7 @@ def test_a_worker_with_another_project_is_refused_with_the_reason(api: Api) -> N
     wanted["machine"]["fingerprint"] = "0" * 64
     found = api.ask("POST", "/api/v1/leases", json=wanted)
     assert found.status_code == 409
-    assert "bring both to one commit" in found.json()["detail"]
+    assert "update both to the same commit" in found.json()["detail"]
 
 
 #: None of it names cells of the axes, and nothing else.
@@ -358,7 +358,7 @@ def test_an_error_of_ours_says_nothing_of_the_inside(api: Api, caplog: pytest.Lo
     assert found.status_code == (503 if gone else 500)
     assert set(found.json()) == {"detail", "id"}
     assert found.json()["detail"] == (
-        "the database doesn't answer" if gone else "an error of this service; its log has more"
+        "the database doesn't answer" if gone else "internal error of the service; its log has the details"
     )
     assert found.json()["id"] in caplog.text
     assert "task" not in found.text

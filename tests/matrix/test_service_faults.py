@@ -125,15 +125,15 @@ def test_results_wait_while_the_disk_of_the_service_is_full(small: Small, disk: 
     until(lambda: sum(network.histories(run).values()) == 1, "a first result")
     empty = fill(disk)
     other = network.work("--spool", str(small.folder / "spool"))
-    until(lambda: "503: the database doesn't answer" in network.said(other), "a word of the disk")
-    assert "disk is full" in network.said(service)
+    until(lambda: "503: the database doesn't answer" in other.said(), "a word of the disk")
+    assert "disk is full" in service.said()
     assert network.state(run) == "running"
     empty()
     until(lambda: network.state(run) == "finished", "an end of the run")
     for process in (worker, other, service):
-        assert ended(process) in (0, 1), network.said(process)
+        assert ended(process) in (0, 1), process.said()
     assert set(network.histories(run).values()) == {1}
-    assert "Traceback" not in network.said(service) + network.said(worker) + network.said(other)
+    assert "Traceback" not in service.said() + worker.said() + other.said()
 
 
 def test_a_worker_whose_disk_is_full_ends_and_another_has_its_cell(small: Small, disk: Path) -> None:
@@ -147,9 +147,9 @@ def test_a_worker_whose_disk_is_full_ends_and_another_has_its_cell(small: Small,
     fill(disk)
     network.go()
     assert first.wait(60) == 2
-    assert f"can't be kept in {disk / 'spool'}: No space left on device" in network.said(first)
+    assert f"can't be kept in {disk / 'spool'}: No space left on device" in first.said()
     second = network.work("--until-empty")
-    assert second.wait(60) == 0, network.said(second)
+    assert second.wait(60) == 0, second.said()
     assert network.state(run) == "finished"
     assert ended(service) == 0
     assert set(network.histories(run).values()) == {1}

@@ -106,8 +106,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def get(store: Store) -> Iterator[Get]:
-    """Fetches a page of a service without axes."""
+    """Fetches a page of a service without axes, which looks at once for what a test has stored."""
     app = create_app(store, None, Settings())
+    app.state.site = app.state.site._replace(snapshots=SnapshotCache(store, busy=1.0))
     with served(app) as address, requests.Session() as session:
         yield lambda path, **more: session.get(address + path, timeout=30, **more)
 
@@ -266,7 +267,7 @@ def test_what_a_cell_can_be(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     labels = [one.get("aria-label", "") for one in page.all("a")]
     assert sum(label.startswith("not run 20 h: transformers") for label in labels) == 5
     page = _page(get("/?python=3.12&flash_attention=fa2&device=cuda&state=refused"))
-    assert page.cell("py312-tf5.23-torch2.15-fa2-cuda") == "can't be: transformers 5.23, torch 2.15"
+    assert page.cell("py312-tf5.23-torch2.15-fa2-cuda") == "excluded: transformers 5.23, torch 2.15"
     assert "flash-attn compiles as C++17, and torch 2.14 and later need C++20" in page.text
 
 
@@ -322,17 +323,17 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
     # As a browser sends a form in which little is filled in.
     page = _page(get(f"/?only=&state=&run={made.runs['gpu']}"))
     assert f"/cells/py312-tf5.0-torch2.15-fa4-cuda?run={made.runs['gpu']}" in page.links
-    assert _page(get("/?only=torch==1.0")).text.count("There is no cell to see here.") == 1
+    assert _page(get("/?only=torch==1.0")).text.count("No cell matches.") == 1
 
 
 @pytest.mark.parametrize(
     ("query", "allowed"),
     [
-        ("pyton=3.12", "there are flash_attention, device, python, only, state, run"),
+        ("pyton=3.12", "the filters are flash_attention, device, python, only, state, run"),
         ("python=3.9", "there are 3.11, 3.12, 3.13, all"),
         ("device=tpu", "there are cpu, cuda, all"),
         ("flash_attention=fa9", "there are none, fa2, fa4, all"),
-        ("state=green", "there are passed, wrong, failed, refused, not run, running, waiting"),
+        ("state=green", "the states are passed, wrong, failed, refused, not run, running, waiting"),
         ("only=torch", ""),
         ("only=" + "(" * 400, ""),
         ("only=" + "x" * 501, "longer than 500"),
@@ -394,7 +395,7 @@ def test_a_store_of_nothing(get: Get) -> None:
     assert "no two runs" in _page(get("/diff")).text
     assert "There are none." in _page(get("/runs")).text
     assert "kernel-compat-matrix watch" in _page(get("/seams")).text
-    assert "None has asked for a cell yet" in _page(get("/status")).text
+    assert "No worker has connected yet" in _page(get("/status")).text
 
 
 def test_ages() -> None:
@@ -505,7 +506,7 @@ def test_a_cell_without_a_result(demo: tuple[Get, service_demo.Demo, Store]) -> 
     assert "never" in page.text
     assert "kernel-compat-matrix run py313-tf5.0-torch2.15" in page.text
     page = _page(get("/cells/py312-tf5.23-torch2.15-fa2-cuda"))
-    assert "can't be" in page.text
+    assert "excluded" in page.text
     assert "flash-attn compiles as C++17" in page.text
     assert "kernel-compat-matrix run" not in page.text
 
@@ -525,7 +526,7 @@ def test_what_only_a_partial_run_has(store: Store, get: Get) -> None:
     page = _page(get(f"/cells/{OLD[0]}"))
     assert "a partial run" in page.text
     assert f"/runs/{run}" in page.links
-    assert "There is no cell to see here." in _page(get("/")).text
+    assert "No cell matches." in _page(get("/")).text
     assert "test 1" in _page(get(f"/?run={run}")).text
 
 
@@ -722,7 +723,7 @@ def test_seams(demo: tuple[Get, service_demo.Demo, Store]) -> None:
 
 def test_an_atlas_that_is_none(store: Store, get: Get) -> None:
     documents.keep(store, "atlas", '{"releases": 5}')
-    assert "is no atlas" in _page(get("/seams"), 500).text
+    assert "isn't an atlas" in _page(get("/seams"), 500).text
 
 
 def test_the_status(demo: tuple[Get, service_demo.Demo, Store]) -> None:
@@ -752,7 +753,7 @@ def test_the_database_is_gone(tmp_path: Path) -> None:
             path.write_bytes(b"gone" * 1000)
             for page in ("/runs", "/?state=passed", "/status", f"/cells/{OLD[0]}", "/diff"):
                 response = requests.get(address + page, timeout=30)
-                assert "doesn't answer" in _page(response, 503).text
+                assert "The database isn't available." in _page(response, 503).text
                 assert response.headers["retry-after"] == "5"
                 assert str(tmp_path) not in response.text
             path.write_bytes(kept)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked import Forked
 from hypothesis import given
 from hypothesis import strategies as st
+from network import until
 from sqlalchemy import select
 from stored import failed, passed
 
@@ -33,7 +33,6 @@ from compat_matrix.service.worker import Worker
 from compat_matrix.store import Store
 from compat_matrix.store.models import LEASE, TOKEN, pack
 
-TESTS = Path(__file__).parents[1]
 PRINT = "a" * 64
 START = datetime(2026, 11, 21, 12, tzinfo=timezone.utc)
 
@@ -137,9 +136,9 @@ def test_a_run_has_the_cells_of_the_axes_and_those_that_can_not_be(queue: Queue)
     ("wrong", "said"),
     [
         ({"cells": ["py310-tf5.0-torch2.11"]}, "there is no cell"),
-        ({"cells": ["py312-tf5.0-torch2.11-fa3"]}, "can't be: for CUDA alone"),
+        ({"cells": ["py312-tf5.0-torch2.11-fa3"]}, "is excluded: for CUDA alone"),
         ({"only": "import os"}, "import os"),
-        ({"only": "torch==1.0"}, "no cell of axes.toml fits"),
+        ({"only": "torch==1.0"}, "no cell of axes.toml matches"),
         ({"suite": "other"}, "has the suites default, not 'other'"),
     ],
 )
@@ -198,7 +197,7 @@ def test_capabilities_are_those_of_the_librarys_kernels() -> None:
 def test_another_checkout_is_refused(queue: Queue) -> None:
     cpu(queue)
     with pytest.raises(
-        Differs, match="the project and the axes file of one .* started, at abc: bring both to one commit"
+        Differs, match="the project and the axes file of one .* started with, at abc: update both to the same commit"
     ):
         queue.lease(wanted(fingerprint="b" * 64), "token")
     assert queue.running() == []
@@ -486,40 +485,42 @@ def test_threads_never_get_the_same_cell(store: Store, axes: Axes) -> None:
 
 
 PROCESS = """
-import sys
+import sys, time
 from pathlib import Path
-sys.path[:0] = sys.argv[1:3]
-from test_service_queue import PRINT, Queue, Settings, Store, load, parse, passed, report, wanted
-with Store.open(sys.argv[3]) as store:
-    queue = Queue(store, load(Path(sys.argv[4])), Settings(), fingerprint=PRINT)
+from compat_matrix.axes import load
+from compat_matrix.cells import parse
+from compat_matrix.service.protocol import Report, Result, Wanted
+from compat_matrix.service.queue import Queue
+from compat_matrix.service.settings import Settings
+from compat_matrix.store import Store
+from stored import START, passed
+wanted = Wanted.model_validate_json(sys.argv[3])
+with Store.open(sys.argv[1]) as store:
+    queue = Queue(store, load(Path(sys.argv[2])), Settings(), fingerprint=wanted.machine.fingerprint)
     print("ready", flush=True)
-    sys.stdin.readline()
-    while (leased := queue.lease(wanted(f"w{sys.argv[5]}"), "token")) is not None:
-        print(leased.run, leased.cell, queue.report(leased.lease, report(passed(parse(leased.cell)))), flush=True)
+    while not Path("go").exists():
+        time.sleep(0.01)
+    while (leased := queue.lease(wanted, "token")) is not None:
+        report = Report(result=Result.of(passed(parse(leased.cell))), now=START.timestamp())
+        print(leased.run, leased.cell, queue.report(leased.lease, report), flush=True)
 """
 
 
-def test_services_of_one_database_never_give_the_same_cell(store: Store, url: str, axes: Axes) -> None:
+def test_services_of_one_database_never_give_the_same_cell(store: Store, url: str, axes: Axes, tmp_path: Path) -> None:
     queue = Queue(store, axes, Settings(), fingerprint=PRINT)
     runs = [cpu(queue) for _ in range(10)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(TESTS), str(TESTS / "matrix"), url, str(axes.path), str(number)],
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        Forked(
+            *("-c", PROCESS, url, str(axes.path), wanted(f"w{number}").model_dump_json()),
+            folder=tmp_path,
+            output=tmp_path / f"process-{number}",
         )
         for number in range(3)
     ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    said = [line for process in processes for line in process.communicate()[0].splitlines()]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    until(lambda: all(process.said() for process in processes), "three processes")
+    (tmp_path / "go").touch()
+    assert [process.wait(60) for process in processes] == [0, 0, 0], [process.said() for process in processes]
+    said = [line for process in processes for line in process.said().splitlines()[1:]]
     assert Counter(said) == Counter({f"{run} {cell} True": 1 for run in runs for cell in CPU})
     assert {one.state for one in store.runs()} == {"finished"}
 
@@ -581,9 +582,9 @@ def test_a_token_is_kept_as_a_digest_and_found_until_it_ends(store: Store) -> No
     assert listed.used is not None
     for wrong in ("", secret[:-1], secret.lower(), row["digest"], "' OR 1=1 --", "\0", "\udc80"):
         assert tokens.find(store, wrong) is None
-    with pytest.raises(MatrixError, match="there is a token 'ci' already"):
+    with pytest.raises(MatrixError, match="a token named 'ci' exists or existed"):
         tokens.add(store, "ci", ["work"])
-    with pytest.raises(MatrixError, match="a token's name has"):
+    with pytest.raises(MatrixError, match="a token's name consists of"):
         tokens.add(store, "a b", ["work"])
     expired = tokens.add(store, "old", ["work"], days=0)
     assert tokens.find(store, expired) is None
@@ -668,7 +669,7 @@ def test_a_spool_has_whole_results_alone(tmp_path: Path) -> None:
     spool.drop(lease)
     assert (spool.leases(), spool.get(lease)) == ([], None)
     (tmp_path / "spool" / f"{lease}.json").write_text("{}")
-    with pytest.raises(MatrixError, match="is no result"):
+    with pytest.raises(MatrixError, match="isn't a result"):
         spool.get(lease)
     spool.set_aside(lease)
     assert spool.leases() == []

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from recorded_service import NEAREST, WRONG
+from served import served
 from stored import cells, failed, not_run, passed, stored
 
 from compat_matrix.cells import Cell
@@ -281,7 +282,7 @@ def test_the_newest_results_are_the_store_s_own(either: Store) -> None:
     stored(store, [passed(one) for one in every[:3]])
     for number in range(6):
         stored(store, [failed(every[0]), not_run(every[1]), not_run(every[3])] if number % 2 else [passed(every[2])])
-    store.new_run(every, excluded={every[4]: "can't be"})
+    store.new_run(every, excluded={every[4]: "excluded"})
     partial = store.new_run(every, partial=True)
     store.add(partial, passed(every[5]))
     assert queries.newest(store, every) == store.current()
@@ -337,7 +338,7 @@ def test_compat(store: Store, client: TestClient) -> None:
         ("flash_attn=fa5", "'none', 'fa2', 'fa3', 'fa4' or 'torch'"),
         ("device=tpu", "'cpu' or 'cuda'"),
         ("tranformers=5.9", "tranformers"),
-        ("torch=2.11&torch=2.12", "it is there 2 times, and may be there once"),
+        ("torch=2.11&torch=2.12", "it is given 2 times, and may be given once"),
         ("limit=0", "greater than or equal to 1"),
     ],
 )
@@ -489,7 +490,7 @@ def test_what_is_not_there(store: Store, client: TestClient, path: str) -> None:
 def test_badges(store: Store, client: TestClient) -> None:
     one, two, three, four = cells(("5.8", "5.9"), ("2.10", "2.11"))
     stored(store, [passed(one), passed(two), passed(three), failed(four)])
-    store.new_run(cells(("5.10",)), excluded={Cell("3.10", "5.8", "2.10"): "can't be"})
+    store.new_run(cells(("5.10",)), excluded={Cell("3.10", "5.8", "2.10"): "excluded"})
     for value, text in (("5.8", "2 of 2 passed"), ("5.9", "1 of 2 passed"), ("5.10", "not tested")):
         response = client.get(f"badges/transformers/{value}.svg")
         assert response.headers["content-type"] == "image/svg+xml"
@@ -625,53 +626,28 @@ def test_a_database_that_is_gone_is_503_and_says_nothing_of_the_machine(tmp_path
 
 # Over a network ------------------------------------------------------------------------------------------------------
 
-#: Serves a store on a port of its own choice, which it prints.
-SERVE = """
-import socket, sys
-import uvicorn
-from compat_matrix.service.app import create_app
-from compat_matrix.service.settings import Settings
-from compat_matrix.store import Store
-listening = socket.create_server(("127.0.0.1", 0))
-listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-print(listening.getsockname()[1], flush=True)
-app = create_app(Store.open(sys.argv[1]), None, Settings())
-uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])
-"""
 
-
-@pytest.fixture
-def address(store: Store) -> Iterator[str]:
-    """A service in a process of its own, over the same store."""
-    command = [sys.executable, "-c", SERVE, store.name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.kill()
-
-
-def test_check_asks_the_real_service(store: Store, address: str, tmp_path: Path) -> None:
+def test_check_asks_the_real_service(store: Store, app: FastAPI, tmp_path: Path) -> None:
     for name, version in (("torch", "2.11.0+cu130"), ("transformers", "5.9.0")):
         (tmp_path / "site" / f"{name}-{version}.dist-info").mkdir(parents=True)
         metadata = tmp_path / "site" / f"{name}-{version}.dist-info" / "METADATA"
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     seen = []
-    for kind in ("wrong", None):
-        stored(store, [ran(Cell(python, "5.9", "2.11"), "5.9.0", kind=kind, started=datetime.now(timezone.utc))])
-        search = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            [sys.executable, "-m", "compat_matrix", "check", address, "--json"],
-            env={**os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.stdout, done.stderr
-        (found,) = json.loads(done.stdout)["answers"]
-        seen.append((done.returncode, found["match"], found["verdict"]))
+    search = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    with served(app) as address:
+        for kind in ("wrong", None):
+            stored(store, [ran(Cell(python, "5.9", "2.11"), "5.9.0", kind=kind, started=datetime.now(timezone.utc))])
+            done = subprocess.run(
+                [sys.executable, "-m", "compat_matrix", "check", address, "--json"],
+                env={**os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.stdout, done.stderr
+            (found,) = json.loads(done.stdout)["answers"]
+            seen.append((done.returncode, found["match"], found["verdict"]))
     assert seen == [(1, "exact", "wrong"), (0, "exact", "passed")]
 
 

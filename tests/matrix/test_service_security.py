@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -315,7 +315,7 @@ def test_tokens_and_leases_are_in_no_answer_and_no_log(
             continue
         for secret in target.tokens.values():
             headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
-            for body in (b'{"a": 1}', b"{", None):
+            for body in (None,) if method == "GET" else (b'{"a": 1}', b"{", None):
                 seen += sent(url, method, filled(path, target), headers, body).whole
             headers = {"authorization": f"Bearer {secret}!", "cookie": f"token={secret}"}
             seen += sent(url, method, filled(path, target), headers).whole
@@ -422,24 +422,49 @@ def test_no_path_leads_out_of_what_is_served(target: Target, url: str) -> None:
                 assert answer.status in (400, 404, 405, 422), (begin + path + end, answer.status)
 
 
+#: The parameters that pages read.
+PARAMETERS = {
+    "/": ("flash_attention", "device", "python", "only", "state", "run", "live"),
+    "/cells/{name:path}": ("run", "attempt", "live"),
+    "/cells/{name:path}/log": ("run", "attempt"),
+    "/runs": ("before",),
+    "/runs/{name:path}": ("live",),
+    "/diff": ("old", "new"),
+    "/seams": ("distribution",),
+    "/status": ("live",),
+    "/static/{name}": ("v",),
+}
+
+
 def test_no_parameter_is_more_than_a_value(target: Target, url: str) -> None:
     """In every place of every path and query: nothing else is found by it, nothing changes, nothing gets into the head."""
     document = json.loads(sent(url, "GET", "/api/v1/openapi.json").body)["paths"]
-    queries = ("run", "attempt", "live", "before", "old", "new", "distribution", "state", "python", "q", "x-injected")
+    documented = {
+        path: [one["name"] for one in methods["get"].get("parameters", []) if one["in"] == "query"]
+        for path, methods in document.items()
+        if "get" in methods
+    }
+    names = {**documented, **PARAMETERS}
+    every = {*chain.from_iterable(names.values()), "x-injected"}
     before = target.rows()
     digests = [row[2] for row in before["token"]]
+    assert names.keys() <= {*_reads(target)}
     for path in _reads(target):
-        described = document.get(path, {}).get("get", {}).get("parameters", [])
-        names = [one["name"] for one in described if one["in"] == "query"] or [*queries]
         places = re.findall(r"\{(\w+)", path)
+        read = names.get(path, ())
+        plain = sent(url, "GET", filled(path, target)).status
         for value in INJECTED:
-            for name in names:
+            for name in read:
                 answer = sent(url, "GET", f"{filled(path, target)}?{quote(name)}={quote(value)}")
                 _looked_at(answer, (path, name, value))
                 if path.startswith("/api/") and answer.status == 200:
                     found = json.loads(answer.body)
                     assert (not found.get("runs") and not found.get("cells")) or value == "-1", (path, name, value)
                 assert not any(digest.encode() in answer.body for digest in digests)
+            others = "&".join(f"{quote(name)}={quote(value)}" for name in sorted(every.difference(read)))
+            answer = sent(url, "GET", f"{filled(path, target)}?{others}")
+            _looked_at(answer, (path, value))
+            assert answer.status in (plain, 400, 422), path
             for place in places:
                 template = path.replace(f"{{{place}:path}}", f"{{{place}}}").replace(
                     f"{{{place}}}", quote(value, safe="")

@@ -15,6 +15,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from fastapi.testclient import TestClient
+from network import ended, until
 from small import PYTHON, Small
 
 from compat_matrix.atlas import lookup
@@ -233,7 +234,7 @@ def test_what_broke_is_told_by_exit_code_feed_and_webhook(watched: Watched, list
     assert (failed["cell"], failed["before"], failed["broke"]) == (name("5.2.0"), name("5.1"), True)
     (wrong,) = report["disagreements"]
     assert (wrong["shim"], wrong["release"], wrong["certain"]) == ("loader", "5.2.0", True)
-    assert report["title"] == "transformers 5.2.0: 1 of 1 cells broke, 1 seams aren't what shims say"
+    assert report["title"] == "transformers 5.2.0: 1 of 1 cells broke, 1 seams differ from what shims expect"
     assert [(path, body) for path, body, _ in listener.told] == [("/hook?secret", report)] * 3
     with watched.small.store as store:
         assert "secret" not in "".join(run.command for run in store.runs())
@@ -324,12 +325,12 @@ def test_a_webhook_that_fails_is_told_and_not_fatal(watched: Watched, listener: 
     listener.answers = [(400, b"")]
     done = watched.watch("--webhook", f"{listener.url}/secret")
     assert done.returncode == 0
-    assert "the webhook at 127.0.0.1 was not told: it answers 400" in done.stderr
+    assert "the webhook at 127.0.0.1 didn't accept the report: it responds with 400" in done.stderr
     listener.stop()
     watched.publish("transformers", "5.3.0")
     done = watched.watch("--webhook", f"{listener.url}/secret")
     assert done.returncode == 0
-    assert "the webhook at 127.0.0.1 was not told: no connection" in done.stderr
+    assert "the webhook at 127.0.0.1 didn't receive the report: no connection" in done.stderr
     assert "secret" not in done.stderr
 
 
@@ -360,7 +361,7 @@ def test_a_release_that_nothing_asks_for_is_only_told(watched: Watched) -> None:
     watched.publish("flash-attn-4", "4.0.0b6")
     done = watched.watch()
     assert done.returncode == 0
-    assert "flash-attn-4 4.0.0b6: no cell of axes.toml asks for it" in done.stdout
+    assert "flash-attn-4 4.0.0b6: no cell of axes.toml requires it" in done.stdout
     assert (watched.report["cells"], watched.report["run"]) == (0, None)
 
 
@@ -395,7 +396,7 @@ def test_cells_are_submitted_to_a_service(watched: Watched, listener: Listener) 
     secret = {"KERNEL_COMPAT_MATRIX_TOKEN": "secret"}
     refused = watched.watch("--submit", listener.url, **secret)
     assert refused.returncode == 2
-    assert "takes no such run: it answers 422: there is no such cell" in refused.stderr
+    assert "refuses the run: it responds with 422: there is no such cell" in refused.stderr
     listener.answers = [(201, b'{"run": "20261121-000000-abcd", "cells": 1, "excluded": 0}')]
     assert watched.watch("--submit", listener.url, **secret).returncode == 0
     path, body, headers = listener.told[-1]
@@ -421,7 +422,7 @@ def test_a_run_of_watch_is_submitted_to_the_real_service(watched: Watched) -> No
             try:
                 run = watch.submit(service.url, secret, [Cell(PYTHON, "5.2.0", "2.11")], "default", "watch")
                 assert [cell.name for cell in store.summary(run)] == [name("5.2.0")]
-                with pytest.raises(MatrixError, match=r"takes no such run: it answers 4\d\d: .*5.9.0"):
+                with pytest.raises(MatrixError, match=r"refuses the run: it responds with 4\d\d: .*5.9.0"):
                     watch.submit(service.url, secret, [Cell(PYTHON, "5.9.0", "2.11")], "default", "watch")
             finally:
                 service.stop()
@@ -432,8 +433,8 @@ def test_a_run_of_watch_is_submitted_to_the_real_service(watched: Watched) -> No
     [
         (("--webhook", "hook"), "--webhook takes an address such as"),
         (("--submit", "file:///x"), "--submit takes an address such as"),
-        (("--only", "transformers=5"), "this is no condition on cells"),
-        (("--index", "http://127.0.0.1:1/simple"), "can't be asked for transformers: no connection"),
+        (("--only", "transformers=5"), "this isn't a condition on cells"),
+        (("--index", "http://127.0.0.1:1/simple"), "can't be queried for transformers: no connection"),
     ],
 )
 def test_bad_input(watched: Watched, options: tuple[str, ...], says: str) -> None:
@@ -444,14 +445,6 @@ def test_bad_input(watched: Watched, options: tuple[str, ...], says: str) -> Non
 
 def test_it_looks_again_and_again(watched: Watched) -> None:
     environment = {"UV_DEFAULT_INDEX": f"{watched.url}/simple", "XDG_CACHE_HOME": str(watched.small.folder / "x")}
-    process = watched.small.start("watch", "--every", "1", **environment, UV_FIND_LINKS="", UV_OFFLINE="0")
-    assert process.stdout is not None
-    try:
-        lines = iter(process.stdout)
-        assert any("no release is new" in line for line in lines)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-    finally:
-        process.kill()
-        process.stdout.close()
+    process = watched.small.fork("watch", "--every", "1", **environment, UV_FIND_LINKS="", UV_OFFLINE="0")
+    until(lambda: "no release is new" in process.said() or process.poll() is not None, "a look")
+    assert ended(process, signal.SIGINT) == 130, process.said()

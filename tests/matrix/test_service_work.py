@@ -63,13 +63,13 @@ def test_two_workers_give_what_a_run_gives(network: Network) -> None:
     workers = [network.work("--until-empty") for _ in range(2)]
     until(lambda: len(requests.get(f"{network.url}/api/v1/openapi.json", timeout=10).json()["paths"]), "an answer")
     for worker in workers:
-        assert worker.wait(60) == 0, network.said(worker)
+        assert worker.wait(60) == 0, worker.said()
     run = network.submit(label="together")
     workers = [network.work() for _ in range(2)]
     until(lambda: network.state(run) == "finished", "an end of the run")
     for worker in workers:
-        assert ended(worker) in (0, 1), network.said(worker)
-    assert ended(service) == 0, network.said(service)
+        assert ended(worker) in (0, 1), worker.said()
+    assert ended(service) == 0, service.said()
     assert small.processes() == []
     alone, together = small.results("alone"), small.results("together")
     assert [*together] == [*alone]
@@ -94,7 +94,7 @@ def test_a_killed_worker_gives_its_cell_back(network: Network) -> None:
     until(lambda: sum(network.began().values()) == 2, "another beginning")
     network.go()
     until(lambda: network.state(run) == "finished", "an end of the run")
-    assert ended(other) == 0, network.said(other)
+    assert ended(other) == 0, other.said()
     assert ended(service) == 0
     assert set(network.histories(run).values()) == {1}
     assert small.processes() == []
@@ -127,12 +127,12 @@ def test_a_killed_service_goes_on_where_it_was(network: Network) -> None:
     network.go()
     spool = small.folder / "cache" / "spool"
     until(lambda: len([*spool.glob("*/*.json")]) == 2, "two results in the spool")
-    assert worker.poll() is None, network.said(worker)
+    assert worker.poll() is None, worker.said()
     worker.kill()
     worker.wait()
     service = network.serve("--lease", "5")
     worker = network.work("--until-empty")
-    assert worker.wait(60) == 0, network.said(worker)
+    assert worker.wait(60) == 0, worker.said()
     assert network.state(run) == "finished"
     assert ended(service) == 0
     assert sorted(network.began().values()) == [1, 1, 1, 1]
@@ -146,12 +146,12 @@ def test_sigterm_gives_the_leases_back_at_once(network: Network) -> None:
     run = network.submit(cells=[f"{TAG}-tf5.0-torch2.11"])
     first = network.work()
     until(lambda: sum(network.began().values()) == 1, "a beginning")
-    assert ended(first) == 0, network.said(first)
-    assert "no cell was run" in network.said(first)
+    assert ended(first) == 0, first.said()
+    assert "no cell was run" in first.said()
     second = network.work()
     until(lambda: sum(network.began().values()) == 2, "another beginning")
     assert ended(second, signal.SIGINT) == 130
-    assert network.said(second).endswith("interrupted\n")
+    assert second.said().endswith("interrupted\n")
     network.go()
     third = network.work("--until-empty")
     assert third.wait(60) == 0
@@ -167,7 +167,7 @@ def test_one_process_is_a_service_that_runs_cells(network: Network) -> None:
     run = network.submit(only="transformers<5.2")
     until(lambda: network.state(run) == "finished", "an end of the run")
     assert {one.verdict for one in small.results(run).values()} == {"passed", "failed"}
-    assert ended(service) == 0, network.said(service)
+    assert ended(service) == 0, service.said()
     assert small.processes() == []
 
 
@@ -176,7 +176,7 @@ def test_a_local_cell_is_given_back_when_the_service_ends(network: Network) -> N
     service = network.serve("--local", "1", "--lease", "600")
     run = network.submit(cells=[f"{TAG}-tf5.0-torch2.11"])
     until(lambda: sum(network.began().values()) == 1, "a beginning")
-    assert ended(service) == 0, network.said(service)
+    assert ended(service) == 0, service.said()
     assert network.small.processes() == []
     assert network.state(run) == "running"
     network.go()
@@ -192,15 +192,15 @@ def test_runs_go_to_ray(network: Network) -> None:
     run = network.submit(only="transformers<5.2")
     until(lambda: network.state(run) == "finished", "an end of the run")
     assert {one.verdict for one in network.small.results(run).values()} == {"passed", "failed"}
-    assert ended(service) == 0, network.said(service)
+    assert ended(service) == 0, service.said()
 
 
 def test_a_worker_waits_for_its_service(network: Network) -> None:
     network.small.write("test_it.py", TESTS)
     worker = network.work("--until-empty")
-    until(lambda: "doesn't answer: Connection refused; once more in" in network.said(worker), "a word")
+    until(lambda: "doesn't answer: Connection refused; once more in" in worker.said(), "a word")
     service = network.serve()
-    assert worker.wait(60) == 0, network.said(worker)
+    assert worker.wait(60) == 0, worker.said()
     assert ended(service) == 0
 
 
@@ -221,11 +221,11 @@ def test_what_keeps_a_worker_from_working_is_said(network: Network, tmp_path: Pa
     path = tmp_path / "token"
     path.write_text(only_submit)
     assert "a token with the scope work" in refused(network.url, "--token-file", str(path))
-    assert "is no URL of a service" in refused("localhost:8000", "--token-file", str(path))
-    assert "--label 'a b' is none" in refused(network.url, "--label", "a b", "--token-file", str(path))
+    assert "isn't the URL of a service" in refused("localhost:8000", "--token-file", str(path))
+    assert "--label 'a b' is invalid" in refused(network.url, "--label", "a b", "--token-file", str(path))
     path.write_text(network.token)
     small.write("test_it.py", TESTS + "\n    # another one")
-    assert "bring both to one commit" in refused(network.url, "--token-file", str(path))
+    assert "update both to the same commit" in refused(network.url, "--token-file", str(path))
     small.write("test_it.py", TESTS)
     (small.folder / "matrix" / "pins" / f"{TAG}-tf5.0.txt").unlink()
     assert f"{TAG}-tf5.0" in refused(network.url, "--token-file", str(path))
@@ -248,18 +248,16 @@ def test_a_service_says_what_is_wrong_and_what_is_next(small: Small) -> None:
     assert process.stdout is not None
     first, second = process.stdout.readline(), process.stdout.readline()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves matrix\.sqlite\n", first)
-    assert "`kernel-compat-matrix token add NAME --scope submit --scope work` makes a token" in second
+    assert "`kernel-compat-matrix token add NAME --scope submit --scope work` creates one" in second
     process.terminate()
     assert process.wait(60) == 0
     assert (small.folder / "matrix.sqlite").exists()
     done = small.run("serve", "--root-path", "matrix")
     assert (done.returncode, "--root-path takes a path such as /matrix" in done.stderr) == (2, True)
-    process = small.start("serve", "--port", "0", "--root-path", "/below/")
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    assert 'href="/below/runs"' in requests.get(first.split()[0], timeout=30).text
-    process.terminate()
-    assert process.wait(60) == 0
+    below = small.fork("serve", "--port", "0", "--root-path", "/below/")
+    until(below.said, "a word of the service")
+    assert 'href="/below/runs"' in requests.get(below.said().split()[0], timeout=30).text
+    assert ended(below) == 0
 
 
 def test_the_server_is_an_extra_that_a_worker_does_not_need(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,8 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from forked import Forked
+from network import until
 from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.engine import Engine
 from stored import cells, failed, not_run, passed, stored
@@ -24,7 +25,6 @@ from compat_matrix.results import Test
 from compat_matrix.store import Store, database, schema
 from compat_matrix.store.models import metadata
 
-TESTS = Path(__file__).parents[1]
 CELLS = cells()
 ODD = "\x1b[31mred\x1b[0m <b> \x00 \udc80 \u202e\n"
 
@@ -84,7 +84,7 @@ def test_the_latest_attempt_is_the_result(store: Store, order: tuple[int, ...]) 
 
 
 def test_a_cell_that_was_not_planned_joins(store: Store) -> None:
-    run = store.new_run(CELLS[:1], excluded={CELLS[2]: "can't exist"})
+    run = store.new_run(CELLS[:1], excluded={CELLS[2]: "excluded"})
     store.add(run, passed(CELLS[1]))
     store.add(run, passed(CELLS[2]))
     assert {one: summary.state for one, summary in store.summary(run).items()} == {
@@ -181,7 +181,7 @@ def test_what_many_share_is_stored_once(tmp_path: Path) -> None:
 def test_the_newest_verdict_of_each_cell(store: Store) -> None:
     old = stored(store, [passed(CELLS[0]), failed(CELLS[1]), not_run(CELLS[2])])
     new = stored(store, [failed(CELLS[0]), not_run(CELLS[1]), not_run(CELLS[2])])
-    running = store.new_run(CELLS, excluded={CELLS[4]: "can't exist"})
+    running = store.new_run(CELLS, excluded={CELLS[4]: "excluded"})
     found = {one: (past.run.id, past.summary.state) for one, past in store.current().items()}
     assert found == {
         CELLS[0]: (new, "failed"),
@@ -228,7 +228,7 @@ def test_outcomes_and_environments(store: Store) -> None:
 
 def test_merge_takes_what_is_missing_and_nothing_twice(store: Store, other: Store) -> None:
     ours = stored(store, [passed(CELLS[0])])
-    theirs = other.new_run(CELLS[:3], excluded={CELLS[3]: "can't exist"}, axes="axes", label="node")
+    theirs = other.new_run(CELLS[:3], excluded={CELLS[3]: "excluded"}, axes="axes", label="node")
     other.add(theirs, failed(CELLS[0]))
     assert store.merge(other) == [theirs]
     assert store.merge(other) == []
@@ -268,14 +268,23 @@ def test_export_writes_one_file_with_just_these(store: Store, tmp_path: Path) ->
 
 # Several processes.
 
+
+def _forked(folder: Path, code: str, *arguments: str) -> Forked:
+    """A process that runs this code in the folder."""
+    output = folder / f"process-{len([*folder.glob('process-*')])}"
+    return Forked("-c", code, *arguments, folder=folder, output=output)
+
+
 WRITER = """
-import sys
-sys.path.insert(0, sys.argv[1])
+import sys, time
+from pathlib import Path
 from stored import Store, Test, cells, failed
-url, number = sys.argv[2], int(sys.argv[3])
+url, number = sys.argv[1], int(sys.argv[2])
 with Store.open(url) as store:
     print("ready", flush=True)
-    run = sys.stdin.readline().strip()
+    while not Path("run").exists():
+        time.sleep(0.01)
+    run = Path("run").read_text()
     for attempt in range(1, 9):
         tests = [Test(f"t_{attempt}.py::test[{n}]", "failed", 0.0, f"message {attempt} {n}") for n in range(40)]
         store.add(run, failed(cells()[0], attempt=attempt, tests=tests))  # as all the others
@@ -283,28 +292,14 @@ with Store.open(url) as store:
 """
 
 
-def test_processes_that_make_a_store_and_write_at_once(url: str) -> None:
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(TESTS), url, str(number)],
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for number in (1, 2)
-    ]
-    for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
+def test_processes_that_make_a_store_and_write_at_once(url: str, tmp_path: Path) -> None:
+    writers = [_forked(tmp_path, WRITER, url, str(number)) for number in (1, 2)]
+    until(lambda: all(writer.said() for writer in writers), "two writers")
     with Store.open(url, create=False) as store:
         run = store.new_run(CELLS[:1])
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write(f"{run}\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate()
-    assert [writer.returncode for writer in writers] == [0, 0]
+    (tmp_path / "told").write_text(run)
+    (tmp_path / "told").rename(tmp_path / "run")
+    assert [writer.wait(60) for writer in writers] == [0, 0], [writer.said() for writer in writers]
     with Store.open(url) as store:
         assert [len(store.history(one)) for one in CELLS[:3]] == [8, 8, 8]
         assert len(store.result(run, CELLS[0], attempt=3).tests) == 40
@@ -314,22 +309,20 @@ def test_a_killed_writer_loses_nothing_it_has_stored(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     script = """
 import sys
-sys.path.insert(0, sys.argv[1])
 from stored import Store, cells, failed
-with Store.open(sys.argv[2]) as store:
+with Store.open(sys.argv[1]) as store:
     run = store.new_run(cells())
     print(run, flush=True)
     for attempt in range(1, 100_000):
         store.add(run, failed(cells()[0], attempt=attempt))
         print(attempt, flush=True)
 """
-    writer = subprocess.Popen([sys.executable, "-c", script, str(TESTS), str(path)], text=True, stdout=subprocess.PIPE)
-    assert writer.stdout is not None
-    run = writer.stdout.readline().strip()
-    said = [writer.stdout.readline() for _ in range(20)]
-    writer.send_signal(signal.SIGKILL)
-    said += writer.stdout.readlines()
-    writer.wait()
+    writer = _forked(tmp_path, script, str(path))
+    until(lambda: writer.said().count("\n") > 20, "twenty results")
+    writer.kill()
+    assert writer.wait(60) == -signal.SIGKILL
+    run, *said = writer.said().splitlines(keepends=True)
+    run = run.strip()
     last = max(int(line) for line in said if line.endswith("\n"))
     with Store.open(str(path)) as store:
         attempts = [past.summary.attempt for past in store.history(CELLS[0])]
@@ -394,7 +387,7 @@ def test_somebody_elses_database_is_left_alone(url: str) -> None:
     engine = create_engine(database.parse(url))
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE recipes (id INTEGER)"))
-    with pytest.raises(MatrixError, match=r"no store of kernel-compat-matrix: it has other tables \(recipes\)"):
+    with pytest.raises(MatrixError, match=r"isn't a store of kernel-compat-matrix: it has other tables \(recipes\)"):
         Store.open(url)
     with engine.connect() as connection:
         assert connection.dialect.get_table_names(connection) == ["recipes"]
@@ -405,7 +398,7 @@ def test_somebody_elses_database_is_left_alone(url: str) -> None:
 
 
 def test_nothing_is_made_unless_asked(url: str, tmp_path: Path) -> None:
-    with pytest.raises(MatrixError, match="there is none|it is empty"):
+    with pytest.raises(MatrixError, match="it doesn't exist|it is empty"):
         Store.open(url, create=False)
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "empty.db").touch()
@@ -418,8 +411,8 @@ def test_nothing_is_made_unless_asked(url: str, tmp_path: Path) -> None:
     ("url", "message"),
     [
         ("nothing://x", "knows no such database"),
-        ("://", "is no URL of a database"),
-        ("postgresql://host:port/x", "is no URL of a database"),
+        ("://", "isn't the URL of a database"),
+        ("postgresql://host:port/x", "isn't the URL of a database"),
         ("mysql+pymysql://x/y", "its driver is not installed"),
         (
             "postgresql://me:secret@127.0.0.1:1/x?connect_timeout=2",
@@ -438,7 +431,7 @@ def test_stores_that_cannot_be_reached(url: str, message: str) -> None:
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.write_text("hello, I am a log file\n" * 100)
-    with pytest.raises(MatrixError, match="no SQLite database, or a corrupt one"):
+    with pytest.raises(MatrixError, match="isn't a SQLite database, or is corrupt"):
         Store.open(str(path))
     assert path.read_text().startswith("hello")
 
@@ -468,12 +461,11 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
 # Run in a process of its own: the limits stay.
 FULL = """
 import dataclasses, os, sys
-sys.path.insert(0, sys.argv[1])
 from compat_matrix.errors import MatrixError
 from stored import Store, cells, failed
-with Store.open(sys.argv[2]) as store:
+with Store.open(sys.argv[1]) as store:
     run = store.new_run(cells())
-    exec(sys.argv[3])
+    exec(sys.argv[2])
     attempt = 0
     try:
         while attempt < 1000:
@@ -486,16 +478,17 @@ with Store.open(sys.argv[2]) as store:
 """
 
 
-def _fill(path: Path, limit: str = "") -> tuple[str, str, int]:
-    command = [sys.executable, "-c", FULL, str(TESTS), str(path), limit]
-    error, run, attempts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+def _fill(folder: Path, path: Path, limit: str = "") -> tuple[str, str, int]:
+    process = _forked(folder, FULL, str(path), limit)
+    assert process.wait(60) == 0, process.said()
+    error, run, attempts = process.said().splitlines()
     return error, run, int(attempts)
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
-    error, run, attempts = _fill(path, limit)
+    error, run, attempts = _fill(tmp_path, path, limit)
     assert error.startswith(f"the store {path}: ")
     assert attempts > 5
     with Store.open(str(path)) as store:
@@ -511,7 +504,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     ).returncode:
         pytest.skip("a small disk can't be mounted here: that takes root")
     try:
-        error, run, attempts = _fill(disk / "store.db")
+        error, run, attempts = _fill(tmp_path, disk / "store.db")
         assert "the disk is full; what was stored before is kept" in error
         shutil.copytree(disk, tmp_path / "copy")
     finally:

@@ -144,12 +144,14 @@ class Index:
             return []
         except (UnsupportedContentTypeError, UnsupportedRepoVersionError, ValueError) as error:
             what = type(error).__name__
-            raise MatrixError(f"{shown(index)} gives no page of {distribution} that can be read ({what})") from error
+            raise MatrixError(f"{shown(index)} has no readable page of {distribution} ({what})") from error
         except OSError as error:
             known = self._cache.load(key, _FILES)
             if known is None:
-                raise MatrixError(f"{shown(index)} can't be asked for {distribution}: {reason(error)}") from error
-            self._note(f"{shown(index)} can't be asked for {distribution}, but could before: {reason(error)}")
+                raise MatrixError(f"{shown(index)} can't be queried for {distribution}: {reason(error)}") from error
+            self._note(
+                f"{shown(index)} can't be queried for {distribution}, and its last response is used: {reason(error)}"
+            )
             return known
         files = list(_of_page(page))
         self._cache.store(key, _FILES, files)
@@ -161,11 +163,11 @@ def reason(error: OSError) -> str:
     if not isinstance(error, requests.RequestException):
         return str(error)
     if error.response is not None:
-        return f"it answers {error.response.status_code}"
+        return f"it responds with {error.response.status_code}"
     if isinstance(error, requests.exceptions.SSLError):
         return "its certificate isn't trusted"
     if isinstance(error, requests.Timeout):
-        return "it doesn't answer in time"
+        return "it doesn't respond in time"
     if isinstance(error, requests.ConnectionError):
         return "no connection"
     return type(error).__name__
@@ -213,7 +215,7 @@ def _index_url(text: str) -> str:
             return url
     except ValueError:
         pass
-    raise MatrixError("the address of a package index is set, and is none")
+    raise MatrixError("the configured address of a package index is invalid")
 
 
 def _listed(*variables: str, pip: str) -> list[str]:

@@ -94,7 +94,7 @@ def _releases(arguments: argparse.Namespace, shims: Sequence[Shim], index: Index
             distribution: select(distribution, text, index.files(distribution)) for distribution, text in asked.items()
         }
     if not shims:
-        raise MatrixError("no shim is installed that would say which releases to read: name some")
+        raise MatrixError("no installed shim claims releases: name the releases to read")
     claimed: dict[str, list[str]] = {}
     for shim in shims:
         claimed.setdefault(shim.distribution, []).append(shim.versions)
@@ -116,11 +116,11 @@ def _seams(given: Sequence[str], shims: Sequence[Shim], releases: _Releases) -> 
     for target in given:
         if not _TARGET.fullmatch(target):
             raise MatrixError(
-                f"{target!r} is no seam; write package.module:attribute or package.module:Class.attribute"
+                f"{target!r} isn't a seam; write package.module:attribute or package.module:Class.attribute"
             )
         owner = _owner(target)
         if owner not in seams:
-            raise MatrixError(f"{target}: of {owner}, of which no releases are named")
+            raise MatrixError(f"{target} belongs to {owner}: name the releases of {owner} to read")
         seams[owner].append(target)
     return {distribution: list(dict.fromkeys(targets)) for distribution, targets in seams.items()}
 
@@ -152,7 +152,7 @@ def _show(releases: _Releases, histories: _Histories, shims: Sequence[Shim]) -> 
 
 def _heading(distribution: str, releases: Sequence[Release]) -> str:
     if not releases:
-        return f"{distribution}: no release is claimed"
+        return f"{distribution}: no shim claims a release"
     first, last = releases[0].version, releases[-1].version
     pythons: dict[str, str] = {}
     for release in releases:
@@ -193,7 +193,9 @@ def _show_check(
         console.print(Text(f"information: {edge}", "dim"), soft_wrap=True)
     checked = sum(len(shim.seams_for(str(one.version))) for shim in shims for one in read if claims(shim, one))
     certain = sum(one.certain for one in disagreements)
-    console.print(f"{checked} claims on {len(read)} releases: {certain} wrong, {len(disagreements) - certain} untold")
+    console.print(
+        f"{checked} claims on {len(read)} releases: {certain} wrong, {len(disagreements) - certain} uncertain"
+    )
 
 
 def _as_json(releases: _Releases, histories: _Histories, shims: Sequence[Shim], notes: Sequence[str]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Published:
         with self._index.session.get(self._index.fetchable(self._file), stream=True, timeout=TIMEOUT) as response:
             response.raise_for_status()
             size = response.headers.get("Content-Length")
-            megabytes = f"{int(size) / 1e6:.1f} MB" if size else "of a size it doesn't tell"
+            megabytes = f"{int(size) / 1e6:.1f} MB" if size else "of unknown size"
             self._note(f"{self._file.filename} {why}: fetching all of it, {megabytes}")
             for chunk in response.iter_content(1 << 20):
                 digest.update(chunk)

@@ -64,15 +64,15 @@ def _versions(distribution: str, part: str, available: Mapping[Version, Sequence
     if part == "latest":
         if not usual:
             raise MatrixError(
-                f"{distribution} has pre-releases alone: name one, such as the newest, {max(available)}, exactly"
+                f"{distribution} has only pre-releases: name one exactly, such as the newest, {max(available)}"
             )
         return usual[-1:]
     bounds = [bound.strip() for bound in part.split("-")]
     minors = [bool(_MINOR.fullmatch(bound)) for bound in bounds]
     if not 1 <= len(bounds) <= 2 or len(set(minors)) > 1:
         raise MatrixError(
-            f"{distribution}: {part!r} is no releases; write 5.3.0, 5.3, 4.48-5.23, 5.9.0-5.10.2 or latest, "
-            "and commas between several"
+            f"{distribution}: {part!r} doesn't select releases; write 5.3.0, 5.3, 4.48-5.23, 5.9.0-5.10.2 or latest, "
+            "separated by commas"
         )
     if minors[0]:
         found = {version.release[:2]: version for version in _newest_of_minors(usual)}
@@ -104,7 +104,7 @@ def _version(distribution: str, text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion:
-        raise MatrixError(f"{distribution}: {text!r} is no version") from None
+        raise MatrixError(f"{distribution}: {text!r} isn't a version") from None
 
 
 def _near(version: Version, available: Iterable[Version]) -> str:

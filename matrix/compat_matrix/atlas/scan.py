@@ -74,7 +74,7 @@ class Disagreement:
     certain: bool
 
     def __str__(self) -> str:
-        verb = "found" if self.certain else "can't tell from"
+        verb = "found" if self.certain else "uncertain from the source:"
         return f"{self.shim}: {self.target} in {self.release}: expected {self.expected}, {verb} {self.found}"
 
 

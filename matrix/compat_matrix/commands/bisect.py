@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         names = ", ".join([*found.between[:-1]])
         names = f"{names} or {found.between[-1]}" if names else found.between[-1]
         console.print(
-            f"{arguments.axis} {found.bad} or, of which nothing can be told, {names} broke {what}; {found.good} is good",
+            f"{arguments.axis} {found.bad}, or {names}, whose state is unknown, broke {what}; {found.good} is good",
             soft_wrap=True,
         )
     else:
@@ -114,12 +114,12 @@ def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) ->
         values = list(dict.fromkeys(getattr(cell, other) for cell in cells))
         if other != axis and len(values) > 1:
             said = f"{', '.join(values[:8])}{' ...' if len(values) > 8 else ''}"
-            raise MatrixError(f"which {other}? Choose one by --only: {said}")
+            raise MatrixError(f"several values of {other} are selected; choose one with --only: {said}")
     found = {getattr(cell, axis): cell for cell in sorted(cells, key=lambda cell: release(getattr(cell, axis)))}
     every = list(found)
     for value in (good, bad):
         if value is not None and value not in found:
-            raise MatrixError(f"{axis} {value} is none of the selected: {', '.join(every)}")
+            raise MatrixError(f"{axis} {value} isn't selected; the selected values are {', '.join(every)}")
     first, last = every.index(good or every[0]), every.index(bad or every[-1])
     if first >= last:
         raise MatrixError(
@@ -148,8 +148,8 @@ def search(values: Sequence[str], ask: Callable[[str], Answer], known: Mapping[s
     for value, wanted in ((values[0], "good"), (values[-1], "bad")):
         if answer(value) != wanted:
             because = f": {answers[value].reason}" if answers[value].reason else ""
-            word = "can't be told" if answers[value].state == "unknown" else f"is {answers[value].state}"
-            raise MatrixError(f"{value} should be {wanted}, and {word}{because}")
+            word = "its state is unknown" if answers[value].state == "unknown" else f"it is {answers[value].state}"
+            raise MatrixError(f"{value} should be {wanted}, but {word}{because}")
     bad = next(index for index, value in enumerate(values) if value in answers and answers[value].state == "bad")
     good = max(i for i, value in enumerate(values[:bad]) if value in answers and answers[value].state == "good")
     while True:
@@ -187,7 +187,7 @@ class _Asking:
         for (value, state), (later, after) in pairwise(states):
             if (state, after) == ("bad", "good"):
                 self._console.print(
-                    f"{value} is bad and {later} good again: what is looked for is the first change to bad"
+                    f"{value} is bad and {later} is good again: the search is for the first change to bad"
                 )
         return found
 
@@ -271,7 +271,7 @@ def _of_shim(name: str) -> Callable[[CellResult], Answer]:
     def judge(result: CellResult) -> Answer:
         shims = result.environment.get("shims")
         if shims is None:
-            return Answer("unknown", result.reason or "the library said nothing")
+            return Answer("unknown", result.reason or "the library reported nothing")
         if name not in shims:
             raise MatrixError(f"{result.cell} has no shim {name!r}: {', '.join(shims) or 'none at all'}")
         state, reason = shims[name]["state"], shims[name]["reason"]

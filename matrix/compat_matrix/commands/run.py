@@ -44,9 +44,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the cells of a new run, or the remaining ones of an earlier run; returns the exit code."""
     axes = axes_of(options)
     if options.failed and options.resume is None:
-        raise MatrixError("--failed goes with --resume: a new run runs all its cells")
+        raise MatrixError("--failed needs --resume: a new run runs all its cells")
     if options.resume is not None and (options.cells or options.only or options.pairwise or options.shard):
-        raise MatrixError("--resume goes on with the cells of that run, and takes no others")
+        raise MatrixError(
+            "--resume continues with the cells of that run, and can't be combined with a selection of cells"
+        )
     console = Console()
     new = options.resume is None
     if new:  # nothing is stored before the input is valid
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             run = store.resolve(options.resume)
             cells, attempts = _left(store, run, axes, options.failed)
             if not cells:
-                print(f"nothing is left to do of {run}")
+                print(f"no cell is left to run in {run}")
                 return _code(store, run)
             work = jobs_of(options, axes, cells, attempts)
             executor = _executor(options)
@@ -102,6 +104,6 @@ def _left(store: Store, run: str, axes: Axes, failed: bool) -> tuple[list[Cell],
     cells = [*store.unfinished(run), *again]
     if gone := [cell.name for cell in cells if cell not in axes.all_cells]:
         raise MatrixError(
-            f"{axes.path} has no {one_and_more(gone)} any more, which {run} planned: go on with the axes file that it began with"
+            f"{axes.path} has no {one_and_more(gone)} any more, which {run} planned: continue with the axes file that it was started with"
         )
     return cells, {cell: summary[cell].attempt for cell in again}

@@ -104,10 +104,12 @@ def run(options: argparse.Namespace) -> int:
             host, port = listening.getsockname()[:2]
             print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
             if axes is None:
-                print(f"there is no {AXES} here, and no --axes: it shows what is stored, and runs nothing", flush=True)
+                print(
+                    f"there is no {AXES} here and no --axes: stored results are shown, and runs are refused", flush=True
+                )
             elif not tokens.every(store):
                 print(
-                    "nobody may write yet: `kernel-compat-matrix token add NAME --scope submit --scope work` makes a token",
+                    "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit --scope work` creates one",
                     flush=True,
                 )
             server.run(sockets=[listening])
@@ -177,24 +179,24 @@ def _worker(options: argparse.Namespace, axes: Axes | None, queue: Queue) -> Ite
         yield
         return
     from ..service.client import Direct
-    from ..service.local_worker import worker
+    from ..service.local_worker import Offer, worker
 
     executor = None
     if options.executor == "ray":
         if options.local:
-            raise MatrixError("--local runs cells here, and --executor ray where Ray says: one of them")
+            raise MatrixError("--local and --executor ray can't be combined")
         from ..ray_executor import RayExecutor
 
         executor = RayExecutor(None, options.cache, fork=not options.no_fork)
     name = options.executor if executor else "local"
     note = lambda text: print(text, flush=True)  # noqa: E731
-    found = worker(options, axes, Direct(queue, name), queue.store.name, note, jobs=options.local, executor=executor)
+    found = worker(options, axes, Direct(queue, name), queue.store.name, note, Offer(options.local), executor=executor)
 
     def work() -> None:
         try:
             found.work()
         except MatrixError as error:
-            print(f"no cell is run here any more: {error}", file=sys.stderr, flush=True)
+            print(f"the local worker has ended: {error}", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=work, name="worker")
     thread.start()

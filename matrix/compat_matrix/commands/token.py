@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     with Store.open(options.store, create=options.verb == "add") as store:
         if options.verb == "add":
             print(tokens.add(store, options.name, options.scope, options.days), flush=True)
-            print("keep it: it is nowhere kept here", file=sys.stderr)
+            print("keep it: only its digest is stored", file=sys.stderr)
         elif options.verb == "revoke":
             tokens.revoke(store, options.name)
             print(f"{options.name} is revoked")

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.description = (
         f"Asks the package index for releases of {', '.join(watch.DISTRIBUTIONS)} that came out since the last time. Exit codes: "
-        "0, nothing is new or all is well; 1, something broke; 2, bad input, or the index can't be asked."
+        "0, nothing is new or all is well; 1, something broke; 2, bad input, or the index can't be reached."
     )
     parser.add_argument("--axes", type=Path, metavar="FILE", help="the axes file (default: matrix/axes.toml)")
     parser.add_argument("--only", metavar="EXPRESSION", help='only affected cells that match, such as "device==cpu"')
@@ -93,21 +93,21 @@ def _look(options: argparse.Namespace, axes: Axes, token: str) -> int:
                 for cell in cells:
                     print(cell if suite == options.suite else f"{cell} --suite {suite}")
             return 0
-        disagreements, no_atlas = watch.read_atlas(store, index, new, None)
+        scan = watch.read_atlas(store, index, new)
         reports = []
         for suite, cells in plan:
             label = f"watch {', '.join(f'{name} {versions[-1]}' for name, versions in new.items())}"
             if options.submit is not None:
                 run = watch.submit(options.submit, token, cells, suite, label) if cells else None
-                report = watch.reported(new, run, options.submit, len(cells), 0, (), disagreements, no_atlas, suite)
+                report = watch.reported(new, scan, suite, run=run, submitted=options.submit, cells=len(cells))
             elif cells:
                 before, known = watch.before(store, cells, suite)
                 run = _run(options, extended, cells, suite, store, new, touches, console)
-                report = watch.judge(new, run, watch.results(store, run), before, known, disagreements, no_atlas, suite)
+                report = watch.judge(new, run, watch.results(store, run), before, known, scan, suite)
             else:
-                report = watch.reported(new, None, None, 0, 0, (), disagreements, no_atlas)
+                report = watch.reported(new, scan)
             reports.append(report)
-            disagreements, no_atlas = [], None  # logged once
+            scan = watch.Scan()  # reported once
         for report in reports:
             watch.publish(store, report)
         watch.remember(store, index, new)

@@ -36,13 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Work until a signal or, with ``--until-empty``, an empty queue; returns the exit code."""
     from ..service.client import Remote
-    from ..service.local_worker import worker
+    from ..service.local_worker import Offer, worker
 
     axes = axes_of(options)
     try:
         labels = TypeAdapter(list[Label]).validate_python(options.label)
     except ValidationError as error:
-        raise MatrixError(f"--label {error.errors()[0]['input']!r} is none: letters, digits, dots and dashes") from None
+        raise MatrixError(
+            f"--label {error.errors()[0]['input']!r} is invalid: use letters, digits, dots and dashes"
+        ) from None
     if options.only is not None:
         Expression(options.only)
     service = Remote(options.url, token_of(options, "work"))
@@ -52,9 +54,7 @@ def run(options: argparse.Namespace) -> int:
         service,
         service.url,
         lambda text: print(text, flush=True),
-        jobs=options.jobs,
-        labels=labels,
-        only=options.only,
+        Offer(options.jobs, labels, options.only),
         spool=options.spool,
     )
     before = signal.signal(signal.SIGTERM, lambda *_: found.stop())

@@ -60,7 +60,7 @@ def _once(request: Request) -> None:
     """Refuses a parameter that is given twice: one of the values would be ignored."""
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if count > 1:
-            raise _invalid("query", name, f"it is there {count} times, and may be there once")
+            raise _invalid("query", name, f"it is given {count} times, and may be given once")
 
 
 def _invalid(place: str, name: str, message: str) -> RequestValidationError:
@@ -70,14 +70,14 @@ def _invalid(place: str, name: str, message: str) -> RequestValidationError:
 router = APIRouter(
     dependencies=[Depends(_once)],
     responses={
-        401: {"model": Error, "description": "Reading needs a token here, and there is none that is valid."},
+        401: {"model": Error, "description": "Reading needs a token here, and the request has no valid one."},
         429: {"model": Error, "description": "Too many requests: `Retry-After` says how many seconds to wait."},
         503: {"model": Error, "description": "The database doesn't answer."},
     },
     tags=["read"],
 )
 _MISSING: dict[int | str, dict[str, Any]] = {404: {"model": Error, "description": "There is no such thing."}}
-_UNCHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "What the client has is still right."}}
+_UNCHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "The client's copy is up to date."}}
 
 
 # Parameters.
@@ -126,7 +126,7 @@ class _Combination(_Asked):
 
 
 class _OnAxes(_Asked):
-    python: Release | None = Field(None, description="As the cells' names have it.")
+    python: Release | None = Field(None, description="As in the names of cells.")
     transformers: Release | None = None
     torch: Release | None = None
     flash_attention: Kernel | None = None
@@ -179,7 +179,7 @@ class _Two(_Asked):
 Nothing = Annotated[_Nothing, Query()]
 _AttemptOf = Annotated[_Attempt, Query()]
 Axis = Literal["python", "transformers", "torch", "flash_attention", "device"]
-BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9.]{1,30}$", description="As the cells' names have it.")]
+BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9.]{1,30}$", description="As in the names of cells.")]
 
 
 # Responses.
@@ -406,7 +406,7 @@ def atlas(request: Request, nothing: Nothing) -> Response:
     def make(store: Store) -> Atlas:
         found = kept(store, ATLAS)
         if not found:
-            raise MatrixError("no atlas was made yet: `kernel-compat-matrix watch` makes it")
+            raise MatrixError("there is no atlas yet: `kernel-compat-matrix watch` creates it")
         content = _ATLAS.validate_json(found[0].content)
         return Atlas(made=found[0].made, atlas={name: plain(value) for name, value in content.items()})
 

@@ -87,7 +87,7 @@ async def renew(request: Request, lease: Lease, token: Worker) -> Renewed:
 async def upload(request: Request, lease: Lease, token: Worker) -> None:
     """Upload the log of a cell, before its result. The middle of a long log isn't kept."""
     if await _in_turn(request, lambda queue: queue.ended(lease)) in ("counted", "late"):
-        raise Over("the result of this lease is here already")
+        raise Over("the result of this lease has already arrived")
     ends = Ends(request.app.state.settings.log_bytes)
     async for chunk in request.stream():
         ends.add(chunk)

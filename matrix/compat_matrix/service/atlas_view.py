@@ -119,7 +119,7 @@ def stored(store: Store) -> Stored | None:
         atlas = _Atlas.model_validate_json(found[0].content)
     except ValidationError as error:
         raise NoAtlasError(
-            f"the document {documents.ATLAS!r} of the store is no atlas: {error.errors()[0]['msg']}"
+            f"the document {documents.ATLAS!r} of the store isn't an atlas: {error.errors()[0]['msg']}"
         ) from None
     timelines = [_timeline(atlas, name) for name in atlas.releases]
     return Stored(found[0].made, timelines, atlas.check.disagreements, atlas.notes)

@@ -77,7 +77,7 @@ class Remote:
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise MatrixError(f"{url!r} is no URL of a service, such as https://matrix.example.org")
+            raise MatrixError(f"{url!r} isn't the URL of a service, such as https://matrix.example.org")
         self.url = url.rstrip("/")
         self._token = token
         self._local = threading.local()
@@ -186,7 +186,7 @@ def _read(model: type[M], found: requests.Response) -> M:
         return model.model_validate_json(found.content)
     except ValidationError as error:
         raise MatrixError(
-            f"{found.url} answers as no service of this version does: {error.errors()[0]['msg']}"
+            f"{found.url} doesn't respond as a service of this version: {error.errors()[0]['msg']}"
         ) from None
 
 

@@ -40,7 +40,7 @@ class Entry(NamedTuple):
         word: the word in the grid, such as how it failed.
         activity: ``running`` or ``waiting`` if a newer result is on its way.
         past: its newest result or plan; None if no run has planned it.
-        reason: why it failed, wasn't run or can't be.
+        reason: why it failed, wasn't run or is excluded.
     """
 
     state: str
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
     @property
     def there(self) -> bool:
         """Whether the cell exists, that is, isn't excluded by the axes."""
-        return self.word != "can't be"
+        return self.word != "excluded"
 
     @property
     def bad(self) -> bool:
@@ -82,15 +82,15 @@ class Wanted:
         found: dict[str, str] = {}
         for name, value in given:
             if name not in names:
-                raise MatrixError(f"{name!r} is no filter: there are {', '.join(names)}")
+                raise MatrixError(f"{name!r} isn't a filter; the filters are {', '.join(names)}")
             if name in found:
-                raise MatrixError(f"{name} stands there twice")
+                raise MatrixError(f"{name} is given twice")
             if len(value) > _LONGEST:
                 raise MatrixError(f"{name} is longer than {_LONGEST} characters")
             found[name] = value.strip()
         wanted = cls(**found)
         if wanted.state and wanted.state not in STATES:
-            raise MatrixError(f"{wanted.state!r} is no state: there are {', '.join(STATES)}")
+            raise MatrixError(f"{wanted.state!r} isn't a state; the states are {', '.join(STATES)}")
         if wanted.only:
             Expression(wanted.only)
         return wanted
@@ -166,11 +166,11 @@ def entry(past: Past | None, activity: str = "", excluded: str | None = None) ->
     """
     if past is None:
         if excluded is not None:
-            return Entry("refused", "can't be", "", None, excluded)
+            return Entry("refused", "excluded", "", None, excluded)
         return Entry(activity or "not run", activity or "never", activity, None, "")
     summary = past.summary
     if summary.state == "excluded":
-        return Entry("refused", "can't be", "", past, summary.reason)
+        return Entry("refused", "excluded", "", past, summary.reason)
     if summary.state == "unfinished":
         activity = activity or ("waiting" if past.run.state == "running" else "")
         return Entry(activity or "not run", activity or "unfinished", activity, past, "")

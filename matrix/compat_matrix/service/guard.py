@@ -112,7 +112,7 @@ class Guard:
         headers, reading = Headers(scope=scope), scope["method"] in _READING
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy may disagree with this server on where the body ends.
-            return refusal(400, "the length of the request is said twice", {"connection": "close"})
+            return refusal(400, "the request has both Content-Length and Transfer-Encoding", {"connection": "close"})
         secret = _secret(headers, reading)
         token: Token | None = None
         if secret is not None:
@@ -131,11 +131,11 @@ class Guard:
             if wait := rate.wait(token.name):
                 return refusal(429, f"too many requests with the token {token.name}", {"retry-after": str(wait)})
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            return refusal(415, "a body comes as it is, and not compressed")
+            return refusal(415, "the body must not be compressed")
         try:
             length = int(headers.get("content-length") or 0)
         except ValueError:
-            return refusal(400, "the length of the request is no number")
+            return refusal(400, "Content-Length isn't a number")
         if length > (most := _most(scope, self._settings)):
             return refusal(413, f"more than {most} bytes")
         scope.setdefault("state", {})["token"] = token
@@ -166,7 +166,7 @@ def failed(error: BaseException, store: Store) -> JSONResponse:
     while cause is not None and not isinstance(cause, (SQLAlchemyError, UnicodeError, zlib.error)):
         cause = cause.__cause__
     if isinstance(cause, (DataError, UnicodeEncodeError)):  # text that a database can't store
-        return refusal(422, "there is a character in it that can't be")
+        return refusal(422, "it contains a character that can't be stored")
     number = secrets.token_hex(6)
     if isinstance(cause, (OperationalError, InterfaceError, InternalError, PoolTimeout)):
         log.error("%s: the database doesn't answer: %s", number, " ".join(str(error).split())[:500])
@@ -176,8 +176,8 @@ def failed(error: BaseException, store: Store) -> JSONResponse:
     if isinstance(error, MatrixError) and cause is None:
         said = str(error).removeprefix(f"the store {store.name}: ")  # its location is internal
         return refusal(422, said.encode("utf-8", "replace").decode())
-    log.error("%s: an error of ours", number, exc_info=error)
-    return JSONResponse({"detail": "an error of this service; its log has more", "id": number}, 500)
+    log.error("%s: internal error", number, exc_info=error)
+    return JSONResponse({"detail": "internal error of the service; its log has the details", "id": number}, 500)
 
 
 def _secret(headers: Headers, reading: bool) -> str | None:
@@ -215,7 +215,7 @@ def _limited(receive: Receive, most: int) -> Receive:
             with anyio.fail_after(_SLOW):
                 message = await receive()
         except TimeoutError:
-            raise HTTPException(408, f"nothing came for {_SLOW:.0f} seconds", {"connection": "close"}) from None
+            raise HTTPException(408, f"nothing was received for {_SLOW:.0f} seconds", {"connection": "close"}) from None
         if message["type"] == "http.request":
             more = message.get("more_body", False)
             left -= len(message.get("body", b""))

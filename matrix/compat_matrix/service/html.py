@@ -109,12 +109,12 @@ def error_page(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
         status, text, allowed = error.status, error.text, error.allowed
     elif isinstance(error, PoolTimeout) or isinstance(error.__cause__, DBAPIError):
-        status, text = 503, "The database doesn't answer. The page is there again when it is."
+        status, text = 503, "The database isn't available. Try again later."
     titles = {
-        400: "That can't be asked",
+        400: "Invalid request",
         401: "A token is needed",
         404: "Not found",
-        500: "An error of this service",
+        500: "Internal error",
         503: "Not available",
     }
     response = page(request, "error.html", title=titles.get(status, "Refused"), text=text, allowed=allowed)

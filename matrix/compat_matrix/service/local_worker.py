@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import options as shared
 from ..axes import Axes
@@ -26,17 +27,29 @@ from .worker import Worker
 _LOOK = 2.0
 
 
+class Offer(NamedTuple):
+    """The cells that a worker takes.
+
+    Attributes:
+        jobs: the number of cells at a time; the number of cores by default.
+        labels: its labels, which cells may require.
+        only: an expression that cells must match.
+    """
+
+    jobs: int | None = None
+    labels: Sequence[str] = ()
+    only: str | None = None
+
+
 def worker(
     options: argparse.Namespace,
     axes: Axes,
     service: Service,
     at: str,
     note: Callable[[str], None],
+    offer: Offer,
     *,
-    jobs: int | None = None,
     executor: Executor | None = None,
-    labels: Sequence[str] = (),
-    only: str | None = None,
     spool: Path | None = None,
 ) -> Worker:
     """A worker for this machine.
@@ -44,12 +57,12 @@ def worker(
     Args:
         options: the parsed options of `options.add_environments`.
         at: the service's name; each service has its own upload queue.
-        jobs: the number of cells at a time; the number of cores by default.
         executor: runs the cells; this machine by default.
+        spool: the folder of the upload queue; one in the cache folder by default.
     """
     project = _Project(axes)
-    jobs = executor.jobs if executor is not None else jobs or os.cpu_count() or 1
-    machine, devices = describe(project(), jobs, labels)
+    jobs = executor.jobs if executor is not None else offer.jobs or os.cpu_count() or 1
+    machine, devices = describe(project(), jobs, offer.labels)
     folder = spool or (options.cache or default_root()) / "spool" / hashlib.sha256(at.encode()).hexdigest()[:12]
 
     def job(leased: Leased) -> Job:
@@ -66,7 +79,7 @@ def worker(
         executor or Local(jobs, devices, not options.no_fork),
         job,
         UploadQueue(folder),
-        only=only,
+        only=offer.only,
         fingerprint=project,
         note=note,
     )

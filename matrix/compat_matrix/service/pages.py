@@ -72,7 +72,7 @@ async def the_grid(request: Request) -> Response:
     try:
         wanted = Wanted.of((name, value) for name, value in asked if name != "live")
     except MatrixError as error:
-        raise Refusal(400, str(error), "A filter that is left out lets everything through.") from None
+        raise Refusal(400, str(error), "A filter that is left out matches every cell.") from None
     root = request.scope.get("root_path", "")
     key = ("grid", root, "" if live is None else "live", *vars(wanted).values())
     if wanted.run and not site.made.has(key):
@@ -147,7 +147,7 @@ def the_log(request: Request, name: str) -> Response:
     cell, run, attempt, _ = _chosen(request, site, name)
     packed = details.packed_log(site.store, run, cell, attempt) if run else None
     if packed is None:
-        raise Refusal(404, f"There is no log of {name} there.")
+        raise Refusal(404, f"{name} has no log.")
     file = re.sub(r"[^A-Za-z0-9.-]", "_", f"{cell.name}-{run}.txt")
     headers = html.HEADERS | {
         "Content-Security-Policy": "default-src 'none'; sandbox; frame-ancestors 'none'",
@@ -250,10 +250,10 @@ def _chosen(request: Request, site: Site, name: str) -> tuple[Cell, str, int | N
         raise Refusal(404, f"There is no cell {common.one_line(name, 200)!r}: no run has planned it.")
     given = request.query_params
     for unknown in given.keys() - {"run", "attempt", "live"}:
-        raise Refusal(400, f"{unknown!r} is nothing that this page can be asked for.", "There are run and attempt.")
+        raise Refusal(400, f"{unknown!r} isn't a parameter of this page.", "The parameters are run and attempt.")
     attempt = given.get("attempt")
     if attempt is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", attempt, re.ASCII):
-        raise Refusal(400, f"{common.one_line(attempt, 50)!r} is no attempt.", "Attempts are numbers from 1 on.")
+        raise Refusal(400, f"{common.one_line(attempt, 50)!r} isn't an attempt.", "Attempts are numbers from 1 on.")
     history = site.store.history(cell, limit=_HISTORY)
     if given.get("run"):
         run = _run(site, given["run"]).id

@@ -195,7 +195,7 @@ class Result(_Message):
     @model_validator(mode="after")
     def _agrees(self) -> Result:
         if (self.verdict == "passed") != (self.kind is None):
-            raise ValueError("what passed has no kind, and anything else has one")
+            raise ValueError("a passed result has no kind, and any other result has one")
         return self
 
     @classmethod

@@ -28,7 +28,7 @@ from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..expressions import Expression
 from ..results import CellResult
-from ..store import Store, inserts
+from ..store import Provenance, Store, inserts
 from ..store.models import CELL, LATE, LEASE, LOG, RUN, TASK, UPLOAD, WORKER, Utc, unpack
 from .protocol import Leased, Machine, Report, Result, Submission, Submitted, Wanted
 from .settings import Settings
@@ -149,7 +149,7 @@ class Queue:
             MatrixError: it names a cell or a suite that the axes don't have, or nothing can be run here.
         """
         if self.axes is None:
-            raise MatrixError("this service was started without an axes file, and runs nothing")
+            raise MatrixError("this service was started without an axes file, and accepts no runs")
         cells = self.axes.select(wanted.only, wanted.cells)
         excluded = {} if wanted.cells else self.axes.excluded(wanted.only)
         tests = {cell: self.axes.tests_of(cell, wanted.suite) for cell in cells}
@@ -161,10 +161,7 @@ class Queue:
         words += [f"--suite={wanted.suite}"] if wanted.suite != "default" else []
 
         def write(connection: Connection) -> str:
-            key, name = inserts.begin(
-                connection,
-                cells,
-                excluded=excluded,
+            given = Provenance(
                 axes=self.axes.path.read_text(encoding="utf-8") if self.axes else "",
                 command=shlex.join(words),
                 label=wanted.label,
@@ -172,6 +169,7 @@ class Queue:
                 revision=self.revision,
                 partial=wanted.suite != "default",
             )
+            key, name = inserts.begin(connection, cells, excluded, given)
             keys = inserts.cell_keys(connection, cells)
             same = {
                 "run_id": key,
@@ -200,8 +198,8 @@ class Queue:
         machine = wanted.machine
         if machine.fingerprint != self.fingerprint:
             raise Differs(
-                f"the project and the axes file of {machine.name} (kernel-compat-matrix {machine.version}) aren't what they are "
-                f"where the service was started{f', at {self.revision}' if self.revision else ''}: bring both to one commit"
+                f"the project and the axes file of {machine.name} (kernel-compat-matrix {machine.version}) differ from "
+                f"those the service was started with{f', at {self.revision}' if self.revision else ''}: update both to the same commit"
             )
         fits = self._fits(wanted)
         self._after_outage()
@@ -231,7 +229,7 @@ class Queue:
         own = and_(TASK.c.lease == lease, TASK.c.state == "leased")
         if not self._write(lambda c: c.execute(update(TASK).where(own).values(until=until)).rowcount):
             self.ended(lease)
-            raise Over("this lease is over")
+            raise Over("this lease has ended")
         return self.settings.lease_seconds
 
     def give_back(self, lease: str) -> None:
@@ -261,7 +259,7 @@ class Queue:
             Over: its result has arrived already.
         """
         if self.ended(lease) in ("counted", "late"):
-            raise Over("the result of this lease is here already")
+            raise Over("the result of this lease has already arrived")
 
         def write(connection: Connection) -> None:
             connection.execute(UPLOAD.delete().where(UPLOAD.c.lease == lease))

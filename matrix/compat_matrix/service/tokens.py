@@ -54,7 +54,7 @@ def add(store: Store, name: str, scopes: Iterable[str], days: float | None = Non
         MatrixError: the name is taken or invalid.
     """
     if not _NAME.fullmatch(name):
-        raise MatrixError(f"a token's name has letters, digits, dots and dashes, and not {name!r}")
+        raise MatrixError(f"a token's name consists of letters, digits, dots and dashes, not {name!r}")
     secret, now = secrets.token_urlsafe(32), datetime.now(timezone.utc)
     row = {
         "name": name,
@@ -67,7 +67,7 @@ def add(store: Store, name: str, scopes: Iterable[str], days: float | None = Non
         with store.writing() as connection:
             connection.execute(TOKEN.insert().values(row))
     except IntegrityError:
-        raise MatrixError(f"there is a token {name!r} already, or was: take another name") from None
+        raise MatrixError(f"a token named {name!r} exists or existed: choose another name") from None
     return secret
 
 

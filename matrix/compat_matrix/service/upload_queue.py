@@ -74,7 +74,7 @@ class UploadQueue:
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            raise MatrixError(f"{self._path(lease)} is no result: {error.errors()[0]['msg']}") from None
+            raise MatrixError(f"{self._path(lease)} isn't a result: {error.errors()[0]['msg']}") from None
 
     def log(self, lease: str) -> Path:
         """The path of a lease's log."""

@@ -8,7 +8,7 @@ import logging
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import requests
@@ -62,6 +62,18 @@ class Outcome(BaseModel):
     reason: str
     before: str | None
     broke: bool
+
+
+class Scan(NamedTuple):
+    """The scan of new releases for the atlas.
+
+    Attributes:
+        disagreements: the seams of shims that differ in these releases.
+        error: the reason why there is no atlas; None if there is one.
+    """
+
+    disagreements: Sequence[Disagreement] = ()
+    error: str | None = None
 
 
 class Report(BaseModel):
@@ -167,7 +179,7 @@ def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, To
         if distribution in everywhere:
             users.append(Packages(requires=[distribution]))
         if not users:
-            note(f"{distribution} {versions[-1]}: no cell of {axes.path.name} asks for it")
+            note(f"{distribution} {versions[-1]}: no cell of {axes.path.name} requires it")
         packages += [
             Packages(requires=[f"{distribution}=={versions[-1]}"], part=entry.part, when=entry.when) for entry in users
         ]
@@ -193,15 +205,12 @@ def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]
     return {suite: [*last.values()] for suite, last in found.items()}
 
 
-def read_atlas(store: Store, index: Index, new: New, cache: Path | None) -> tuple[list[Disagreement], str | None]:
-    """Scan the new releases and the claimed ones, and store the atlas.
-
-    Returns where the new releases disagree with the shims, or why there is no atlas.
-    """
+def read_atlas(store: Store, index: Index, new: New) -> Scan:
+    """Scan the new releases and the claimed ones, and store the atlas."""
     claimed: dict[str, list[str]] = {}
     for shim in discover()[0]:
         claimed.setdefault(shim.distribution, []).append(shim.versions)
-    words = ["--json", "--check", *(["--cache", str(cache)] if cache else [])]
+    words = ["--json", "--check"]
     try:
         for distribution in SEAMS:
             if distribution not in claimed and distribution not in new:
@@ -215,23 +224,22 @@ def read_atlas(store: Store, index: Index, new: New, cache: Path | None) -> tupl
         with redirect_stdout(printed):
             atlas_command.run(parser.parse_args(words))
     except MatrixError as error:
-        return [], str(error)
+        return Scan(error=str(error))
     text = printed.getvalue()
     keep(store, ATLAS, text)
     fresh = {str(version) for versions in new.values() for version in versions}
     found = map(Disagreement.model_validate, json.loads(text)["check"]["disagreements"])
-    return [one for one in found if one.release in fresh], None
+    return Scan([one for one in found if one.release in fresh])
 
 
 def judge(
     new: New,
-    run: str | None,
+    run: str,
     after: Mapping[Cell, Past],
     before: Mapping[Cell, Past],
     known: Mapping[Cell, Past],
-    disagreements: Sequence[Disagreement],
-    atlas: str | None,
-    suite: str = "default",
+    scan: Scan,
+    suite: str,
 ) -> Report:
     """The report on a run of the affected cells.
 
@@ -256,7 +264,7 @@ def judge(
                 )
             )
     passed = sum(past.summary.state == "passed" for past in after.values())
-    return reported(new, run, None, len(after), passed, failed, disagreements, atlas, suite)
+    return reported(new, scan, suite, run=run, cells=len(after), passed=passed, failed=failed)
 
 
 def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
@@ -282,33 +290,33 @@ def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
 
 def reported(
     new: New,
-    run: str | None,
-    submitted: str | None,
-    cells: int,
-    passed: int,
-    failed: Sequence[Outcome],
-    disagreements: Sequence[Disagreement],
-    atlas: str | None,
+    scan: Scan,
     suite: str = "default",
+    *,
+    run: str | None = None,
+    submitted: str | None = None,
+    cells: int = 0,
+    passed: int = 0,
+    failed: Sequence[Outcome] = (),
 ) -> Report:
-    """The report on new releases."""
+    """The report on new releases; the arguments after `suite` are those of `Report`."""
     names = ", ".join(f"{name} {version}" for name, versions in new.items() for version in versions)
     names += f" ({suite})" if suite != "default" else ""
     broke = [one for one in failed if one.broke]
-    wrong = [one for one in disagreements if one.certain]
+    wrong = [one for one in scan.disagreements if one.certain]
     if submitted is not None:
         said = f"{cells} cells were submitted"
     elif not cells:
-        said = "no cell is touched"
+        said = "no cell is affected"
     else:
         said = f"{len(broke)} of {cells} cells broke" if broke else f"no cell broke, {passed} of {cells} passed"
-    said += f", {len(wrong)} seams aren't what shims say" if wrong else ""
+    said += f", {len(wrong)} seams differ from what shims expect" if wrong else ""
     lines = [f"{names}: {said}."]
-    lines += [f"The atlas couldn't be made: {atlas}"] if atlas else []
+    lines += [f"The atlas couldn't be created: {scan.error}"] if scan.error else []
     lines += [
         f"{one.shim}: {one.target} in {one.release}: expected {one.expected}, found {one.found}"
-        + ("" if one.certain else " (can't tell from the source)")
-        for one in disagreements
+        + ("" if one.certain else " (uncertain from the source)")
+        for one in scan.disagreements
     ]
     for one in sorted(failed, key=lambda one: not one.broke):
         verb = "broke" if one.broke else "fails, as before"
@@ -323,8 +331,8 @@ def reported(
         cells=cells,
         passed=passed,
         failed=list(failed),
-        disagreements=list(disagreements),
-        atlas=atlas,
+        disagreements=list(scan.disagreements),
+        atlas=scan.error,
     )
 
 
@@ -371,9 +379,9 @@ def call(webhook: str, report: Report) -> str | None:
                 allow_redirects=False,
             )
         except OSError as error:
-            return f"the webhook at {host} was not told: {reason(error)}"
+            return f"the webhook at {host} didn't receive the report: {reason(error)}"
     told = answer.ok and answer.status_code < 300
-    return None if told else f"the webhook at {host} was not told: it answers {answer.status_code}"
+    return None if told else f"the webhook at {host} didn't accept the report: it responds with {answer.status_code}"
 
 
 def submit(url: str, token: str, cells: Iterable[Cell], suite: str, label: str) -> str:
@@ -395,9 +403,11 @@ def submit(url: str, token: str, cells: Iterable[Cell], suite: str, label: str) 
             return str(answer.json()["run"])
         said = answer.json().get("detail", "") if "json" in answer.headers.get("Content-Type", "") else ""
     except (OSError, ValueError, KeyError) as error:
-        why = reason(error) if isinstance(error, OSError) else "its answer can't be read"
-        raise MatrixError(f"{shown(url)} can't be given a run: {why}") from None
-    raise MatrixError(f"{shown(url)} takes no such run: it answers {answer.status_code}: {one_line(str(said), 500)}")
+        why = reason(error) if isinstance(error, OSError) else "its response can't be read"
+        raise MatrixError(f"{shown(url)} can't take the run: {why}") from None
+    raise MatrixError(
+        f"{shown(url)} refuses the run: it responds with {answer.status_code}: {one_line(str(said), 500)}"
+    )
 
 
 class _Bearer(requests.auth.AuthBase):

@@ -148,7 +148,7 @@ class Worker:
     def _lease(self) -> bool:
         """Lease a cell and start it; returns whether there was one."""
         if self._fingerprint() != self._machine.fingerprint:
-            raise MatrixError("the project or its axes file has changed since this worker began: start it again")
+            raise MatrixError("the project or its axes file has changed since this worker was started: restart it")
         tests = [(job.tests, job.cell.device == "cuda") for _, job in self._running.values()]
         wanted = Wanted(
             machine=self._machine,
@@ -251,7 +251,7 @@ class Worker:
                     if error.status in (401, 403):
                         self._error = error
                         return
-                    self._note(f"a result isn't taken: {error}")
+                    self._note(f"a result was refused: {error}")
                     self._uploads.set_aside(lease)
                 except MatrixError as error:
                     self._note(str(error))

@@ -20,7 +20,7 @@ _PATIENCE = 60.0
 
 #: Messages of drivers, and their meaning for a store.
 _MEANINGS = {
-    "file is not a database": "it is no SQLite database, or a corrupt one",
+    "file is not a database": "it isn't a SQLite database, or is corrupt",
     "malformed": "the database is corrupt",
     "disk is full": "the disk is full; what was stored before is kept",
     "readonly database": "it can't be written to",
@@ -52,13 +52,13 @@ def parse(store: str) -> URL:
         MatrixError: it isn't a valid URL.
     """
     if not store:
-        raise MatrixError("an empty name is no store's")
+        raise MatrixError("the name of a store can't be empty")
     if "://" not in store:
         return URL.create("sqlite", database=store)
     try:
         url = make_url(store)
     except (ArgumentError, ValueError) as error:
-        raise MatrixError(f"{store!r} is no URL of a database: {error}") from error
+        raise MatrixError(f"{store!r} isn't the URL of a database: {error}") from error
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 
@@ -75,7 +75,7 @@ def connect(url: URL, *, create: bool) -> Engine:
         except OSError as error:
             raise MatrixError(f"the folder of the store can't be made: {error}") from error
     elif path and not path.exists():
-        raise MatrixError("there is none")
+        raise MatrixError("it doesn't exist")
     try:
         engine = create_engine(
             url, hide_parameters=True, **_pool(url)
@@ -101,7 +101,7 @@ def migrate(engine: Engine, *, create: bool) -> None:
     if found == schema.HEAD:
         return
     if found is None and not create:
-        raise MatrixError("it is empty: no run was ever stored there")
+        raise MatrixError("it is empty: no run has been stored in it")
     if found is None and engine.dialect.name == "sqlite":
         _journal(engine, "WAL")  # readers and a writer don't block each other; this setting is stored in the file
     with writing(engine).begin() as connection:

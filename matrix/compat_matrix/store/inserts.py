@@ -19,7 +19,7 @@ from ..errors import MatrixError
 from ..results import CellResult
 from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .queries import COUNTS
-from .records import Run
+from .records import Provenance, Run
 
 T = TypeVar("T")
 
@@ -37,24 +37,16 @@ def key(connection: Connection, name: str) -> int:
 
 
 def begin(
-    connection: Connection,
-    cells: Iterable[Cell],
-    *,
-    excluded: Mapping[Cell, str],
-    axes: str,
-    command: str,
-    label: str,
-    host: str,
-    revision: str,
-    partial: bool,
+    connection: Connection, cells: Iterable[Cell], excluded: Mapping[Cell, str], given: Provenance
 ) -> tuple[int, str]:
     """Insert a new run; returns its key and its name."""
     started = datetime.now(timezone.utc)
     name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
         name = f"{name[:15]}-{secrets.token_hex(2)}"
-    label, command, host, revision = map(plain, (label, command, host, revision))
-    run_key = new_run(connection, Run(name, started, None, "running", label, command, host, revision, partial), axes)
+    label, command, host, revision = map(plain, (given.label, given.command, given.host, given.revision))
+    run = Run(name, started, None, "running", label, command, host, revision, given.partial)
+    run_key = new_run(connection, run, given.axes)
     plan(connection, run_key, [*dict.fromkeys(cells)], excluded)
     return run_key, name
 

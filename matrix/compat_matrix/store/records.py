@@ -18,7 +18,7 @@ class Run(NamedTuple):
     Attributes:
         id: such as ``20261121-114502-7f3a``, in UTC; sorts by time.
         state: ``running`` until `Store.finish`, also after the runner was killed.
-        label, command, host, revision, partial: the arguments of `Store.new_run`.
+        label, command, host, revision, partial: as in its `Provenance`.
     """
 
     id: str
@@ -29,6 +29,26 @@ class Run(NamedTuple):
     command: str
     host: str
     revision: str
+    partial: bool = False
+
+
+class Provenance(NamedTuple):
+    """The origin of a run.
+
+    Attributes:
+        axes: the text of the axes file.
+        command: the command that runs it.
+        label: a name for the run, which need not be unique.
+        host: the machine that started it.
+        revision: the tested commit.
+        partial: whether its cells run less than their default suite.
+    """
+
+    axes: str = ""
+    command: str = ""
+    label: str = ""
+    host: str = ""
+    revision: str = ""
     partial: bool = False
 
 

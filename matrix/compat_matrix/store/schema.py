@@ -35,7 +35,7 @@ def revision(connection: Connection) -> str | None:
             return found
     if tables:
         some = ", ".join(sorted(tables)[:3])
-        raise MatrixError(f"this is no store of kernel-compat-matrix: it has other tables ({some})")
+        raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has other tables ({some})")
     return None
 
 

@@ -21,7 +21,7 @@ from ..errors import MatrixError
 from ..results import CellResult, Outcome, Test
 from . import database, inserts, models, queries
 from .models import CELL, PLANNED, RESULT, RUN, TEXT
-from .records import Past, Run, State, Summary
+from .records import Past, Provenance, Run, State, Summary
 
 
 class Store:
@@ -96,17 +96,8 @@ class Store:
             partial: whether its cells run less than their default suite; `current` and ``latest`` leave such runs out.
         """
         with self.writing() as connection:
-            _, name = inserts.begin(
-                connection,
-                cells,
-                excluded=excluded,
-                axes=axes,
-                command=command,
-                label=label,
-                host=host,
-                revision=revision,
-                partial=partial,
-            )
+            given = Provenance(axes, command, label, host, revision, partial)
+            _, name = inserts.begin(connection, cells, excluded, given)
         return name
 
     def add(self, run: str, found: CellResult) -> None:

@@ -249,4 +249,4 @@ def summary_as_json(cell: Cell, summary: Summary) -> dict[str, Any]:
 
 def unknown(cell: Cell, store: Store) -> MatrixError:
     """The error for a cell that is in no run."""
-    return MatrixError(f"the store {store.name} knows no cell {cell}: no run has planned it")
+    return MatrixError(f"the store {store.name} has no cell {cell}: no run has planned it")

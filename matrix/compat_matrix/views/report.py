@@ -82,12 +82,12 @@ def _refuse_others(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise MatrixError(f"{folder} is no folder")
+        raise MatrixError(f"{folder} isn't a folder")
     there = {os.path.relpath(Path(at, name), folder) for at, _, names in os.walk(folder) for name in names}
     listed = (folder / MANIFEST).read_text(encoding="utf-8").split("\n") if MANIFEST in there else []
     if others := sorted(there.difference(listed)):
         raise MatrixError(
-            f"{folder} has what is no report's, such as {others[0]}: choose a folder for the report alone"
+            f"{folder} contains files that aren't part of a report, such as {others[0]}: choose a folder of its own for the report"
         )
 
 

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if blocks:
         lines += [
             common.Line(),
-            common.Line("ok: passed, CAPITALS: how it failed, open: no result yet, -: can't exist", "dim"),
+            common.Line("ok: passed, CAPITALS: how it failed, open: no result yet, -: excluded", "dim"),
         ]
     common.show(lines)
     return 0
