@@ -116,7 +116,8 @@ _CONSTRUCTOR: _Recipes = {
 
 _COMPASS = {
     "rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}
+        for kind in ("full_attention", "sliding_attention")
     },
     "layer_types": ["sliding_attention", "full_attention"],
 }
