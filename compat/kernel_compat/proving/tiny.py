@@ -247,8 +247,9 @@ def _shrink(config: Any, overrides: Mapping[str, Any], model: _Model) -> Any:
         new = rules.smaller(name, value)
         if new is not value and (type(new) is not type(value) or new != value):
             changed[name] = new
-    if isinstance(values.get("architecture"), str):  # a name of another library's model
-        changed.update(_timm(values))
+    if str(values.get("architecture")).startswith("vit"):  # a model of timm
+        arguments = {**(values.get("model_args") or {}), "img_size": 64}
+        changed.update(architecture="test_vit", model_args=arguments)
     if values.get("use_sliding_window") is False and "sliding_window" in values:
         changed.update(use_sliding_window=True, sliding_window=WINDOW)
         if "max_window_layers" in values:
@@ -265,13 +266,6 @@ def _shrink(config: Any, overrides: Mapping[str, Any], model: _Model) -> Any:
     if "_out_indices" in vars(config):
         _set_outputs(config, new)
     return new
-
-
-def _timm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The smallest architecture of timm in the same family."""
-    if values["architecture"].startswith("vit"):
-        return {"architecture": "test_vit", "model_args": {**(values.get("model_args") or {}), "img_size": 64}}
-    return {"architecture": "test_resnet"}
 
 
 def _set_outputs(config: Any, new: Any) -> None:
@@ -330,7 +324,6 @@ class _Rules:
 
     Attributes:
         values: the attributes.
-        hierarchical: whether the model has stages of different widths.
         picks: the indices of the layers that are kept; None if all layers are alike.
     """
 
@@ -340,14 +333,12 @@ class _Rules:
         self.experts = min(
             [EXPERTS, *(v for k, v in self.values.items() if _EXPERTS.fullmatch(k) and _is_int(v) and v)]
         )
-        stages = ("depths", "hidden_sizes", "num_heads", "embed_dims")
-        self.hierarchical = any(_is_list(self.values.get(name)) for name in stages)
         self.number = next((v for n in _LAYER_COUNTS if _is_int(v := self.values.get(n))), None)
         self.picks = self._picked_layers(_layers_of(config))
 
     def _picked_layers(self, number: int | None) -> list[int] | None:
         """The indices of the layers that are kept: one of each kind, at least two. None if all layers are alike."""
-        if not number or number < 2 or _has_stages(self.values):
+        if not number or number < 2:
             return None
         kinds: list[list[Any]] = [[] for _ in range(number)]
         wanted: set[int] = set()
@@ -410,14 +401,11 @@ class _Rules:
             heads = next((v for n in names if _is_int(v := self.values.get(n))), 0)
             return min(value, HEADS if value == heads else KEY_VALUE_HEADS)
         if name in ("image_size", "img_size", "max_image_size", "crop_size"):
-            return min(value, 64 if self.hierarchical else IMAGE)
+            return min(value, IMAGE)
         if name == "encoder_hidden_size" and "downsampling_ratios" in self.values:
             return min(value, 8)  # it doubles with every ratio
         if name == "patch_size":
-            return value if self.hierarchical else min(value, PATCH)
-        if name == "embed_dim" and self.hierarchical:
-            heads = self.values.get("num_heads")
-            return 8 * heads[0] if _is_list(heads) and heads and _is_int(heads[0]) else value // 4
+            return min(value, PATCH)
         if name == "window_size" and "attention_types" in self.values:  # of local attention
             return min(value, WINDOW)
         if name == "window_size":  # in pixels, in patches, or in tokens
@@ -460,7 +448,7 @@ class _Rules:
         if name == "stem_channels" or re.match(r"stage_\w+_channels$", name):
             return [v // 8 or v for v in value]  # as the widths of stages below; the first may be an image's channels
         if name == "image_size":
-            return [v // min(value) * min(64 if self.hierarchical else IMAGE, *value) for v in value]
+            return [v // min(value) * min(IMAGE, *value) for v in value]
         if name in _STAGE_WIDTHS:
             names = ("num_attention_heads", "num_heads", "num_attention_heads_per_stage")
             heads = next((heads for n in names if (heads := self.values.get(n))), None)
