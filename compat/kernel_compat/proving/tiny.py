@@ -33,9 +33,8 @@ MOST_LAYERS = 6
 
 #: Names of attributes with a number of layers.
 _LAYERS = re.compile(
-    r"(\w+_)?((decoder|encoder|hidden|predictor|adapter|global|spatial|temporal|prediction)_layers|num_layers|depth)|layers|"
-    r"n_layers?|num_((encoder_|mel_attn_|res_)?blocks|(auxiliary|lstm|residual)_layers|self_attends_per_block|loops)|"
-    r"lqe_layers|speech_decoder_postnet_layers|parcae_num_coda_layers|inference_num_steps"
+    r"(\w+_)?((decoder|encoder|hidden|adapter|global|spatial|temporal|prediction)_layers|num_layers|depth)|n_layers?|layers|"
+    r"num_blocks"
 )
 #: Attributes that hold a config's number of layers, in the order of precedence.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
@@ -70,10 +69,10 @@ _SIZES = tuple(
         (_EXPERTS.pattern, EXPERTS),
         (r"n_group|topk_group|num_expert_groups?", 1),
         (r"(moe_|experts?_(ffn_)?)(intermediate_|hidden_)(size|dim)|expert_dim|(?<!_)shared_intermediate_size", 32),
-        (r"vocab_size(_per_layer_input|_base)?|byte_group_vocab|vocab_offset", VOCABULARY),
-        (r"codebook_(size|dim)|num_embeddings|latent_(size|dim)|hidden_dimension|condition_dim|base_channels", 32),
+        (r"vocab_size(_per_layer_input)?|vocab_offset", VOCABULARY),
+        (r"codebook_(size|dim)|num_embeddings|latent_dim|hidden_dimension|condition_dim|base_channels", 32),
         (r"[qo]_lora_rank", 32),
-        (r"lora_rank|laurel_rank|norm_rank|hc_lowrank|hidden_size_per_layer_input|x4_feat_dim", 16),
+        (r"lora_rank|laurel_rank|norm_rank|hidden_size_per_layer_input|x4_feat_dim", 16),
         # Linear attention and state spaces: twice the width in heads of one dimension.
         (r"linear_num_key_heads|n_groups", 2),
         (r"mamba_n(um)?_heads|n_mamba_heads", 2 * HEADS),
@@ -90,26 +89,24 @@ _SIZES = tuple(
         (r"qk_head_dim", 2 * HEAD_DIM),
         (r"head_dim|dim_head|d_head|d_kv|kv_channels", HEAD_DIM),
         (r"heads|n_head", HEADS),
-        (r"index_topk|num_position_embeddings|num_hash_buckets|max_source_positions", 64),
+        (r"index_topk|num_position_embeddings|max_source_positions", 64),
         (
-            r"max_position_embeddings|n_positions|n_ctx|(max_|(?<!_))seq_len|model_max_length|target_positions|"
-            r"context_length|max_text_(len|tokens)",
+            r"max_position_embeddings|n_positions|max_seq_len|model_max_length|target_positions|context_length",
             POSITIONS,
         ),
         # Images and sounds.
-        (r"mm_tokens_per_image|num_filters|num_groups", 4),
+        (r"mm_tokens_per_image|num_filters", 4),
         (r"num_queries|num_query_tokens|query_num|n(um)?_latents", 8),
-        (r"num_mel_bins|input_feat_size|num_conv_pos_embeddings|((?<!nemo_)conv|stem)_channels", 16),
+        (r"num_mel_bins|input_feat_size|num_conv_pos_embeddings", 16),
         # Widths.
         (
-            r"(intermediate|ffn_hidden|feed_forward|feed_forward_hidden|mlp_hidden)_size(_mlp)?|d_ff|dff|d_inner|dim_ff|"
-            r"(ffn|mlp|feedforward|intermediate)_dim|dim_feedforward|linear_units",
+            r"(intermediate|ffn_hidden|feed_forward_hidden|mlp_hidden)_size|d_ff|dff|d_inner|(ffn|mlp|intermediate)_dim|"
+            r"dim_feedforward",
             INTERMEDIATE,
         ),
         (
-            r"(hidden|embedding|projection|proj|pooler_output|mask_feature|conv_output)_size|hidden_size_global|d_model|"
-            r"(embed|emb|embedding|projection|project|proj|hidden|codevector|input|output|in|out|vit|query)_dim|(?<!_)dim|"
-            r"output_proj_dims|n_embd|d_latents|d_embed|upsample_initial_channel|hidden_channels|nemo_conv_channels|"
+            r"(hidden|embedding|projection|proj|pooler_output)_size|d_model|n_embd|hidden_channels|nemo_conv_channels|"
+            r"(embed|emb|embedding|projection|project|proj|hidden|codevector|input|output|query)_dim|(?<!_)dim|"
             r"(ext_pw|separable)_out_channel|upsample_groups",
             HIDDEN,
         ),
@@ -338,7 +335,7 @@ class _Rules:
 
     def _picked_layers(self, number: int | None) -> list[int] | None:
         """The indices of the layers that are kept: one of each kind, at least two. None if all layers are alike."""
-        if not number or number < 2:
+        if not number or number < 2 or _has_stages(self.values):
             return None
         kinds: list[list[Any]] = [[] for _ in range(number)]
         wanted: set[int] = set()
@@ -391,7 +388,7 @@ class _Rules:
         if value <= 0:
             return value
         if _LAYERS.fullmatch(name):
-            if _has_stages(self.values) and name in ("num_layers", "num_encoder_blocks", "num_hidden_layers"):
+            if _has_stages(self.values) and name in ("num_layers", "num_hidden_layers"):
                 return value
             return len(picks) if picks is not None and name in _LAYER_COUNTS else min(value, 2)
         if _EXPERTS_PER_TOKEN.fullmatch(name) or (name == "top_k" and any(map(_EXPERTS.fullmatch, self.values))):
