@@ -106,13 +106,6 @@ _HIERA = {
     "window_positional_embedding_background_size": [4, 4],
     "image_size": [64, 64],
 }
-_INDEXER = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 64,
-    "indexer_compress_ratio": 4,
-}
 _SAM2_VISION = {"backbone_config": _HIERA, "backbone_channel_list": [128, 64, 32, 16]}
 
 #: Values for the tiny config; a nested config is a mapping under its name.
@@ -121,7 +114,6 @@ _OVERRIDES: _Recipes = {
     "cohere_compass_text": _COMPASS,
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64}},
     "diffusion_gemma": {"text_config": {"top_k_experts": 4}},
-    "dots3_note": {"text_config": {"qk_rope_head_dim": 4}},
     "falcon_h1": {"mamba_d_head": 16},
     "gemma3n": lambda: {
         "text_config": {"num_kv_shared_layers": 0},
@@ -133,7 +125,6 @@ _OVERRIDES: _Recipes = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "perception_lm": lambda: _siglip(model_args={"embed_dim": 64}),
-    "qwen4_exp": {"text_config": _INDEXER},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "sam2": {"vision_config": _SAM2_VISION},
     "sam2_hiera_det_model": _HIERA,
