@@ -12,19 +12,13 @@ __all__ = ["constructor", "overrides"]
 _Recipes = Mapping[str, Mapping[str, Any] | Callable[[], Mapping[str, Any]]]
 
 
-def _resnet(stages: int = 4) -> dict[str, Any]:
-    """A backbone of transformers instead of another library's, which returns the feature maps of its last stages."""
+def _resnet() -> dict[str, Any]:
+    """A backbone of transformers instead of another library's."""
     from transformers import ResNetConfig
 
-    features = ["stage1", "stage2", "stage3", "stage4"][-stages:]
-    backbone = ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], out_features=features
-    )
+    widths, depths, stages = [16, 16, 32, 32], [1, 1, 1, 1], ["stage1", "stage2", "stage3", "stage4"]
+    backbone = ResNetConfig(embedding_size=16, hidden_sizes=widths, depths=depths, out_features=stages)
     return {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
-
-
-def _omdet() -> dict[str, Any]:
-    return {**_resnet(3), "encoder_in_channels": [16, 32, 32], "apply_layernorm_after_vision_backbone": False}
 
 
 def _siglip(**attributes: Any) -> dict[str, Any]:
@@ -70,32 +64,14 @@ def _image_vocabulary() -> dict[str, Any]:
     return {"vocabulary_map": {"<image>": 70, "<reserved08706>": 71, **images}}
 
 
-#: The kernel, the stride and the padding of each convolution.
-_INTRACLASS = {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]} | {
-    f"{name}_{ratio}ratio": [kernel, [1, 1], [k // 2 for k in kernel]]
-    for ratio, size in (("long", 7), ("mid", 5), ("short", 3))
-    for name, kernel in (
-        ("vertical_long_to_small_conv", [size, 1]),
-        ("horizontal_small_to_long_conv", [1, size]),
-        ("symmetric_conv_long", [size, size]),
-    )
-}
-
 #: Constructor arguments for config classes whose defaults make no model that can be built here.
 _CONSTRUCTOR: _Recipes = {
-    "autoformer": {"prediction_length": 4},
-    "informer": {"prediction_length": 4},
-    "time_series_transformer": {"prediction_length": 4},
     "bamba": {"attn_layer_indices": [1, 3]},
     "chameleon": _image_vocabulary,
     "emu3": _image_vocabulary,
     "conditional_detr": _resnet,
-    "dab-detr": _resnet,
     "deformable_detr": _resnet,
     "detr": _resnet,
-    "deta": _resnet,
-    "omdet-turbo": _omdet,
-    "table-transformer": _resnet,
     "edgetam": _edgetam_tower,
     "edgetam_video": _edgetam_tower,
     "edgetam_vision_model": _edgetam,
@@ -104,8 +80,6 @@ _CONSTRUCTOR: _Recipes = {
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "phi4_multimodal": {"vision_config": {}, "audio_config": {}},
-    "pp_ocrv6_medium_det": {"intraclass_block_config": _INTRACLASS},
-    "reformer": {"is_decoder": True},
     "timm_backbone": {"backbone": "test_resnet", "use_pretrained_backbone": False},
     "encoder-decoder": _parts(encoder="bert", decoder="bert"),
     "speech-encoder-decoder": _parts(encoder="wav2vec2", decoder="bert"),
@@ -116,11 +90,11 @@ _CONSTRUCTOR: _Recipes = {
 
 _COMPASS = {
     "rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}
+        for kind in ("full_attention", "sliding_attention")
     },
     "layer_types": ["sliding_attention", "full_attention"],
 }
-_EFFICIENTNET = {"width_coefficient": 0.05, "depth_coefficient": 0.1}
 _HIERA = {
     "hidden_size": 16,
     "num_attention_heads": 1,
@@ -132,25 +106,14 @@ _HIERA = {
     "window_positional_embedding_background_size": [4, 4],
     "image_size": [64, 64],
 }
-_INDEXER = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 64,
-    "indexer_compress_ratio": 4,
-}
 _SAM2_VISION = {"backbone_config": _HIERA, "backbone_channel_list": [128, 64, 32, 16]}
 
 #: Values for the tiny config; a nested config is a mapping under its name.
 _OVERRIDES: _Recipes = {
-    "align": {"vision_config": _EFFICIENTNET},
     "cohere_compass": {"text_config": _COMPASS},
     "cohere_compass_text": _COMPASS,
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64}},
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "diffusion_gemma": {"text_config": {"top_k_experts": 4}},
-    "dots3_note": {"text_config": {"qk_rope_head_dim": 4}},
-    "efficientnet": _EFFICIENTNET,
     "falcon_h1": {"mamba_d_head": 16},
     "gemma3n": lambda: {
         "text_config": {"num_kv_shared_layers": 0},
@@ -160,20 +123,13 @@ _OVERRIDES: _Recipes = {
     "instructblip": {"image_token_index": 90, "image_token_id": 90},
     "instructblipvideo": {"video_token_index": 90, "video_token_id": 90},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mobilebert": {"intra_bottleneck_size": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "perception_lm": lambda: _siglip(model_args={"embed_dim": 64}),
-    "qwen4_exp": {"text_config": _INDEXER},
-    "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "retribert": {"position_embedding_type": "absolute"},
     "sam2": {"vision_config": _SAM2_VISION},
     "sam2_hiera_det_model": _HIERA,
     "sam2_video": {"vision_config": _SAM2_VISION},
     "sam2_vision_model": _SAM2_VISION,
-    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
-    "transfo-xl": {"cutoffs": [20, 40, 60], "div_val": 1, "d_head": 16},
-    "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "type_vocab_size": 2},
     "zamba": {"num_hidden_layers": 8, "layers_block_type": None, "attention_hidden_size": 128},
 }
 

@@ -99,9 +99,11 @@ class Subject:
         self.model_class = model_class
         try:
             with torch.device("meta"):
-                skeleton = model_class(copy.deepcopy(config))
-        except Exception:  # a model that computes with its weights as it is built
-            skeleton = nn.Module()
+                skeleton = build(model_class, config, attn_implementation)
+        except Exception as error:
+            if is_refusal(error):
+                raise RefusedToLoadError(error) from error
+            skeleton = nn.Module()  # it computes with its weights as it is built
         if (size := sum(p.numel() for p in skeleton.parameters())) > _LARGEST:
             raise NoRecipeError(f"the smallest model has {size:,} parameters")
         try:

@@ -33,9 +33,8 @@ MOST_LAYERS = 6
 
 #: Names of attributes with a number of layers.
 _LAYERS = re.compile(
-    r"(\w+_)?((decoder|encoder|hidden|predictor|adapter|global|spatial|temporal|prediction)_layers|num_layers|depth)|layers|"
-    r"n_layers?|num_((encoder_|mel_attn_|res_)?blocks|(auxiliary|lstm|residual)_layers|self_attends_per_block|loops)|"
-    r"lqe_layers|speech_decoder_postnet_layers|parcae_num_coda_layers|inference_num_steps"
+    r"(\w+_)?((decoder|encoder|hidden|adapter|global|spatial|temporal|prediction)_layers|num_layers|depth)|n_layers?|layers|"
+    r"num_blocks"
 )
 #: Attributes that hold a config's number of layers, in the order of precedence.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
@@ -70,10 +69,10 @@ _SIZES = tuple(
         (_EXPERTS.pattern, EXPERTS),
         (r"n_group|topk_group|num_expert_groups?", 1),
         (r"(moe_|experts?_(ffn_)?)(intermediate_|hidden_)(size|dim)|expert_dim|(?<!_)shared_intermediate_size", 32),
-        (r"vocab_size(_per_layer_input|_base)?|byte_group_vocab|vocab_offset", VOCABULARY),
-        (r"codebook_(size|dim)|num_embeddings|latent_(size|dim)|hidden_dimension|condition_dim|base_channels", 32),
+        (r"vocab_size(_per_layer_input)?|vocab_offset", VOCABULARY),
+        (r"codebook_(size|dim)|num_embeddings|latent_dim|hidden_dimension|condition_dim|base_channels", 32),
         (r"[qo]_lora_rank", 32),
-        (r"lora_rank|laurel_rank|norm_rank|hc_lowrank|hidden_size_per_layer_input|x4_feat_dim", 16),
+        (r"lora_rank|laurel_rank|norm_rank|hidden_size_per_layer_input|x4_feat_dim", 16),
         # Linear attention and state spaces: twice the width in heads of one dimension.
         (r"linear_num_key_heads|n_groups", 2),
         (r"mamba_n(um)?_heads|n_mamba_heads", 2 * HEADS),
@@ -90,26 +89,24 @@ _SIZES = tuple(
         (r"qk_head_dim", 2 * HEAD_DIM),
         (r"head_dim|dim_head|d_head|d_kv|kv_channels", HEAD_DIM),
         (r"heads|n_head", HEADS),
-        (r"index_topk|num_position_embeddings|num_hash_buckets|max_source_positions", 64),
+        (r"index_topk|num_position_embeddings|max_source_positions", 64),
         (
-            r"max_position_embeddings|n_positions|n_ctx|(max_|(?<!_))seq_len|model_max_length|target_positions|"
-            r"context_length|max_text_(len|tokens)",
+            r"max_position_embeddings|n_positions|max_seq_len|model_max_length|target_positions|context_length",
             POSITIONS,
         ),
         # Images and sounds.
-        (r"mm_tokens_per_image|num_filters|num_groups", 4),
+        (r"mm_tokens_per_image|num_filters", 4),
         (r"num_queries|num_query_tokens|query_num|n(um)?_latents", 8),
-        (r"num_mel_bins|input_feat_size|num_conv_pos_embeddings|((?<!nemo_)conv|stem)_channels", 16),
+        (r"num_mel_bins|input_feat_size|num_conv_pos_embeddings", 16),
         # Widths.
         (
-            r"(intermediate|ffn_hidden|feed_forward|feed_forward_hidden|mlp_hidden)_size(_mlp)?|d_ff|dff|d_inner|dim_ff|"
-            r"(ffn|mlp|feedforward|intermediate)_dim|dim_feedforward|linear_units",
+            r"(intermediate|ffn_hidden|feed_forward_hidden|mlp_hidden)_size|d_ff|dff|d_inner|(ffn|mlp|intermediate)_dim|"
+            r"dim_feedforward",
             INTERMEDIATE,
         ),
         (
-            r"(hidden|embedding|projection|proj|pooler_output|mask_feature|conv_output)_size|hidden_size_global|d_model|"
-            r"(embed|emb|embedding|projection|project|proj|hidden|codevector|input|output|in|out|vit|query)_dim|(?<!_)dim|"
-            r"output_proj_dims|n_embd|d_latents|d_embed|upsample_initial_channel|hidden_channels|nemo_conv_channels|"
+            r"(hidden|embedding|projection|proj|pooler_output)_size|d_model|n_embd|hidden_channels|nemo_conv_channels|"
+            r"(embed|emb|embedding|projection|project|proj|hidden|codevector|input|output|query)_dim|(?<!_)dim|"
             r"(ext_pw|separable)_out_channel|upsample_groups",
             HIDDEN,
         ),
@@ -247,8 +244,9 @@ def _shrink(config: Any, overrides: Mapping[str, Any], model: _Model) -> Any:
         new = rules.smaller(name, value)
         if new is not value and (type(new) is not type(value) or new != value):
             changed[name] = new
-    if isinstance(values.get("architecture"), str):  # a name of another library's model
-        changed.update(_timm(values))
+    if str(values.get("architecture")).startswith("vit"):  # a model of timm
+        arguments = {**(values.get("model_args") or {}), "img_size": 64}
+        changed.update(architecture="test_vit", model_args=arguments)
     if values.get("use_sliding_window") is False and "sliding_window" in values:
         changed.update(use_sliding_window=True, sliding_window=WINDOW)
         if "max_window_layers" in values:
@@ -265,13 +263,6 @@ def _shrink(config: Any, overrides: Mapping[str, Any], model: _Model) -> Any:
     if "_out_indices" in vars(config):
         _set_outputs(config, new)
     return new
-
-
-def _timm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The smallest architecture of timm in the same family."""
-    if values["architecture"].startswith("vit"):
-        return {"architecture": "test_vit", "model_args": {**(values.get("model_args") or {}), "img_size": 64}}
-    return {"architecture": "test_resnet"}
 
 
 def _set_outputs(config: Any, new: Any) -> None:
@@ -330,7 +321,6 @@ class _Rules:
 
     Attributes:
         values: the attributes.
-        hierarchical: whether the model has stages of different widths.
         picks: the indices of the layers that are kept; None if all layers are alike.
     """
 
@@ -340,8 +330,6 @@ class _Rules:
         self.experts = min(
             [EXPERTS, *(v for k, v in self.values.items() if _EXPERTS.fullmatch(k) and _is_int(v) and v)]
         )
-        stages = ("depths", "hidden_sizes", "num_heads", "embed_dims")
-        self.hierarchical = any(_is_list(self.values.get(name)) for name in stages)
         self.number = next((v for n in _LAYER_COUNTS if _is_int(v := self.values.get(n))), None)
         self.picks = self._picked_layers(_layers_of(config))
 
@@ -400,7 +388,7 @@ class _Rules:
         if value <= 0:
             return value
         if _LAYERS.fullmatch(name):
-            if _has_stages(self.values) and name in ("num_layers", "num_encoder_blocks", "num_hidden_layers"):
+            if _has_stages(self.values) and name in ("num_layers", "num_hidden_layers"):
                 return value
             return len(picks) if picks is not None and name in _LAYER_COUNTS else min(value, 2)
         if _EXPERTS_PER_TOKEN.fullmatch(name) or (name == "top_k" and any(map(_EXPERTS.fullmatch, self.values))):
@@ -410,14 +398,11 @@ class _Rules:
             heads = next((v for n in names if _is_int(v := self.values.get(n))), 0)
             return min(value, HEADS if value == heads else KEY_VALUE_HEADS)
         if name in ("image_size", "img_size", "max_image_size", "crop_size"):
-            return min(value, 64 if self.hierarchical else IMAGE)
+            return min(value, IMAGE)
         if name == "encoder_hidden_size" and "downsampling_ratios" in self.values:
             return min(value, 8)  # it doubles with every ratio
         if name == "patch_size":
-            return value if self.hierarchical else min(value, PATCH)
-        if name == "embed_dim" and self.hierarchical:
-            heads = self.values.get("num_heads")
-            return 8 * heads[0] if _is_list(heads) and heads and _is_int(heads[0]) else value // 4
+            return min(value, PATCH)
         if name == "window_size" and "attention_types" in self.values:  # of local attention
             return min(value, WINDOW)
         if name == "window_size":  # in pixels, in patches, or in tokens
@@ -460,7 +445,7 @@ class _Rules:
         if name == "stem_channels" or re.match(r"stage_\w+_channels$", name):
             return [v // 8 or v for v in value]  # as the widths of stages below; the first may be an image's channels
         if name == "image_size":
-            return [v // min(value) * min(64 if self.hierarchical else IMAGE, *value) for v in value]
+            return [v // min(value) * min(IMAGE, *value) for v in value]
         if name in _STAGE_WIDTHS:
             names = ("num_attention_heads", "num_heads", "num_attention_heads_per_stage")
             heads = next((heads for n in names if (heads := self.values.get(n))), None)
