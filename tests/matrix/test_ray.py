@@ -170,7 +170,7 @@ def test_a_node_with_another_state_of_the_project_is_refused(
     (project.folder / "go").touch()
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 2, output
-    assert "isn't what it is where the run was started" in output
+    assert "differs from the project that the run was started with" in output
     assert "Traceback" not in output
     assert [result.verdict for result in project.results().values()] == ["passed"], "what had finished is kept"
 

@@ -321,15 +321,19 @@ class _Rules:
 
     Attributes:
         values: the attributes.
+        experts: the number of experts.
+        needs_sections: whether it is a text model whose ropes need sections.
+        number: the number of layers.
         picks: the indices of the layers that are kept; None if all layers are alike.
     """
 
     def __init__(self, config: Any, model: _Model) -> None:
         self.values = _values(config)
         self.model = model
-        self.experts = min(
-            [EXPERTS, *(v for k, v in self.values.items() if _EXPERTS.fullmatch(k) and _is_int(v) and v)]
-        )
+        experts = [v for k, v in self.values.items() if _EXPERTS.fullmatch(k) and _is_int(v) and v > 0]
+        self.experts = min([EXPERTS, *experts])
+        text = self.values.get("num_attention_heads") is not None and self.values.get("vocab_size") is not None
+        self.needs_sections = model.multimodal_rope and text
         self.number = next((v for n in _LAYER_COUNTS if _is_int(v := self.values.get(n))), None)
         self.picks = self._picked_layers(_layers_of(config))
 
@@ -363,8 +367,7 @@ class _Rules:
 
     def smaller(self, name: str, value: Any) -> Any:
         """The reduced value of an attribute."""
-        text = self.values.get("num_attention_heads") and self.values.get("vocab_size")
-        if name in ("rope_parameters", "rope_scaling") and self.model.multimodal_rope and text:
+        if self.needs_sections and name in ("rope_parameters", "rope_scaling"):
             rope = {"rope_type": "default", "type": "default"} if value is None and name == "rope_scaling" else value
             value = _with_sections(rope)
         if isinstance(value, dict):
@@ -412,9 +415,7 @@ class _Rules:
     def _list(self, name: str, value: list[Any]) -> list[Any]:
         each = self.picks is not None and self.number == len(value)
         if not all(map(_is_int, value)):
-            if (
-                name == "backbone_feature_sizes"
-            ):  # of an image of 64 pixels whose patches have 4, or of 16 that is scaled
+            if name == "backbone_feature_sizes":  # of an image of 64 pixels whose patches have 4
                 return [[16, 16], [8, 8], [4, 4]]
             if name == "image_grid_pinpoints":
                 return [[2 * IMAGE, IMAGE], [IMAGE, 2 * IMAGE], [2 * IMAGE, 2 * IMAGE]]
