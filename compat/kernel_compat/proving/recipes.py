@@ -130,6 +130,7 @@ _OVERRIDES: _Recipes = {
     "sam2_hiera_det_model": _HIERA,
     "sam2_video": {"vision_config": _SAM2_VISION},
     "sam2_vision_model": _SAM2_VISION,
+    "zamba2": {"use_mem_rope": True},
     "zamba": {"num_hidden_layers": 8, "layers_block_type": None, "attention_hidden_size": 128},
 }
 
