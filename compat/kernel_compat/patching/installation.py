@@ -46,14 +46,14 @@ class Installation:
     Args:
         participants: called by `install` and `uninstall`, in this order.
         discover: returns the shims, and the errors by name of the entry points that could not be loaded.
-        detect: returns the environment, given further distributions to look at.
+        detect: returns the environment, given further distributions to look at; None for `Environment.detect`.
     """
 
     def __init__(
         self,
         participants: Sequence[Participant] = (),
         discover: Callable[[], tuple[list[Shim], dict[str, str]]] = discover,
-        detect: Callable[[Iterable[str]], Environment] = Environment.detect,
+        detect: Callable[[Iterable[str]], Environment] | None = None,
     ) -> None:
         self._participants = participants
         self._discover = discover
@@ -154,7 +154,8 @@ class Installation:
 
     def _look(self) -> tuple[Environment, list[Shim], dict[str, str]]:
         shims, broken = self._discover()
-        return self._detect([shim.distribution for shim in shims]), shims, broken
+        detect = self._detect or Environment.detect
+        return detect([shim.distribution for shim in shims]), shims, broken
 
     def _apply(self, shim: Shim, environment: Environment) -> None:
         """Apply a shim, or note why that failed."""
