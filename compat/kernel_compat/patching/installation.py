@@ -154,7 +154,8 @@ class Installation:
 
     def _look(self) -> tuple[Environment, list[Shim], dict[str, str]]:
         shims, broken = self._discover()
-        return (self._detect or Environment.detect)([shim.distribution for shim in shims]), shims, broken
+        detect = self._detect or Environment.detect
+        return detect([shim.distribution for shim in shims]), shims, broken
 
     def _apply(self, shim: Shim, environment: Environment) -> None:
         """Apply a shim, or note why that failed."""
@@ -216,7 +217,7 @@ class Installation:
                 entry = replace(entry, state="skipped", reason="left out by install(skip=...)")
             elif shim.name in self._failed:
                 entry = replace(entry, state="failed", reason=self._failed[shim.name])
-            entries.append(replace(entry, upstream=shim.upstream, delete_when=shim.delete_when))
+            entries.append(entry)
         return Report(environment, self.active, tuple(entries))
 
 
