@@ -30,8 +30,8 @@ def find(arguments: argparse.Namespace) -> CheckReport:
 
     with Console(stderr=True).status("importing torch and transformers") as line:
 
-        def progress(name: str, done: int, total: int) -> None:
-            line.update(f"{done} of {total}: {name}")
+        def progress(name: str, number: int, total: int) -> None:
+            line.update(f"{number} of {total}: {name}")
 
         return run(arguments.names or None, progress, arguments.torch_flash_backend)
 

@@ -27,7 +27,7 @@ __all__ = ["CaseResult", "CheckReport", "NameResult", "run"]
 
 Verdict = Literal["right", "WRONG", "failed", "not usable"]
 CaseVerdict = Literal["right", "WRONG", "failed", "skipped"]
-#: Called with the name that runs next, the number of names that are done, and the number of names.
+#: Called with the name that runs next, its position from 1, and the number of names.
 Progress = Callable[[str, int, int], None]
 
 
@@ -156,7 +156,7 @@ CASES = (
 
 def run(
     names: Sequence[str] | None = None,
-    progress: Progress = lambda name, done, total: None,
+    progress: Progress = lambda name, number, total: None,
     torch_flash_backend: Literal["FA3", "FA4"] | None = None,
 ) -> CheckReport:
     """Run attention names forward and backward and compare them with float64 math.
@@ -165,7 +165,7 @@ def run(
 
     Args:
         names: attention names: of kernels, registered names, and ``sdpa`` of transformers. All of them by default.
-        progress: called before each name and after the last.
+        progress: called before each name.
         torch_flash_backend: activated for the duration of the check, as `use_torch_flash_backend` does. One that isn't
             available is a problem of the report.
 
@@ -202,10 +202,9 @@ def run(
             except KernelUnavailableError as error:
                 problems.append(str(error))
         backend = active_backend()
-        for index, name in enumerate(wanted):
-            progress(name, index, len(wanted))
+        for number, name in enumerate(wanted, 1):
+            progress(name, number, len(wanted))
             results.append(_check_name(name, report, failed))
-        progress("", len(wanted), len(wanted))
     return CheckReport(report, tuple(results), tuple(problems), tuple(missing), backend)
 
 

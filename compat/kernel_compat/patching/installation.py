@@ -217,7 +217,7 @@ class Installation:
                 entry = replace(entry, state="skipped", reason="left out by install(skip=...)")
             elif shim.name in self._failed:
                 entry = replace(entry, state="failed", reason=self._failed[shim.name])
-            entries.append(entry)
+            entries.append(replace(entry, upstream=shim.upstream, delete_when=shim.delete_when))
         return Report(environment, self.active, tuple(entries))
 
 
