@@ -80,6 +80,8 @@ _CONSTRUCTOR: _Recipes = {
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "phi4_multimodal": {"vision_config": {}, "audio_config": {}},
+    "qwen2_vl": {"vision_start_token_id": 151652},
+    "qwen2_5_vl": {"vision_start_token_id": 151652},
     "timm_backbone": {"backbone": "test_resnet", "use_pretrained_backbone": False},
     "encoder-decoder": _parts(encoder="bert", decoder="bert"),
     "speech-encoder-decoder": _parts(encoder="wav2vec2", decoder="bert"),
