@@ -46,11 +46,9 @@ def packed_attention(functions: Any, call: AttentionCall, lengths: PackedLengths
         if batch > 1:  # packed sequences are usually in one row: offsets may be meant for each row
             require_total(cu_q, q_tokens, "cu_seq_lens_q")
             require_total(cu_k, k_tokens, "cu_seq_lens_k")
-    queries = keys = Sequences(None, cu_q.to(torch.int32), max_q)
-    if cu_k is not cu_q:
-        keys = Sequences(None, cu_k.to(torch.int32), max_k)
-    elif max_k != max_q:  # the same offsets for both: torch 2.15 chooses its fastest backend by that
-        keys = queries._replace(max_seqlen=max_k)
+    queries = Sequences(None, cu_q.to(torch.int32), max_q)
+    # The same offsets for both: torch 2.15 chooses its fastest backend by that.
+    keys = Sequences(None, queries.cu_seqlens if cu_k is cu_q else cu_k.to(torch.int32), max_k)
     return sequences_attention(functions, call, queries, keys, options)
 
 
@@ -68,8 +66,8 @@ def sequences_attention(
         )
     query = call.query
     batch, q_len, heads = query.shape[:3]
-    queries = queries.to(query.device)
-    keys = queries if keys is queries else keys.to(query.device)
+    same = keys.cu_seqlens is queries.cu_seqlens
+    queries, keys = queries.to(query.device), keys.to(query.device)
     flat = [x.flatten(0, 1) for x in (query, call.key, call.value)]
     if queries.indices is not None:
         if not queries.max_seqlen:
@@ -78,7 +76,7 @@ def sequences_attention(
     output: Tensor = functions.flash_attn_varlen_func(
         *flat,
         cu_seqlens_q=queries.cu_seqlens,
-        cu_seqlens_k=keys.cu_seqlens,
+        cu_seqlens_k=queries.cu_seqlens if same else keys.cu_seqlens,
         max_seqlen_q=queries.max_seqlen,
         max_seqlen_k=keys.max_seqlen,
         **options,
