@@ -34,7 +34,7 @@ def require_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
 @pytest.mark.parametrize("factor", [1.0, 0.37])
 @pytest.mark.parametrize("trained", ["hidden weight bias", "hidden", "weight", "bias"])
 def test_cross_entropy(factor: float, reduction: Literal["mean", "sum"], trained: str) -> None:
-    """Also if only the head is trained: Liger computes no gradient if the hidden states need none."""
+    """Liger computes no gradient if the hidden states need none; a head trained alone must get one all the same."""
     torch.manual_seed(0)
     given = {"hidden": torch.randn(10, 16), "weight": torch.randn(37, 16), "bias": torch.randn(37)}
     hidden, weight, bias = given.values()
@@ -80,7 +80,7 @@ def test_no_labels_that_count_give_nan_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_rms_norm(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the gradient reaches two uses. rsqrt is replaced, because the interpreter has no libdevice."""
+    """`shared` adds a second use of the gradient. rsqrt is replaced, because the interpreter has no libdevice."""
     monkeypatch.setattr("liger_kernel.ops.rms_norm.rsqrt", lambda x: 1 / tl.sqrt(x))
     torch.manual_seed(0)
     x, weight = torch.randn(5, 64, requires_grad=True), torch.randn(64, requires_grad=True)
@@ -98,7 +98,7 @@ def test_rms_norm(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant checkpoints", "checkpoints"])
 @pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
 def test_swiglu(saved: bool, checkpointing: bool | None) -> None:
-    """Also if a regularizer saves the gate: its backward runs after the kernel's."""
+    """`saved` adds a regularizer that saves the gate and whose backward runs after the kernel's."""
 
     def results(kernel: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ def rotary_inputs() -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("layout", ["by position", "by head"])
 def test_rotary(layout: str) -> None:
-    """Also if the rotated query is added to another tensor, which gets the same gradient tensor."""
+    """The rotated query is added to another tensor, which gets the same gradient tensor."""
     query, key, cos, sin = rotary_inputs()
     if layout == "by head":
         query, key = (x.detach().contiguous().requires_grad_() for x in (query, key))
@@ -227,7 +227,7 @@ def test_a_dtensor_s_gate_is_local(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
 def test_geglu(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if a regularizer saves the gate, and with two backwards over one graph."""
+    """`saved` adds a regularizer that saves the gate; the graph has two backwards."""
     monkeypatch.setattr("liger_kernel.ops.geglu.tanh", lambda x: 2 / (1 + tl.exp(-2 * x)) - 1)
     torch.manual_seed(0)
     given = [torch.randn(5, 64, requires_grad=True) for _ in range(2)]

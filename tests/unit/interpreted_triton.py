@@ -294,7 +294,7 @@ def test_rotary_is_eagers_to_the_bit(
     dtype: torch.dtype,
     cos_dtype: torch.dtype,
 ) -> None:
-    """Also the gradients, and a cos whose two halves differ."""
+    """The gradients are equal too, also for a cos whose two halves differ."""
     batch, length, kv_heads = sizes
     query = laid_out(torch.randn(batch, length, heads, 2 * half + rest).to(dtype), layout).transpose(1, 2)
     key = laid_out(torch.randn(batch, kv_heads, length, 2 * half + rest).to(dtype), layout)
@@ -511,7 +511,7 @@ def test_load_balancing_of_layers_of_different_lengths() -> None:
 
 @pytest.mark.parametrize("mask", [torch.zeros(2, 3), None], ids=["all padding", "no tokens"])
 def test_load_balancing_of_nothing_is_nan(mask: Tensor | None) -> None:
-    """As in upstream, which takes the mean of an empty tensor."""
+    """Upstream's loss is nan as well: it takes the mean of an empty tensor."""
     found = load_balancing_loss((distinct(0 if mask is None else 6, 5).requires_grad_(),), 5, 2, mask)
     assert isinstance(found, Tensor)
     assert found.isnan()

@@ -88,7 +88,7 @@ def test_older(version: str, bound: str, expected: bool) -> None:
 
 
 def test_limits() -> None:
-    """By version, by GPU, by both; an unknown version counts as the newest, several GPUs as the least capable one."""
+    """By version, GPU or both; an unknown version counts as the newest, several GPUs as the least capable one."""
     limits = (
         Limit({"softcap": False}, before="2"),
         Limit({"sinks": False}, capabilities=(12,)),

@@ -658,7 +658,7 @@ def test_a_window_without_a_limit_to_the_right(which: str, options: dict[str, An
 def test_what_it_can_not_honour_is_an_error(
     which: str, option: dict[str, Any], feature: str, named: str, able: str, missing: str
 ) -> None:
-    """Never dropped: whether the features exclude the option or the function lacks the argument."""
+    """An option is refused if the features exclude it or the function lacks the argument; it is never dropped."""
     from dataclasses import replace
 
     everything = Features(softcap=True, sinks=True, devices=("cpu",), dtypes=("float32",))

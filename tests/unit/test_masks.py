@@ -410,7 +410,7 @@ def packing(ids: Tensor, batch: int, causal: bool) -> Sequences | None:
 
 @given(data=st.data())
 def test_packing(data: st.DataObject) -> None:
-    """Sequences that start at 0, and parts of cut sequences, which start later but below the last position before them."""
+    """Sequences that start at 0, and parts of cut ones, which start later but below the last position before them."""
     batch = data.draw(st.integers(1, 3), "batch")
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4), "lengths")
     total = sum(lengths)

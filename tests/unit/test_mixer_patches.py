@@ -60,7 +60,7 @@ def test_a_forward_that_others_have_overwritten_stays_theirs() -> None:
 
 
 def test_layers_with_a_forward_of_their_own() -> None:
-    """For example by accelerate's hooks. A forward set later is replaced too; a copy calls its own layer."""
+    """accelerate's hooks set one. A forward set later is replaced too; a copy calls its own layer."""
     patches, model = MixerPatches(), Model()
     layer: Any = model.layer
     calls: list[str] = []

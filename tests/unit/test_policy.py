@@ -278,7 +278,7 @@ class TestResolvePreload:
     )
     @pytest.mark.parametrize("devices", [(H100,), ()])
     def test_packed_sequences_keep_a_varlen_choice(self, name: str, devices: tuple[Device, ...]) -> None:
-        """Also where it can't run, which the plan says: the plan may be made on another machine than the run."""
+        """The choice stays even if it can't run here, which the plan says: the run may be on another machine."""
         if name == "mine":
             name = "my_flash"
             kernel_compat.register_attention(name, kernel="flash_attention_2")

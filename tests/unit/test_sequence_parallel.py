@@ -267,7 +267,7 @@ def test_masks_of_the_full_sequence() -> None:
 
 
 def test_masks_with_a_cache_stay_local() -> None:
-    """For layers that skip the all-to-alls; other layers refuse a cache."""
+    """Only layers that skip the all-to-alls use them; other layers refuse a cache."""
     mask = torch.ones(2, LENGTH + 2, dtype=torch.bool)
     mask[0, 0] = False
     found = mask_of(attention_mask=mask, kv_length=LENGTH + 2, q_offset=2)

@@ -249,7 +249,7 @@ def test_uninstalling_leaves_no_broken_attention(fa4: None, caplog: pytest.LogCa
 
 @needs_activation
 def test_flash_attention_torch_runs_on_it(fa4: None) -> None:
-    """Never cuDNN, which torch 2.14 and later prefer: cuDNN doesn't accept `num_splits`."""
+    """torch 2.14 and later prefer cuDNN, which doesn't accept `num_splits`: passing it selects FA4."""
     kernel_compat.install()
     q = torch.randn(6, 2, 16, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 6], dtype=torch.int32)
