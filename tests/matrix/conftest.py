@@ -16,12 +16,12 @@ from compat_matrix.store import Store, database
 
 settings.register_profile(
     "matrix", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # other tests run beside it
+)  # other tests run in parallel
 settings.load_profile("matrix")
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often, and not among the imported modules: it took a fifth of the CPU time."""
+    """Collect garbage less often and skip the imported modules: collecting took a fifth of the CPU time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000)
@@ -31,7 +31,7 @@ def pytest_collection_finish() -> None:
 def small(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
     small = Small.make(tmp_path / "small", tmp_path_factory.getbasetemp() / "uv")
     yield small
-    small.kill(small.processes())  # nothing outlives a test that failed
+    small.kill(small.processes())  # kill what a failed test leaves running
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(tmp_path / "store.db")
     server: str = request.getfixturevalue("postgres")
     engine = create_engine(database.parse(server))
-    with engine.begin() as connection:  # a database of its own would be a thousand files
+    with engine.begin() as connection:  # a new database would create a thousand files
         connection.execute(text("DROP SCHEMA public CASCADE"))
         connection.execute(text("CREATE SCHEMA public"))
     engine.dispose()
@@ -72,7 +72,7 @@ def store(url: str) -> Iterator[Store]:
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """A matrix service with recorded answers."""
+    """A stand-in for the matrix service, with recorded answers."""
     service = Service()
     yield service
     service.stop()

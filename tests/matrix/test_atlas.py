@@ -42,7 +42,7 @@ UTILS = "transformers.modeling_flash_attention_utils"
 
 
 class Server:
-    """A package index over the files of a folder, and what was asked of it."""
+    """A package index that serves the files of a folder and records the requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,7 +144,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No index but those that a test sets."""
+    """No index settings except those of a test."""
     for name in list(os.environ):
         if name.startswith(("PIP_", "UV_")):
             monkeypatch.delenv(name)
@@ -154,14 +154,14 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def index(server: Server, settings: pytest.MonkeyPatch) -> Server:
-    """The only index there is."""
+    """The only configured index."""
     settings.setenv("UV_DEFAULT_INDEX", server.url)
     return server
 
 
 @pytest.fixture
 def atlas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """The command, with a cache of its own: gives the JSON it prints, with the exit code and the errors."""
+    """The command with its own cache: returns the JSON that it prints, its exit code and its errors."""
 
     def run(*arguments: str) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
@@ -198,7 +198,7 @@ def read_one(folder: Path, target: str, tmp_path: Path, name: str = "demo-1.0-py
         return Sources(published).find(target)
 
 
-# What is found in a module ------------------------------------------------------------------------------------------
+# Seams found in a module -------------------------------------------------------------------------------------------
 
 DEMO = """
 import functools
@@ -353,7 +353,7 @@ def test_where_something_comes_from_is_told(demo: Path, tmp_path: Path) -> None:
     assert read_one(demo, "demo.there:plain", tmp_path).home == ""
 
 
-# Against what install() would say ----------------------------------------------------------------------------------
+# Compared with install() -------------------------------------------------------------------------------------------
 
 CLAIMS = [
     (Seam("{}:plain", ("query", "key", "scale")), "of which flag is new and required"),
@@ -377,7 +377,7 @@ CLAIMS = [
 def test_a_claim_is_judged_as_install_judges_it(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seam: Seam, problem: str | None
 ) -> None:
-    """The same module, once from its wheel and once imported."""
+    """The same module, read from its wheel and imported."""
     seam = Seam(seam.target.format("demo.there"), seam.parameters, seam.versions)
     found = checked(demo, seam, tmp_path)
     assert [one.certain for one in found] == ([] if problem is None else [True])
@@ -477,7 +477,7 @@ def test_the_tables_say_the_same(
 
     assert command.run(parser.parse_args([*arguments, "--check"])) == 1
     out = capsys.readouterr().out
-    assert f"tf5_fa4_lengths: {UTILS}:_lazy_imports in transformers 5.2.0" not in out  # claimed from 5.4 on
+    assert f"tf5_fa4_lengths: {UTILS}:_lazy_imports in transformers 5.2.0" not in out  # the claim begins with 5.4
     assert f"tf5_flash_forward: {UTILS}:_flash_attention_forward in transformers 5.2.0: expected (query_states, " in out
     assert re.search(r"\d+ claims on 3 releases: \d+ wrong, 0 uncertain", out)
 
@@ -500,7 +500,7 @@ def test_where_a_claim_could_be_wider_is_information(tmp_path: Path) -> None:
     assert found == ["wide demo 2.0"]  # `a` and `b` are both expected there
 
 
-# Which releases ----------------------------------------------------------------------------------------------------
+# Choosing releases -------------------------------------------------------------------------------------------------
 
 AVAILABLE = ("4.9.0", "4.10.0", "4.10.1", "4.10.2rc1", "5.0.0", "5.0.1", "5.1.0", "6.0.0.dev1")
 
@@ -622,7 +622,7 @@ def test_bad_input_ends_the_command_with_2(index: Server, capsys: pytest.Capture
     assert capsys.readouterr().err == "kernel-compat-matrix: transformers: '' isn't a version\n"
 
 
-# From where --------------------------------------------------------------------------------------------------------
+# Downloads, the cache and offline use ------------------------------------------------------------------------------
 
 LARGE = {"transformers/weights.bin": os.urandom(4_000_000)}
 LOADER = "def _lazy_imports(impl): ..."
@@ -670,7 +670,7 @@ def test_a_warm_run_asks_for_the_releases_alone_and_an_offline_one_for_nothing(
     warm = atlas("--transformers", "5.0.0")
     assert index.requested == ["/simple/transformers/"]
     index.forget()
-    # A seam that was never looked for, in a module that was read.
+    # A new seam in a module that was read before.
     known = atlas("--transformers", "5.0.0", "--seam", f"{UTILS}:input")
     assert index.fetched == []
 
@@ -774,11 +774,11 @@ def test_a_wheel_that_is_gone_from_its_index(index: Server, atlas: Callable[...,
         atlas("--transformers", "5.0.0")
 
 
-# Which indexes -----------------------------------------------------------------------------------------------------
+# Choosing indexes --------------------------------------------------------------------------------------------------
 
 
 def configure(settings: pytest.MonkeyPatch, tmp_path: Path, how: str, url: str) -> None:
-    """Nothing may be asked of a default index that the test doesn't serve."""
+    """Configure the index so that no default index outside the test gets a request."""
     if how == "pip.conf":
         (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {url}\n")
         settings.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
@@ -822,7 +822,7 @@ def test_releases_on_this_machine_are_read_where_they_are(
 def test_credentials_go_with_the_files_and_into_no_message(
     server: Server, settings: pytest.MonkeyPatch, atlas: Callable[..., Any], tmp_path: Path
 ) -> None:
-    server.password, server.json = "s3cret", True  # whose links are absolute, and without credentials
+    server.password, server.json = "s3cret", True  # the JSON has absolute links without credentials
     transformers(server.folder, "5.0.0", LOADER)
     with_password = server.url.replace("//", "//me:s3cret@")
     settings.setenv("UV_DEFAULT_INDEX", with_password)
@@ -845,15 +845,15 @@ def test_an_index_that_is_none(settings: pytest.MonkeyPatch, atlas: Callable[...
         atlas("--transformers", "5.0.0")
 
 
-# The releases there are --------------------------------------------------------------------------------------------
+# The published releases --------------------------------------------------------------------------------------------
 
-#: Set to have all releases read; by default those around a few changes are.
+#: Set to read all releases; by default only releases around a few changes are read.
 ALL = "KERNEL_COMPAT_ATLAS_ALL"
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """The command over the index of this machine; skips where that can't be asked."""
+    """The command with this machine's package index; skips if it can't be reached."""
     cache = tmp_path_factory.mktemp("atlas")
     try:
         Index(Cache(cache, print), print).files("transformers")
@@ -879,7 +879,7 @@ VARLEN = {
 
 
 def by_minor(answer: dict[str, Any], target: str) -> list[str]:
-    """A seam's history with the minor for the release."""
+    """A seam's history, with each release shortened to its minor."""
     return [re.sub(r"(\d+\.\d+)\.\S+", r"\1", line, count=1) for line in lines(answer, target)]
 
 
@@ -925,7 +925,7 @@ def test_varlen_attention_of_torch(
 LOADING = "(implementation, attention_wrapper=None, allow_all_kernels=False)"
 HUB = "transformers.integrations.hub_kernels"
 MODEL = "transformers.modeling_utils:PreTrainedModel"
-#: The design's table: where each seam begins, changes and ends, by minor.
+#: Where each seam begins, changes and ends, by minor.
 TABLE = {
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS": ["there 4.48 = {}", "changed 4.51 = AttentionInterface()"],
     "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS": ["appeared 4.53 = AttentionMaskInterface()"],
@@ -979,7 +979,7 @@ def test_all_of_the_design_s_tables(
     assert (pythons["5.20"], pythons["5.21"]) == (">=3.10.0", ">=3.11.0")
     assert [line.split()[1] for line in by_minor(answer, "torch.nn.attention.varlen:varlen_attn")] == [*VARLEN]
     assert [line.split()[1] for line in by_minor(answer, "torch.nn.attention.varlen:varlen_attn_out")] == ["2.12"]
-    # 2.10 has it for FA4 alone, and none that restores.
+    # 2.10 can activate only FA4, and can't restore.
     activate, restore = (f"torch.nn.attention:{verb}_flash_attention_impl" for verb in ("activate", "restore"))
     assert by_minor(answer, activate) == ["there 2.10 (impl)"]
     assert by_minor(answer, restore) == ["appeared 2.11 (_raise_warn=True)"]

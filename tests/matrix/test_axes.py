@@ -78,7 +78,7 @@ def axes(tmp_path: Path) -> Axes:
 
 
 def line(text: str, part: str) -> int:
-    """The line of the text in which a part stands for the first time."""
+    """The number of the line in which the part occurs first."""
     return text[: text.index(part)].count("\n") + 1
 
 
@@ -220,7 +220,7 @@ def test_the_committed_file_is_right() -> None:
     for suite in {tests.suite for tests in axes.tests}:
         here = [cell for cell in axes.cells if suite not in ("torch", "prove") or cell.device == "cpu"]
         assert all(axes.tests_of(cell, suite) for cell in here)
-    # The day a release comes out, each of its types is proven in one cell.
+    # Each model type of a new release is proven in one cell.
     new = {"transformers": [Version("5.99.0")]}
     extended, touches = watch.touched(axes, new, print)
     suites = watch.suites(extended, [cell for cell in extended.cells if touches(cell)], new)

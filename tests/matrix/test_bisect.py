@@ -52,7 +52,7 @@ def test_ends_that_are_not_as_they_should_be_are_told(states: list[Any], says: s
         search(values, lambda value: Answer(states[values.index(value)], "because"), {})
 
 
-#: Broken by 5.5; 5.4 can't be installed, in 5.6 it is skipped, 5.7 has no such test.
+#: 5.5 breaks the test; 5.4 can't be installed, 5.6 skips the test, 5.7 doesn't have it.
 TESTS = """
     import os
     from importlib.metadata import version
@@ -106,7 +106,7 @@ def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
     with project.store as store:
         (run,) = store.runs()
         assert (run.label, run.state) == ("bisect test_it.py::test_it", "finished")
-    assert {len(one.tests) for one in project.results().values()} == {0, 2}  # and not the other test
+    assert {len(one.tests) for one in project.results().values()} == {0, 2}  # the other test didn't run
 
     again = project.run("bisect", "--test", "test_it.py::test_it", "--bad", "5.9", "--only", "transformers>=5.1")
     assert again.returncode == 0, again
@@ -118,7 +118,7 @@ def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
 def test_what_runs_had_of_a_test_is_not_run_again(project: Small) -> None:
     project.run("run", "--only", "transformers in (5.0, 5.10)")
     done = project.run("bisect", "--test", "test_it.py::test_it[2]")
-    assert "0 were known" in done.stdout  # nobody knows of which code that was
+    assert "0 were known" in done.stdout  # results of uncommitted code don't count
     project.commit()
     project.run("run", "--only", "transformers in (5.0, 5.2, 5.3, 5.5, 5.10)")
     ran(project)
@@ -126,7 +126,7 @@ def test_what_runs_had_of_a_test_is_not_run_again(project: Small) -> None:
     assert done.returncode == 0, done
     assert ran(project) == []
     assert "1 cells were run, 5 were known" in done.stdout
-    project.wheel("transformers", "5.3.1", {"transformers.py": ""}, f"{TAG}-tf5.3")  # another pin
+    project.wheel("transformers", "5.3.1", {"transformers.py": ""}, f"{TAG}-tf5.3")  # changes a pin
     project.run("bisect", "--test", "test_it.py::test_it[2]")
     assert ran(project) == ["5.3"]
 
@@ -171,10 +171,10 @@ def test_a_module_that_skips_itself_tells_nothing(project: Small, nodeid: str) -
 
 @pytest.mark.slow
 def test_what_a_bisection_ran_says_nothing_of_the_cell(project: Small) -> None:
-    """It runs one test, and the cell has others."""
+    """A bisection runs one of the cell's tests, so its results don't count for the cell."""
     project.run("run", "--only", "transformers in (5.0, 5.10)")
     whole = project.run("show").stdout
-    assert project.run("bisect", "--test", "test_it.py::test_other").returncode == 2  # good everywhere
+    assert project.run("bisect", "--test", "test_it.py::test_other").returncode == 2  # no release is bad
     assert project.run("bisect", "--test", "test_it.py::test_it").returncode == 0
     assert project.run("show").stdout == whole
     assert project.run("compatibility", "found.md").returncode == 0

@@ -1,4 +1,4 @@
-"""``kernel-compat-matrix check``: ask a real server about an environment."""
+"""``kernel-compat-matrix check`` queries a real server about an environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """The command in this process, in an environment of its own."""
+    """The command in this process, with its own environment variables."""
     monkeypatch.setattr(Environment, "detect", classmethod(lambda cls, distributions=(): here()))
 
     def run(*arguments: str) -> Done:
@@ -54,7 +54,7 @@ def install(site: Path, name: str, version: str) -> None:
 
 
 def test_it_asks_about_its_own_environment_and_imports_nothing_heavy(service: Service, tmp_path: Path) -> None:
-    """In a process that has only the metadata of torch and transformers, and neither SQLAlchemy nor pydantic."""
+    """In a process with only the metadata of torch and transformers, without SQLAlchemy and pydantic."""
     site = tmp_path / "site"
     bare_site.make(site)
     for name, version in (("torch", "2.11.0+cu130"), ("transformers", "5.9.0")):
@@ -205,7 +205,7 @@ def test_what_is_asked_depends_on_what_a_gpu_could_use() -> None:
         return [(question["flash_attn"], question.get("device")) for question in questions(environment)]
 
     assert kinds(here()) == [("none", "cpu")]
-    assert kinds(here(flash_attn="2.8.3")) == [("none", "cpu")]  # installed, and of no use without a GPU
+    assert kinds(here(flash_attn="2.8.3")) == [("none", "cpu")]  # installed, but unusable without a GPU
     assert kinds(here(gpu)) == [("none", None)]
     assert kinds(here(gpu, flash_attn_4="4.0.0b36")) == [("fa4", "cuda")]
     assert kinds(here(gpu, flash_attn="2.8.3", flash_attn_3="3.0", fa3_fwd="0.0.3")) == [

@@ -164,7 +164,7 @@ def test_a_cell_that_can_not_be_is_in_its_run(project: Small) -> None:
 
 
 def test_an_empty_variable_names_no_store(project: Small) -> None:
-    """As a CI service passes one that isn't set."""
+    """CI services pass an unset variable as an empty one."""
     assert project.run("run", f"{TAG}-tf5.0-torch2.11", KERNEL_COMPAT_MATRIX_STORE="").returncode == 0
     assert (project.folder / "matrix.sqlite").exists()
     assert project.run("show", KERNEL_COMPAT_MATRIX_STORE="").returncode == 0

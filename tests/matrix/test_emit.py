@@ -28,14 +28,14 @@ def test_every_cell_is_in_one_job_and_no_matrix_is_too_long(cells: set[Cell], sh
 def test_the_whole_matrix_fits(small: Small) -> None:
     done = small.run("emit", "github", "--axes", str(OWN))
     assert done.returncode == 0, done
-    assert len(done.stdout) < 500_000  # GitHub takes a megabyte of outputs from a job
+    assert len(done.stdout) < 500_000  # GitHub limits a job's outputs to a megabyte
     found = json.loads(done.stdout)
     cpu = found["cpu"]["include"]
     assert len(cpu) == len({cell.base for cell in EVERY if cell.device == "cpu"})
     releases = minors(TRANSFORMERS)
     assert cpu[-1]["name"] == f"py313-torch{minors(TORCH)[-1]} ({len(releases)} cells)"
     assert cpu[-1]["transformers"].split() == releases
-    # An environment is made once: no two jobs share one.
+    # No two jobs build the same environment.
     assert all(len(job["python"].split()) == len(job["torch"].split()) == 1 for job in cpu)
     assert len(found["cuda"]["include"]) <= LIMIT
 

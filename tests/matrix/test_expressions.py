@@ -29,7 +29,7 @@ def value_of(axis: str) -> st.SearchStrategy[str]:
 
 @st.composite
 def conditions(draw: st.DrawFn, depth: int = 3) -> tuple[str, Any]:
-    """A condition's text, and a function of a cell that says the same in plain Python."""
+    """A condition as text, and the same condition as a Python function of a cell."""
     kind = draw(st.sampled_from(["compare", "compare", "in"] + (["not", "and", "or"] if depth else [])))
     if kind == "not":
         text, means = draw(conditions(depth - 1))
@@ -127,7 +127,7 @@ def test_what_does_not_parse_is_pointed_at(text: str, position: int) -> None:
         ("fa==fa5", "flash_attention is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
         ("device==gpu", "device is one of cpu, cuda, not 'gpu'"),
         ("device>=cpu", "device has no order: use == or !=, not >="),
-        # Found also where what stands before it decides already.
+        # Refused even if the part before it decides the result.
         ("python==2.7 and device==gpu", "device is one of cpu, cuda, not 'gpu'"),
         ("python==3.11 or torch==new", "torch is a release such as 5.4 or 5.4.0, not 'new'"),
         ("torch in (2.11, new)", "torch is a release such as 5.4 or 5.4.0, not 'new'"),

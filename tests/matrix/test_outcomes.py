@@ -38,7 +38,7 @@ class Ran:
 
 
 def ran(folder: Path, *arguments: str, **files: str) -> Ran:
-    """A pytest run of these files, as a cell has it."""
+    """Run pytest on these files as a cell does."""
     for name, text in {"test_it": "", **files}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\n")
@@ -53,7 +53,7 @@ def ran(folder: Path, *arguments: str, **files: str) -> Ran:
     command = ["-m", "pytest", "-p", "pytest_reportlog.plugin", "-p", "kernel_compat_cell", "-p", "no:cacheprovider"]
     command += [f"--report-log={report}", *arguments]
     log = folder / "log"
-    if "kernel_compat" in files:  # the parent of forks has imported the real one
+    if "kernel_compat" in files:  # a forked process would already have imported the real one
         with log.open("wb") as output:
             returncode = subprocess.run(
                 [sys.executable, *command], cwd=folder, env=given, stdout=output, stderr=output, timeout=60, check=False

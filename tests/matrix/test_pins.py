@@ -111,13 +111,13 @@ def test_committed_pins_are_pins_and_nothing_else() -> None:
     assert {path.stem for path in paths} <= known
     for path in paths:
         part = pins.read(path, "3.12")
-        assert path.read_text(encoding="utf-8") == part.text  # so that no index and no address is named
+        assert path.read_text(encoding="utf-8") == part.text  # equal texts: no index and no address is in the file
         assert [pin.name for pin in part.pins] == sorted(pin.name for pin in part.pins)
 
 
 @pytest.fixture
 def project(small: Small, monkeypatch: pytest.MonkeyPatch) -> Small:
-    """Resolved from wheels of its own: torch 2.11 brings numpy, and one transformers can't have it."""
+    """A project with its own wheels: the numpy of torch 2.11 conflicts with one release of transformers."""
     for name, value in small.environment().items():
         if name.startswith("UV_"):
             monkeypatch.setenv(name, value)

@@ -23,7 +23,7 @@ def followed(console: Console) -> None:
         progress.started(FIRST)
         progress.ended(ended(FIRST, "failed", 61.0))
         progress.started(SECOND)
-        progress.started(FIRST)  # word of it that comes late
+        progress.started(FIRST)  # a late message about a finished cell
         if console.is_terminal:
             progress._live.refresh()
 
@@ -35,7 +35,7 @@ def test_a_terminal_shows_a_table() -> None:
     row = rf"1 of 3 cells: 1 failed +1 running, 1 to go +0:0\d so far, 2:02 left *\r?\n +{SECOND} +0:0\d"
     assert re.search(row, shown), shown
     assert shown.count(f"{FIRST}") == shown.count(f"✗ 1/3 {FIRST} failed (test) 61.0 s: 1 of 2 tests failed") == 1
-    assert "\x1b[?25l" in output.getvalue()  # it stays in its place
+    assert "\x1b[?25l" in output.getvalue()  # the cursor is hidden: the table is updated in place
 
 
 def test_without_a_terminal_there_is_a_line_a_cell() -> None:

@@ -1,4 +1,4 @@
-"""The pytest plugin, in the suite of a project of its own."""
+"""The pytest plugin in another project's test suite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLUGIN = ("-p", "compat_matrix.pytest_plugin")
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A project whose environment has metadata of torch and transformers; whatever collects its test says so."""
+    """A project with metadata of torch and transformers; collecting its test writes to a file."""
     for name, version in (("torch", "2.11.0"), ("transformers", "5.9.0")):
         (pytester.path / "site" / f"{name}-{version}.dist-info").mkdir(parents=True)
         metadata = pytester.path / "site" / f"{name}-{version}.dist-info" / "METADATA"
@@ -131,7 +131,7 @@ def test_a_project_loads_it_by_a_line_of_its_own(service: Service, project: pyte
 
 
 def test_pytest_does_not_find_it_by_itself() -> None:
-    """pytest imports every plugin that has an entry point, and rewrites the assertions of its whole distribution."""
+    """pytest would import a plugin with an entry point, and rewrite the assertions of its whole distribution."""
     root = Path(__file__).parents[2]
     for project in (root / "pyproject.toml", root / "matrix" / "pyproject.toml"):
         assert "pytest11" not in project.read_text()

@@ -1,4 +1,4 @@
-"""Cells as Ray tasks, on a cluster of several nodes on this machine."""
+"""Cells as Ray tasks, on a cluster of several nodes on one machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compat_matrix import gpus
 pytest.importorskip("ray", reason="Ray isn't installed")
 from ray.cluster_utils import Cluster
 
-#: Says that it has started, and waits for the test.
+#: Reports that it has started, then waits for the test.
 CELL = """
 import os, pathlib, time, uuid
 
@@ -35,7 +35,7 @@ MINORS = ("5.0", "5.1", "5.2", "5.3")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head that runs no cells, so that every other node may be lost."""
+    """The head node runs no cells, so any other node may be lost."""
     soon = {
         "health_check_initial_delay_ms": 0,
         "health_check_period_ms": 300,
@@ -70,7 +70,7 @@ def project(small: Small) -> Small:
 
 
 def start(small: Small, cluster: Cluster, *arguments: str) -> subprocess.Popen[str]:
-    # Workers have the environment of their node, and not of who submits.
+    # Workers have their node's environment, not the submitter's.
     cache = str(small.folder / "cache")
     return small.start("run", "--executor", "ray", "--cache", cache, *arguments, RAY_ADDRESS=cluster.address)
 

@@ -21,7 +21,7 @@ from small import PYTHON, TAG, Small
 from compat_matrix import gpus
 from compat_matrix.errors import MatrixError
 
-#: Says in files which cells began and which ended, and takes as long as it is told.
+#: Records in files which cells began and which ended, and sleeps for the given time.
 SAYS = """
     import os, time
     from pathlib import Path
@@ -53,10 +53,10 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def stored(small: Small) -> set[str]:
-    """The cells with a result in the newest run, by their transformers."""
+    """The cells with a result in the newest run, by their release of transformers."""
     try:
         return {name.split("-")[1] for name in small.results()}
-    except MatrixError:  # it is being made
+    except MatrixError:  # the store is being created
         return set()
 
 
@@ -160,7 +160,7 @@ def test_a_cell_that_hangs_is_ended_with_its_log_kept(small: Small, how: tuple[s
     assert found.reason == "ended after 0.08 min, in test_it.py::test_hangs"
     assert [test.outcome for test in found.tests] == ["passed", "error"]
     assert "I was here" in found.log
-    assert first or 'test_it.py", line 9 in test_hangs' in found.log  # where it stood
+    assert first or 'test_it.py", line 9 in test_hangs' in found.log  # the line at which it hung
     assert small.processes() == []
 
 
@@ -197,7 +197,7 @@ def test_ctrl_c_leaves_a_store_that_can_be_resumed(small: Small, how: tuple[str,
 
 
 def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small) -> None:
-    """At so many moments as KERNEL_COMPAT_TEST_KILLS says."""
+    """Kills the runner KERNEL_COMPAT_TEST_KILLS times."""
     kills = int(os.environ.get("KERNEL_COMPAT_TEST_KILLS", "4"))
     chance = random.Random(os.environ.get("KERNEL_COMPAT_TEST_SEED", "5"))
     names = [f"5.{n}" for n in range(kills + 2)]
@@ -212,8 +212,8 @@ def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small)
         until(partial(_spoken, runner), "a word")
         if not runner.said().startswith("run "):
             runner.wait(60)
-            break  # nothing was left to do
-        if not kept:  # so that something can be lost, however slow the machine is
+            break  # every cell has run
+        if not kept:  # makes sure that there is a result to lose, even on a slow machine
             until(lambda: stored(small), "a result")
         time.sleep(chance.uniform(0, 1.5))
         runner.kill()
@@ -222,7 +222,7 @@ def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small)
         resume = ["--resume"]
         until(lambda: not small.processes(), f"an end of {small.processes()}")
         now = {name: said(small, "began")[name] for name in stored(small)}
-        assert kept.items() <= now.items()  # none is lost, and none of them has begun again
+        assert kept.items() <= now.items()  # no result is lost, and no cell with a result ran again
         kept = now
     print(f"killed {killed} times")
     last = small.run("run", "--resume")
@@ -289,7 +289,7 @@ def test_what_failed_runs_once_more(small: Small) -> None:
     (small.folder / "mended").touch()
     done = small.run("run", "--resume")
     assert done.stdout.startswith("no cell is left to run in")
-    assert done.returncode == 1  # it has failed
+    assert done.returncode == 1  # the cell has failed before
     done = small.run("run", "--resume", "--failed")
     assert done.returncode == 0, done
     assert "1 cells" in done.stdout

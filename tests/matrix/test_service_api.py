@@ -1,4 +1,4 @@
-"""The API that writes, through a real server."""
+"""The API for submitting, leasing and reporting, through a real server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CELLS = [f"{TAG}-tf5.{n}-torch2.11" for n in range(3)]
 
 
 class Api:
-    """A service and its tokens: one a scope, one of both, one that has expired and one that was revoked."""
+    """A service and its tokens: one per scope, one with both scopes, an expired one and a revoked one."""
 
     def __init__(self, url: str, store: Store, axes: Axes) -> None:
         self.url, self.store, self.axes = url, store, axes
@@ -169,7 +169,7 @@ def test_a_worker_with_another_project_is_refused_with_the_reason(api: Api) -> N
     assert "update both to the same commit" in found.json()["detail"]
 
 
-#: None of it names cells of the axes, and nothing else.
+#: Requests that don't name cells of the axes or that contain anything else.
 WRONG: list[Any] = [
     {"only": "__import__('os')"},
     {"only": "torch==2.11", "command": ["rm"]},
@@ -212,7 +212,7 @@ def test_what_is_no_json_is_refused(api: Api) -> None:
 
 
 def raw(api: Api, path: str, head: str, chunks: Iterator[bytes]) -> int:
-    """Send all of it, whatever is answered; the status."""
+    """Send the whole body even if the server answers early; returns the status."""
     connection = http.client.HTTPConnection(urlsplit(api.url).netloc, timeout=60)
     connection.putrequest("POST", path)
     for line in (f"authorization: Bearer {api.tokens['both']}", "content-type: application/json", head):
@@ -263,7 +263,7 @@ def test_a_log_of_100_mb_is_cut_in_its_middle(api: Api) -> None:
     assert " bytes of this log were not kept ...]" in log
 
 
-# Rates.
+# Rate limits.
 
 
 def test_a_limiter_lets_so_many_pass_and_says_when_to_come_back() -> None:
@@ -288,7 +288,7 @@ def test_too_many_requests_are_told_to_wait(api: Api) -> None:
     assert said(1, "POST", renewal, "both") == [404]
     assert said(4, "POST", "/api/v1/runs", "submit", json={}) == [201] * 3 + [429]
     assert said(6, "POST", renewal, "guess") == [401] * 4 + [429] * 2
-    assert said(1, "POST", renewal, "both") == [404]  # who guesses keeps nobody else out
+    assert said(1, "POST", renewal, "both") == [404]  # wrong tokens don't lock out valid ones
 
 
 # Reading.
@@ -299,7 +299,7 @@ def test_a_closed_service_is_read_with_any_token(api: Api) -> None:
     for path in ("/api/v1/openapi.json", "/", "/nowhere"):
         found = api.ask("GET", path, None)
         assert found.status_code == 401
-        assert found.headers["www-authenticate"].startswith("Basic ")  # a browser then asks for it
+        assert found.headers["www-authenticate"].startswith("Basic ")  # makes a browser ask for a token
         for token in ("wrong", "expired", "revoked"):
             assert api.ask("GET", path, token).status_code == 401
         for token in ("submit", "work"):
@@ -346,7 +346,7 @@ def test_json_that_does_not_say_so(api: Api) -> None:
     )
 
 
-# Errors of ours.
+# Internal errors.
 
 
 def test_an_error_of_ours_says_nothing_of_the_inside(api: Api, caplog: pytest.LogCaptureFixture) -> None:
@@ -354,7 +354,7 @@ def test_an_error_of_ours_says_nothing_of_the_inside(api: Api, caplog: pytest.Lo
         connection.execute(text("DROP TABLE late"))
         connection.execute(text("ALTER TABLE task RENAME TO task_away"))
     found = api.ask("POST", "/api/v1/leases", json=api.wanted)
-    gone = api.store.dialect == "sqlite"  # which has one kind of error for this and for a disk that is full
+    gone = api.store.dialect == "sqlite"  # SQLite raises the same error for a missing table and for a full disk
     assert found.status_code == (503 if gone else 500)
     assert set(found.json()) == {"detail", "id"}
     assert found.json()["detail"] == (
@@ -383,7 +383,7 @@ def test_a_mistake_in_our_code_is_a_500_with_an_id(store: Store, axes: Axes, cap
 
 @pytest.fixture
 def on_postgres(request: pytest.FixtureRequest) -> Any:
-    """A server of PostgreSQL with an empty database, which runs again after the test."""
+    """A PostgreSQL server with an empty database, which is restarted after the test."""
     server = request.getfixturevalue("postgres_server")
     engine = create_engine(database.parse(server.url))
     with engine.begin() as connection:
@@ -424,7 +424,7 @@ def test_a_full_disk_is_an_answer_and_loses_nothing(tmp_path: Path, axes: Axes) 
             def limited(connection: Any, *_: object) -> None:
                 connection.execute(f"PRAGMA max_page_count = {most}")
 
-        pages(1)  # no more than there are
+        pages(1)  # the database can't grow
         found = api.report(lease, result)
         assert found.status_code == 503
         assert "disk" not in found.text

@@ -1,6 +1,7 @@
 """The pages in a real browser: Debian's Chromium, driven by Playwright, with axe for accessibility.
 
-KERNEL_COMPAT_SCREENSHOTS=docs/service pytest tests/matrix/test_service_browser.py makes the screenshots of the documentation anew.
+KERNEL_COMPAT_SCREENSHOTS=docs/service pytest tests/matrix/test_service_browser.py updates the documentation's
+screenshots.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="Chr
 
 SCREENSHOTS = os.environ.get("KERNEL_COMPAT_SCREENSHOTS")
 
-#: The best practices that axe has rules for, too.
+#: Includes axe's rules for best practices.
 RULES = {
     "runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]},
     "resultTypes": ["violations"],
 }
 
-#: All that other colours and another width can make worse.
+#: The rules that other colours or another width can break.
 LOOKS = {
     "runOnly": {
         "type": "rule",
@@ -79,12 +80,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, servic
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens an address in a window of its own; what a page says to the console at the end is an error."""
+    """Opens an address in its own window; a message on the page's console fails the test."""
     contexts: list[BrowserContext] = []
     said: list[str] = []
 
     def failed_request(request: Request) -> None:
-        if request.failure != "net::ERR_ABORTED":  # the page was left meanwhile
+        if request.failure != "net::ERR_ABORTED":  # the page was left during the request
             said.append(f"{request.url}: {request.failure}")
 
     def open_page(address: str, **more: Any) -> Page:
@@ -138,7 +139,7 @@ def test_every_page_is_accessible(
         page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
         found = axe.run(page, options=rules)
         assert found.violations_count == 0, f"{name}: {found.generate_report()}"
-        # What is too wide scrolls within itself.
+        # Wide content scrolls within its own element.
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], name
 
 
@@ -244,17 +245,17 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
             expect(shown).to_have_attribute(
                 "aria-label", f"ok now: transformers {cell.transformers}, torch {cell.torch}", timeout=15_000
             )
-            # The page is the same one: what was focused is.
+            # The page isn't reloaded: the focus stays.
             assert page.evaluate("document.activeElement.getAttribute('href')") == f"/cells/{cell}"
             expect(other.locator(".verdict")).to_contain_text("ok", timeout=15_000)
             expect(other.locator("#activity")).to_have_count(0, timeout=15_000)
             expect(status.locator("main")).not_to_contain_text("worker-3 just now", timeout=15_000)
-            # It goes on looking.
+            # Later changes are shown too.
             second = service_demo.lease(queue, "worker-3", only=f"python=={cell.python}")
             expect(page.locator(f".grid a[href='/cells/{second.cell}']")).to_have_attribute(
                 "aria-label", re.compile("running"), timeout=20_000
             )
-            for one in (page, other, status):  # while there is somebody to answer them
+            for one in (page, other, status):  # closed while the service still answers them
                 one.context.close()
 
 
@@ -295,7 +296,7 @@ def test_the_screenshots(open_page: Open, demo: tuple[str, service_demo.Demo]) -
 
 
 def test_a_thousand_cells_are_painted(open_page: Open, demo: tuple[str, service_demo.Demo]) -> None:
-    """How fast is in benchmarks: another run on this machine would make a bound fail here."""
+    """Only that they are painted: benchmarks measure how fast, because another load here would fail a bound."""
     address, _ = demo
     began = time.monotonic()
     page = open_page(f"{address}/?flash_attention=all&python=all")

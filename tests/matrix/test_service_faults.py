@@ -1,4 +1,4 @@
-"""What is killed, full, away or wrong about the time: every cell has one counted result all the same."""
+"""With killed processes, a full disk, a lost database or a wrong clock, every cell has one counted result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sqlalchemy import create_engine, select, text
 from compat_matrix.store import database
 from compat_matrix.store.models import LEASE
 
-#: They kill processes and fill disks; the queue and the workers have tests of their own without faults.
+#: These tests kill processes and fill disks; the queue's and the workers' other tests have no faults.
 pytestmark = pytest.mark.slow
 
 
@@ -35,7 +35,7 @@ def empty(postgres_server: Postgres) -> Postgres:
 
 
 def killed(small: Small, cells: int, kills: int, server: Postgres | None) -> Account:
-    """As benchmarks/service_faults.py does it with many."""
+    """Kill processes at random times; benchmarks/service_faults.py does so with more cells."""
     small.write("test_it.py", TESTS.format(seconds=0.2))
     small.axes([f"5.{number}" for number in range(cells)])
     network = Network(small, server.url if server else "matrix.sqlite")
@@ -76,7 +76,7 @@ def test_no_worker_loses_its_cell_by_a_database_that_is_away_for_longer_than_a_l
     empty.kill()
     time.sleep(5)
     empty.start()
-    time.sleep(2)  # time enough for a lease to be called lost
+    time.sleep(2)  # long enough for a lease to be lost
     network.go()
     until(lambda: network.state(run) == "finished", "an end of the run")
     assert (ended(worker), ended(service)) == (0, 0)
@@ -87,7 +87,7 @@ def test_no_worker_loses_its_cell_by_a_database_that_is_away_for_longer_than_a_l
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small one."""
+    """A disk of 2 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -102,7 +102,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Callable[[], None]:
-    """Take all that is left of a disk; returns what gives it back."""
+    """Fill the disk; returns a function that frees the space."""
     path = folder / "filler"
     with path.open("wb", buffering=0) as file:
         for size in (65_536, 512):
@@ -155,7 +155,7 @@ def test_a_worker_whose_disk_is_full_ends_and_another_has_its_cell(small: Small,
     assert set(network.histories(run).values()) == {1}
 
 
-#: A worker whose clock is wrong by so many seconds.
+#: A worker whose clock is off by the given number of seconds.
 SKEWED = """
 import datetime, sys, time
 off = float(sys.argv.pop(1))

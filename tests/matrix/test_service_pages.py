@@ -1,4 +1,4 @@
-"""The pages of the service over HTTP; what only a browser can tell is in test_service_browser.py."""
+"""The pages of the service over HTTP; test_service_browser.py has the tests that need a browser."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Get = Callable[..., requests.Response]
 
 
 class Page(HTMLParser):
-    """The elements of a page, each with its attributes, and its text; a page that isn't well formed is an error."""
+    """A page's text, and its elements with their attributes; a page that isn't well formed is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Page(HTMLParser):
         return [one["href"] for one in self.all("a")]
 
     def cell(self, name: str) -> str:
-        """How a cell's link in the grid calls it."""
+        """The label of a cell's link in the grid."""
         labels = [one["aria-label"] for one in self.all("a") if "aria-label" in one and one["href"] == f"/cells/{name}"]
         assert len(labels) == 1, labels
         return labels[0]
@@ -94,7 +94,7 @@ def _page(response: requests.Response, status: int = 200) -> Page:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is, the page is the new one."""
+    """Wait for the new page, however slow the machine is."""
     monkeypatch.setattr(html, "_PATIENCE", 30.0)
 
 
@@ -106,7 +106,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def get(store: Store) -> Iterator[Get]:
-    """Fetches a page of a service without axes, which looks at once for what a test has stored."""
+    """Gets a page of a service without axes, which shows new results at once."""
     app = create_app(store, None, Settings())
     app.state.site = app.state.site._replace(snapshots=SnapshotCache(store, busy=1.0))
     with served(app) as address, requests.Session() as session:
@@ -130,7 +130,7 @@ def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) 
     get, made, _ = demo
     todo = ["/", "/?flash_attention=all&python=all", f"/?run={made.runs['gpu']}", "/seams?distribution=torch"]
     seen: set[str] = set()
-    most = 20  # of the pages of cells
+    most = 20  # how many pages of cells are visited
     while todo:
         address = todo.pop()
         cell = address.startswith("/cells/")
@@ -158,7 +158,7 @@ def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) 
                 assert link[1:] in ids, (address, link)
                 continue
             assert link.startswith("/"), (address, link)
-            # Each facet with each filter would be a thousand pages.
+            # Each facet combined with each filter would be a thousand pages.
             if ("state=" not in link and "=all" not in link) or address == "/":
                 todo.append(link)
     assert {"/runs", "/diff", "/seams", "/types", "/status"} <= seen
@@ -211,7 +211,7 @@ def test_nothing_runs_within_a_page_or_comes_from_elsewhere(demo: tuple[Get, ser
 def test_the_library_is_the_one_that_was_published() -> None:
     static = files("compat_matrix").joinpath("service/static")
     content = static.joinpath("htmx-4.0.1.min.js").read_bytes()
-    # What the npm package htmx.org 4.0.1 has as dist/htmx.min.js.
+    # The hash of dist/htmx.min.js in the npm package htmx.org 4.0.1.
     assert hashlib.sha256(content).hexdigest() == "a0abb04f2f45a1f89d1d4844023245537e5e6014c87b144553e0607b4cc32130"
     assert "Zero-Clause BSD" in static.joinpath("htmx-LICENSE.txt").read_text()
 
@@ -230,7 +230,7 @@ def test_behind_a_proxy_that_cuts_a_prefix_off(store: Store) -> None:
     stored(store, [passed(OLD[0])], label="x")
     app = create_app(store, None, Settings())
     with served(app, "/matrix") as address:
-        # The proxy has cut the prefix off; ASGI has it in the path nevertheless.
+        # The proxy removes the prefix, but ASGI's path includes it.
         page = _page(requests.get(f"{address}/", timeout=30))
         assert page.links
         for link in page.links:
@@ -287,7 +287,7 @@ def test_no_state_is_told_by_colour_alone(demo: tuple[Get, service_demo.Demo, St
 def test_counts_and_facets(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, store = demo
     page = _page(get("/"))
-    # By itself it shows the first kernel that has results, and the Python that has most of them.
+    # By default it shows the first kernel with results, and the Python with the most of them.
     assert [one for one in page.all("a") if one.get("aria-current") == "true"] == [
         {"href": "/?flash_attention=none&device=cpu", "aria-current": "true"},
         {"href": "/?python=3.12", "aria-current": "true"},
@@ -317,10 +317,10 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
     form = {one.get("name"): one.get("value") for one in page.all("input")}
     assert form["only"] == "transformers>=5.22 and torch==2.15"
     assert [one["name"] for one in page.all("select")] == ["state", "run"]
-    # The facets keep the rest of the filter; the form keeps the facets.
+    # The facets keep the other filters; the form keeps the facets.
     assert "/?python=3.11&only=transformers%3E%3D5.22+and+torch%3D%3D2.15&state=wrong" in page.links
     assert {"name": "python", "value": "3.11", "type": "hidden"} in _page(get("/?python=3.11")).all("input")
-    # As a browser sends a form in which little is filled in.
+    # As a browser sends a form with empty fields.
     page = _page(get(f"/?only=&state=&run={made.runs['gpu']}"))
     assert f"/cells/py312-tf5.0-torch2.15-fa4-cuda?run={made.runs['gpu']}" in page.links
     assert _page(get("/?only=torch==1.0")).text.count("No cell matches.") == 1
@@ -372,7 +372,7 @@ def test_what_does_not_exist_is_not_found(demo: tuple[Get, service_demo.Demo, St
 
 
 def test_a_page_is_not_made_twice_of_the_same(store: Store, get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_minute", lambda now: 0)  # whose end would make it anew, for the ages on it
+    monkeypatch.setattr(pages, "_minute", lambda now: 0)  # a new minute would rebuild the page, because it shows ages
     run = stored(store, [passed(OLD[0])])
     first = get("/")
     assert first.headers["content-encoding"] == "gzip"
@@ -382,7 +382,7 @@ def test_a_page_is_not_made_twice_of_the_same(store: Store, get: Get, monkeypatc
     live = next(one["hx-get"] for _, one in Page(first.text).elements if "hx-get" in one)
     assert get(live).status_code == 204
     store.add(run, failed(OLD[1], "seam", "f is gone"))
-    time.sleep(1.1)  # so long a page is served as it was
+    time.sleep(1.1)  # the page is cached for a second
     changed = get(live)
     assert changed.status_code == 200
     assert changed.text.startswith('<div id="live"')
@@ -402,10 +402,10 @@ def test_ages() -> None:
     ages = [timedelta(seconds=5), timedelta(minutes=59), timedelta(hours=47), timedelta(days=59), timedelta(days=400)]
     assert [age(one) for one in ages] == ["now", "59 min", "47 h", "59 d", "13 mo"]
     assert age(timedelta(days=3000)) == "8 y"
-    assert age(timedelta(seconds=-30)) == "now"  # a clock that is behind
+    assert age(timedelta(seconds=-30)) == "now"  # from a clock that is behind
 
 
-# The picture in memory.
+# The snapshot in memory.
 
 
 @pytest.mark.slow
@@ -530,7 +530,7 @@ def test_what_only_a_partial_run_has(store: Store, get: Get) -> None:
     assert "test 1" in _page(get(f"/?run={run}")).text
 
 
-# What results contain.
+# Escaping of results.
 
 
 def test_text_of_results_is_text(store: Store, get: Get) -> None:
@@ -599,12 +599,12 @@ def test_text_of_results_is_text(store: Store, get: Get) -> None:
     assert log.headers["content-type"] == "text/plain; charset=utf-8"
     assert log.headers["x-content-type-options"] == "nosniff"
     assert re.fullmatch(r'inline; filename="[A-Za-z0-9._-]+"', log.headers["content-disposition"])
-    # Who copies the command runs the cell, and nothing else.
+    # The copied command runs the cell and nothing else.
     assert "kernel-compat-matrix run 'py312" in _page(get(f"/cells/{name}")).text
 
 
 def _hostile_atlas() -> dict[str, object]:
-    text = HOSTILE.replace("\udc80", "")  # which JSON doesn't have
+    text = HOSTILE.replace("\udc80", "")  # not valid in JSON
     event = {"release": text, "what": text, "text": text, "new": [text], "gone": [text]}
     seam = {"distribution": text, "target": text, "shims": [text], "history": [event]}
     return {"releases": {text: [{"version": text}]}, "seams": [seam], "notes": [text]}
@@ -748,7 +748,7 @@ def test_the_database_is_gone(tmp_path: Path) -> None:
         app = create_app(store, None, Settings())
         with served(app) as address:
             _page(requests.get(address, timeout=30))
-            store.close()  # what the pool has open would still answer
+            store.close()  # open connections of the pool would still answer
             kept = path.read_bytes()
             path.write_bytes(b"gone" * 1000)
             for page in ("/runs", "/?state=passed", "/status", f"/cells/{OLD[0]}", "/diff"):
@@ -770,11 +770,11 @@ def test_reading_writes_nothing(demo: tuple[Get, service_demo.Demo, Store]) -> N
     assert isinstance(store.runs()[0], Run)
 
 
-# Pages that many look at.
+# Pages with many readers.
 
 
 def _making(made: html.Pages, release: threading.Event, texts: list[str]) -> Callable[[], Awaitable[bytes]]:
-    """Asks for a page of which each is another text, and is made when `release` is set."""
+    """Requests a page that gets a new text each time, and is built once `release` is set."""
 
     def make(last: html.Made | None) -> tuple[str, bytes | None]:
         assert release.wait(10)
@@ -804,7 +804,7 @@ def test_a_page_before_is_sent_while_the_next_is_made(monkeypatch: pytest.Monkey
         while texts:
             await asyncio.sleep(0.01)
         monkeypatch.setattr(html, "FRESH", 100.0)
-        while await ask() == b"first":  # it is made, and not yet there
+        while await ask() == b"first":  # built, but not stored yet
             await asyncio.sleep(0.01)
         assert await ask() == b"second"
 
@@ -831,7 +831,7 @@ def test_an_old_page_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look() -> None:
         ask = _making(html.Pages(), release, texts)
         assert await ask() == b"first"
-        assert await ask() == b"first"  # which is young, where there is no newer one
+        assert await ask() == b"first"  # the last one is young enough, if there is no newer one
         monkeypatch.setattr(html, "_OLD", 0.0)
         with pytest.raises(MatrixError, match="gone"):
             await ask()

@@ -116,7 +116,7 @@ def cpu(queue: Queue) -> str:
     return queue.submit(Submission(only="device==cpu")).run
 
 
-# Runs and what is handed out.
+# Runs and leases.
 
 
 def test_a_run_has_the_cells_of_the_axes_and_those_that_can_not_be(queue: Queue) -> None:
@@ -169,12 +169,12 @@ def test_a_machine_gets_what_it_can_run(queue: Queue) -> None:
     assert got(memory=1.0) == []
     one = ["py312-tf5.0-torch2.11-fa3-cuda", "py312-tf5.1-torch2.11-fa3-cuda"]
     assert got(gpus=[hopper]) == sorted(CPU + one)
-    assert got(gpus=[blackwell]) == CPU  # FlashAttention-3 has no kernels for it
+    assert got(gpus=[blackwell]) == CPU  # FlashAttention-3 has no kernels for Blackwell
     assert got(gpus=[hopper, blackwell]) == CPU
     assert got(gpus=[hopper, hopper], labels=["other"]) == sorted(CPU + one)
     both = [f"py311-tf5.{n}-torch2.11-fa3-cuda" for n in (0, 1)]
     assert got(gpus=[hopper, hopper], labels=["other", "nvlink"]) == sorted(CPU + one + both)
-    # What others can't run goes first to who can.
+    # Cells that other workers can't run are leased first to a worker that can.
     first = queue.lease(wanted(gpus=[hopper, hopper], labels=["nvlink"]), "token")
     assert first is not None
     assert first.cell in both
@@ -232,7 +232,7 @@ def test_a_result_that_comes_twice_counts_once(queue: Queue) -> None:
     assert leased is not None
     cell = parse(leased.cell)
     assert queue.report(leased.lease, report(passed(cell)))
-    assert queue.report(leased.lease, report(failed(cell)))  # the same answer, and nothing else
+    assert queue.report(leased.lease, report(failed(cell)))  # has the same answer and no effect
     assert [past.summary.verdict for past in queue.store.history(cell)] == ["passed"]
     with pytest.raises(Over):
         queue.upload(leased.lease, pack("more"))
@@ -258,7 +258,7 @@ def test_a_lost_worker_gives_its_cell_back_when_the_lease_ends(queue: Queue, clo
     with pytest.raises(Over):
         queue.renew(first.lease)
 
-    # It comes late, and is kept.
+    # A late result is kept.
     cell = parse(CPU[0])
     late = dataclasses.replace(failed(cell), started=START)
     queue.upload(first.lease, pack(late.log))
@@ -313,7 +313,7 @@ def test_who_did_not_hear_of_its_lease_gets_the_same_once_more(queue: Queue, clo
     others.append(queue.lease(wanted(lease="y" * 32), "token"))
     assert len({one.cell for one in [first, *others] if one}) == 4
     assert queue.lease(wanted(), "token") is None
-    assert queue.lease(wanted(lease=name), "token") is not None  # also when nothing else is left
+    assert queue.lease(wanted(lease=name), "token") is not None  # even if no other cell is left
     assert queue.report(name, report(passed(parse(first.cell))))
     assert queue.lease(wanted(lease=name), "token") is None
     assert others[-1] is not None
@@ -341,7 +341,7 @@ def test_a_question_that_is_asked_again_before_its_answer_gets_the_same_lease(st
 
 
 class Done:
-    """Has run whatever it is given."""
+    """An executor whose jobs pass at once."""
 
     jobs = 1
 
@@ -383,7 +383,7 @@ def test_an_answer_that_a_worker_did_not_hear_is_no_lost_try(store: Store, axes:
 
 
 def test_where_workers_are_lost_by_chance_no_cell_is_said_to_kill_them(queue: Queue, clock: Clock) -> None:
-    """But one that always does, in the end. Of the others one has the luck of a result every fourth time."""
+    """In the end only the cell that loses every worker is blamed; one other cell gets a result every fourth round."""
     run, rounds = cpu(queue), 0
     while leased := [one for name in "abcd" if (one := queue.lease(wanted(name), "token"))]:
         rounds += 1
@@ -430,7 +430,7 @@ def test_a_service_that_was_away_takes_no_cell_from_its_worker(store: Store, axe
     after.start()
     assert after.report(leased.lease, report(passed(parse(leased.cell)), clock.time))
 
-    # One that comes back with another commit has no worker for what is left.
+    # A service restarted with another commit has no workers for the remaining cells.
     newer = Queue(store, axes, settings, fingerprint="b" * 64, now=clock)
     newer.start()
     assert newer.counts() == {}
@@ -442,7 +442,7 @@ def test_a_run_that_nobody_ended_is_ended_later(queue: Queue, monkeypatch: pytes
     run = queue.submit(Submission(cells=CPU[:1])).run
     leased = queue.lease(wanted(), "token")
     assert leased is not None
-    with monkeypatch.context() as killed:  # between the two
+    with monkeypatch.context() as killed:  # killed between the report and the end of the run
         killed.setattr(Queue, "_finish", lambda *_: None)
         queue.report(leased.lease, report(passed(parse(CPU[0]))))
     assert queue.store.run(run).state == "running"
@@ -462,7 +462,7 @@ def test_a_workers_clock_is_corrected(queue: Queue, clock: Clock, ahead: float) 
     assert queue.store.result(run, parse(CPU[0])).started == START
 
 
-# Many at once.
+# Many workers at once.
 
 
 def test_threads_never_get_the_same_cell(store: Store, axes: Axes) -> None:
@@ -595,7 +595,7 @@ def test_a_token_is_kept_as_a_digest_and_found_until_it_ends(store: Store) -> No
         tokens.revoke(store, "gone")
 
 
-# What travels.
+# Serialization.
 
 
 def through(found: CellResult) -> CellResult:

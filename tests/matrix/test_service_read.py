@@ -1,4 +1,4 @@
-"""The reading part of the service: verdicts, the API over them, and its OpenAPI document."""
+"""The service's verdicts, the API that reads them, and its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from compat_matrix.store import Store
 from compat_matrix.store.documents import NEWS, keep
 
 ATOM = "{http://www.w3.org/2005/Atom}"
-#: What a test may print or be called.
+#: Characters that a test's output or name may contain.
 ODD = "\x1b[31mred\x1b[0m <b>&'\" \x00 \udc80 \u202e \ufffe\n]]>"
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """Of SQLite, but where a test asks for both databases."""
+    """A store on SQLite; `either` is on both databases."""
     with Store.open(str(tmp_path / "matrix.sqlite")) as store:
         yield store
 
 
 @pytest.fixture
 def either(url: str) -> Iterator[Store]:
-    """Of SQLite, and of PostgreSQL."""
+    """A store on SQLite and on PostgreSQL."""
     with Store.open(url) as store:
         yield store
 
@@ -59,7 +59,7 @@ def either(url: str) -> Iterator[Store]:
 @pytest.fixture
 def app(store: Store) -> FastAPI:
     app = create_app(store, None, Settings())
-    app.state.snapshots = SnapshotCache(store, busy=1.0)  # it looks at once for what a test has stored
+    app.state.snapshots = SnapshotCache(store, busy=1.0)  # shows at once what a test stores
     return app
 
 
@@ -138,7 +138,7 @@ def test_the_nearest_are_in_the_order_that_is_documented(store: Store) -> None:
         ran(Cell("3.12", "5.9", "2.11", "fa4", "cuda"), "5.9.3"),  # another patch
         ran(Cell("3.13", "5.9", "2.11", "fa4", "cuda"), "5.9.1"),  # another Python
         ran(Cell("3.12", "5.9", "2.12", "fa4", "cuda"), "5.9.1", "2.12.0"),
-        ran(Cell("3.12", "5.8", "2.11", "fa4", "cuda"), "5.8.1"),  # of two equally near the older
+        ran(Cell("3.12", "5.8", "2.11", "fa4", "cuda"), "5.8.1"),  # the older of two equally near releases comes first
         ran(Cell("3.12", "5.10", "2.11", "fa4", "cuda"), "5.10.1"),
         ran(Cell("3.12", "4.57", "2.11", "fa4", "cuda"), "4.57.6"),
         ran(Cell("3.12", "5.9", "2.11", "fa2", "cuda"), "5.9.1"),
@@ -180,7 +180,7 @@ def test_the_newest_result_counts(store: Store) -> None:
     partial = store.new_run([cell], partial=True)
     store.add(partial, ran(cell, "5.9.0", kind="crash"))
     assert answer(store, Wanted(transformers="5.9.0")).verdict == "passed"
-    stored(store, [not_run(cell)])  # a machine without a GPU says nothing
+    stored(store, [not_run(cell)])  # a cell that wasn't run for lack of a GPU doesn't count
     assert answer(store, Wanted(transformers="5.9.0")).verdict == "passed"
 
 
@@ -196,7 +196,7 @@ def test_what_was_tested_before_a_newer_patch_came_out_is_still_known(either: St
         "5.9.3": ("exact", "passed"),
     }
     assert found["5.9.2"].tested[0].transformers == "5.9.3"
-    assert answer(either, Wanted(transformers="5.9")).counts == {"passed": 1}  # of any patch the newest result
+    assert answer(either, Wanted(transformers="5.9")).counts == {"passed": 1}  # the newest result of any patch
 
 
 def test_a_cell_of_one_release_counts_for_its_minor_s_cell(store: Store) -> None:
@@ -229,7 +229,7 @@ def test_what_is_refused_is_so_for_all_patches_and_has_the_reason(store: Store) 
     store.add(run, ran(possible, "5.21.0", python="3.11.2"))
     found = answer(store, Wanted(python="3.10", transformers="5.21.7"))
     assert (found.match, found.verdict, found.reason) == ("exact", "refused", "needs Python 3.11")
-    assert [one.cell for one in found.tested] == [possible.name]  # what would be near
+    assert [one.cell for one in found.tested] == [possible.name]  # the nearest tested cell
     every = answer(store, Wanted(transformers="5.21"))
     assert (every.verdict, [(one.reason, one.cells) for one in every.refusals]) == (
         "passed",
@@ -260,7 +260,7 @@ def test_what_a_cell_says_of_itself_may_be_anything(store: Store) -> None:
     )
     found = answer(store, Wanted())
     assert {(entry.transformers, entry.torch, entry.python) for entry in found.tested} == {
-        ("5.8", "2.11.0", "3.12"),  # as it was pinned
+        ("5.8", "2.11.0", "3.12"),  # from the pins
         ("5.9", "2.11.0", "3.12"),
     }
 
@@ -275,7 +275,7 @@ def test_a_value_that_an_axis_never_has_is_refused(bad: dict[str, str]) -> None:
 
 
 def test_the_newest_results_are_the_store_s_own(either: Store) -> None:
-    """For a selection that has every kind of a past."""
+    """The cells have histories of every kind."""
     store = either
     every = cells(("5.7", "5.8", "5.9"), ("2.10", "2.11"))
     assert queries.newest(store, every) == {}
@@ -326,7 +326,7 @@ def test_compat(store: Store, client: TestClient) -> None:
     }
     found = get(client, "compat", **asked)
     assert (found["match"], found["verdict"], found["tested"][0]["kind"]) == ("exact", "wrong", "wrong")
-    assert client.get("compat?torch=2.11.0+cu130").json()["match"] == "exact"  # the plus sign as people type it
+    assert client.get("compat?torch=2.11.0+cu130").json()["match"] == "exact"  # an unescaped plus sign
     assert get(client, "compat")["counts"] == {"wrong": 1}
 
 
@@ -417,7 +417,7 @@ def test_whatever_a_cell_gave_is_valid_json_and_text(store: Store, client: TestC
         assert "\x1b" not in client.get(path).raise_for_status().text
         get(client, path)
     get(client, f"cells/{cell}/history")
-    # A label is part of an address, and an address may get into a header.
+    # A label is part of an address, which may be part of a header.
     run = stored(store, [passed(cell), passed(cells()[1])], label="a\r\nX-Header: \u20ac")
     page = client.get("runs/a%0D%0AX-Header:%20%E2%82%AC/cells", params={"limit": 1})
     assert (page.json()["cells"][0]["run"], "x-header" in page.headers, "link" in page.headers) == (run, False, True)
@@ -514,7 +514,7 @@ def test_metrics(store: Store, client: TestClient) -> None:
     assert found["kernel_compat_matrix_queue_cells", "queued"] == 0
     assert found[("kernel_compat_matrix_workers",)] == 0
     stored(store, [passed(two)])
-    while 'state="failed"' in client.get("metrics").text:  # what it says is some milliseconds old
+    while 'state="failed"' in client.get("metrics").text:  # metrics lag by some milliseconds
         time.sleep(0.01)
 
 
@@ -557,7 +557,7 @@ def test_what_has_not_changed_is_not_sent_again(
     tag = client.get(path).headers["etag"]
     assert tag.startswith('W/"')
     with monkeypatch.context() as patched:
-        # Nothing is rendered for it: what the answers are made of isn't asked for.
+        # Nothing is rendered for it: the functions that make the answers aren't called.
         for module, name in ((queries, "cells"), (queries, "run_page"), (verdicts, "answer"), (feed, "entries")):
             patched.delattr(module, name)
         again = client.get(path, headers={"If-None-Match": f'"other", {tag}'})
@@ -595,7 +595,7 @@ def test_the_version_changes_with_everything_that_is_shown(either: Store) -> Non
     assert changed()
     store.add(run, passed(cells()[0]))
     assert changed()
-    store.add(run, passed(cells()[0]))  # the same again
+    store.add(run, passed(cells()[0]))  # the same result again
     assert not changed()
     store.finish(run, "finished")
     assert changed()
@@ -610,13 +610,13 @@ def test_the_version_changes_with_everything_that_is_shown(either: Store) -> Non
 def test_a_database_that_is_gone_is_503_and_says_nothing_of_the_machine(tmp_path: Path, path: str) -> None:
     file = tmp_path / "matrix.sqlite"
     with Store.open(str(file)) as store, TestClient(app := create_app(store, None, Settings())) as client:
-        while not app.state.warming.done():  # which would make the file again
+        while not app.state.warming.done():  # warming would create the file again
             time.sleep(0.01)
         stored(store, [passed(cells()[0])])
         assert client.get("/api/v1/runs").status_code == 200
         for left in tmp_path.glob("matrix.sqlite*"):
             left.unlink()
-        store.close()  # the next connection is a new one
+        store.close()  # forces a new connection
         file.mkdir()
         response = client.get(f"/api/v1/{path}")
         assert response.status_code == 503
@@ -673,13 +673,13 @@ def test_the_answers_that_the_unit_tests_recorded_have_the_form_of_the_real_ones
 APP = FastAPI()
 APP.include_router(api_read.router, prefix="/api/v1")
 OPERATIONS = documented.operations(APP, "/openapi.json")
-#: Values that lead to something.
+#: Path parameters of things that exist.
 THERE = {"run": "latest", "cell": "py312-tf5.8-torch2.10", "axis": "transformers", "value": "5.9"}
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The service has a store with something of everything."""
+    """The service has a store with every kind of content."""
     every = cells(("5.8", "5.9"), ("2.10", "2.11"))
     with Store.open(str(tmp_path_factory.mktemp("filled") / "matrix.sqlite")) as store:
         stored(store, [passed(every[0]), failed(every[1]), failed(every[2], "wrong", ODD)])
@@ -693,7 +693,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.parametrize(("operation", "mode"), documented.asked(OPERATIONS))
 def test_the_document_is_what_the_service_does(filled: None, operation: Any, mode: schemathesis.GenerationMode) -> None:
-    """No 5xx, no status, type or form of an answer that isn't documented, no bad request that is taken."""
+    """No 5xx, no undocumented status, type or schema of an answer, and no invalid request that succeeds."""
     answers = documented.ask(operation, mode, lambda: THERE)
     assert answers
     assert mode is documented.BAD or 200 in answers

@@ -1,4 +1,4 @@
-"""What a hostile client sends, to all of the service: nothing is lost, shown or changed by it."""
+"""Requests of a hostile client to every part of the service: they lose, show and change nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from compat_matrix.store import Store
 from compat_matrix.store.models import TASK, TOKEN, metadata
 
 CELLS = [f"{TAG}-tf5.{n}-torch2.11" for n in range(3)]
-#: A label of those that a command may give, which no request may.
+#: A label that the command line may set, but no request.
 LABEL = "one\r\nX-Injected: yes\r\n\r\n<script>alert(1)</script>"
 UNLIMITED = Settings(
     lease_seconds=10**6, writes_per_minute=10**9, submissions_per_minute=10**9, failures_per_minute=10**9
@@ -63,10 +63,10 @@ def axes(small: Small) -> Axes:
 
 
 class Target:
-    """A service with something of everything, and its tokens.
+    """A service whose store has every kind of content, and its tokens.
 
     Attributes:
-        leases: going on, counted and lost; each is a secret.
+        leases: a running, a counted and a lost lease; each is a secret.
     """
 
     def __init__(self, store: Store, axes: Axes, settings: Settings) -> None:
@@ -107,13 +107,13 @@ class Target:
         return Report(result=Result.of(found), now=time.time())
 
     def body(self, path: str) -> Any:
-        """A good one, for a route."""
+        """A valid body for a route."""
         if path.endswith("/result"):
             return self.report(passed(parse(CELLS[0]))).model_dump(mode="json")
         return {"runs": {}, "leases": self.wanted.model_dump(mode="json")}.get(path.rpartition("/")[2])
 
     def rows(self) -> dict[str, list[Any]]:
-        """All that is in the database, but for when a token was last used and how long a lease goes on."""
+        """All rows of the database, except when a token was last used and when a lease ends."""
         with self.store.reading() as connection:
             return {
                 table.name: [
@@ -155,7 +155,7 @@ class Answer:
 
 
 def sent(url: str, method: str, path: str, headers: Mapping[str, str] = {}, body: bytes | None = None) -> Answer:
-    """A request, its path as it is."""
+    """Send a request without normalizing its path."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     try:
         connection.putrequest(method, "/", skip_host="host" in headers, skip_accept_encoding=True)
@@ -175,7 +175,7 @@ def sent(url: str, method: str, path: str, headers: Mapping[str, str] = {}, body
 
 
 class _Door:
-    """The service that a test has, where operations are known before there is one."""
+    """Forwards to the test's service, because operations are collected before the service exists."""
 
     def __init__(self) -> None:
         self.app: FastAPI | None = None
@@ -196,8 +196,8 @@ def _operations() -> list[Any]:
 
 WRITING = [one for one in _operations() if one.method.upper() not in ("GET", "HEAD")]
 
-#: Names of cells in a well-formed request may be none of the service's. And what is sent without a token has a test of its own:
-#: here all that is sent has one.
+#: Well-formed requests may name cells that the service doesn't have, and another test sends requests without a token:
+#: here every request has one.
 NOT_ASKED = (checks.positive_data_acceptance, openapi_checks.ignored_auth)
 
 
@@ -241,7 +241,7 @@ def test_every_operation_that_writes_says_that_it_needs_a_token() -> None:
 
 
 def routes(app: FastAPI) -> list[tuple[str, str]]:
-    """Every method and path that the application answers, documented or not."""
+    """Every method and path of the application, documented or not."""
 
     def walk(found: Any, prefix: str) -> Iterator[tuple[str, str]]:
         for route in found:
@@ -331,7 +331,7 @@ def test_tokens_and_leases_are_in_no_answer_and_no_log(
 def test_who_guesses_tokens_has_to_wait_whatever_it_says_of_its_address(
     tmp_path: Path, axes: Axes, forged: bool
 ) -> None:
-    """Behind a proxy, which says whom it got a request from behind what that said itself."""
+    """Behind a proxy, which appends the client's address to the addresses that the client sent."""
     with Store.open(str(tmp_path / "matrix.sqlite")) as store:
         found = Target(store, axes, Settings(failures_per_minute=5))
         statuses = []
@@ -437,7 +437,7 @@ PARAMETERS = {
 
 
 def test_no_parameter_is_more_than_a_value(target: Target, url: str) -> None:
-    """In every place of every path and query: nothing else is found by it, nothing changes, nothing gets into the head."""
+    """In every part of each path and query: a parameter finds nothing else, changes nothing and sets no header."""
     document = json.loads(sent(url, "GET", "/api/v1/openapi.json").body)["paths"]
     documented = {
         path: [one["name"] for one in methods["get"].get("parameters", []) if one["in"] == "query"]
@@ -476,7 +476,7 @@ def test_no_parameter_is_more_than_a_value(target: Target, url: str) -> None:
 
 
 def test_a_label_gets_into_no_head(target: Target, url: str) -> None:
-    """One that a command gave, which may be anything; a client may not give such."""
+    """A label from the command line may have any characters; requests can't set such labels."""
     for path in ("/runs/{}", "/?run={}", "/diff?old={}&new=latest", "/runs/{}...latest", "/api/v1/runs/{}"):
         answer = sent(url, "GET", path.format(quote(LABEL, safe="")))
         _looked_at(answer, path)
@@ -487,7 +487,7 @@ def test_a_label_gets_into_no_head(target: Target, url: str) -> None:
 
 
 def test_no_answer_names_the_host_that_a_client_named(target: Target, url: str) -> None:
-    """But the feed, which has to have whole addresses: those that it was asked by."""
+    """Except in the feed, which needs absolute addresses: it has the address of the request."""
     for host in ("evil.example", '"><script>', "a b", "[::", "x:99999999", "", "a,b", "a@b", "a/../b?c#d"):
         headers = {"host": host, "x-forwarded-host": "evil.example", "forwarded": "host=evil.example"}
         for path in _reads(target):
@@ -537,7 +537,7 @@ def test_bodies_that_are_none(target: Target, url: str) -> None:
     before = target.rows()
     for operation in WRITING:
         if operation.method.upper() == "DELETE" or operation.path.endswith(("/log", "/renewal")):
-            continue  # text, or nothing
+            continue  # takes text or no body
         for name, body in BODIES.items():
             for kind in (
                 "application/json",
@@ -570,7 +570,7 @@ def test_a_body_that_is_packed_is_refused_before_anything_unpacks_it(target: Tar
 
 def test_heads_that_are_too_large(target: Target, url: str) -> None:
     for headers in ({"x": "y" * 200_000}, {f"x-{n}": "y" * 100 for n in range(2_000)}):
-        with suppress(ConnectionError, http.client.HTTPException):  # it doesn't listen to the rest
+        with suppress(ConnectionError, http.client.HTTPException):  # it closes the connection before the end
             assert sent(url, "GET", "/api/v1/runs", headers).status in (400, 413, 431)
     with suppress(ConnectionError, http.client.HTTPException):
         assert sent(url, "GET", "/" + "a" * 200_000).status in (400, 404, 414)
@@ -578,7 +578,7 @@ def test_heads_that_are_too_large(target: Target, url: str) -> None:
 
 
 def raw(url: str, data: bytes, seconds: float = 10) -> bytes:
-    """What a connection gives until its end, or until nothing comes."""
+    """All that a connection sends until it is closed or idle."""
     host, port = urlsplit(url).netloc.split(":")
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:
         connection.sendall(data)
@@ -592,7 +592,7 @@ def raw(url: str, data: bytes, seconds: float = 10) -> bytes:
 
 
 def test_two_requests_in_one_are_refused(target: Target, url: str) -> None:
-    """What a proxy in front may take for one request is never two here."""
+    """A proxy may take the bytes for one request, so the service must never see two."""
     hidden = b"GET /favicon.ico HTTP/1.1\r\nHost: a\r\n\r\n"
     for head in (
         b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",

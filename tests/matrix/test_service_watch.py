@@ -1,4 +1,4 @@
-"""`watch` against a recorded index: wheels whose transformers and torch are a few lines, and pages of them."""
+"""`watch` against a recorded index: its wheels of transformers and torch have a few lines each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_GPU = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
 
 
 class Local:
-    """A server of one handler, in a thread."""
+    """A server with one handler, in a thread."""
 
     def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ def send(handler: BaseHTTPRequestHandler, status: int, content: bytes = b"", kin
 
 
 class Listener(Local):
-    """A webhook, or a service: what it was told, and the answers that it gives, the last for ever."""
+    """A webhook or service that records its requests and gives its `answers` in order, repeating the last one."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any, dict[str, str]]] = []
@@ -90,7 +90,7 @@ def listener() -> Iterator[Listener]:
 
 
 class Watched(Local):
-    """A project, and the index it is watched by: its pages are those of its folder of wheels."""
+    """A project and the index that it watches, which serves the project's folder of wheels."""
 
     def __init__(self, small: Small) -> None:
         super().__init__(self._answer)
@@ -152,7 +152,7 @@ class Watched(Local):
 
     @property
     def report(self) -> dict[str, Any]:
-        """The newest."""
+        """The newest report."""
         with self.small.store as store:
             found: dict[str, Any] = json.loads(kept(store, NEWS)[0].content)
             return found
@@ -160,7 +160,7 @@ class Watched(Local):
 
 @pytest.fixture
 def watched(small: Small, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """With a shim of its own in place of ours, whose seams these releases don't have."""
+    """A watched project with its own shim, because these releases don't have the seams of ours."""
     seam = Seam("transformers.loading:load", ("implementation",))
     shims = [Shim("loader", "transformers", ">=5", "for tests", (seam,), lambda originals: originals)]
     for module in (lookup, watch):
@@ -186,7 +186,7 @@ def test_what_is_there_at_the_first_look_is_not_new(watched: Watched) -> None:
     with watched.small.store as store:
         assert store.runs() == []
         assert seen(store, "transformers") == {"5.0.0", "5.1.0"}
-        assert seen(store, "flash-attn-4") == {"4.0.0b5"}  # it has pre-releases alone
+        assert seen(store, "flash-attn-4") == {"4.0.0b5"}  # it has only pre-releases
 
 
 def test_a_new_release_is_read_into_the_atlas_and_runs_against_everything(watched: Watched) -> None:
@@ -203,7 +203,7 @@ def test_a_new_release_is_read_into_the_atlas_and_runs_against_everything(watche
         cells = [cell.name for cell in store.summary(run.id)]
         assert sorted(cells) == sorted(
             [
-                # The newest against everything, and everything against it.
+                # The new releases with every other release.
                 *(name(release, "2.12.0") for release in ("5.0", "5.1", "5.1.1", "5.2.0")),
                 *(name(release, "2.11") for release in ("5.1.1", "5.2.0")),
             ]
@@ -241,7 +241,7 @@ def test_what_broke_is_told_by_exit_code_feed_and_webhook(watched: Watched, list
         root = ET.fromstring(feed.atom(feed.entries(store), "https://matrix.example/"))
     atom = "{http://www.w3.org/2005/Atom}"
     assert [element.text for element in root.iterfind(f"{atom}entry/{atom}title")] == [report["title"]]
-    # The next release that fails as this one did hasn't broken it.
+    # A release that fails like the one before it didn't break the cell.
     watched.publish("transformers", "5.3.0", right=False)
     done = watched.watch()
     assert (done.returncode, watched.report["failed"][0]["broke"]) == (0, False)
@@ -297,7 +297,7 @@ def test_a_suite_runs_in_the_last_cell_of_each_release_that_it_watches_for(
         "transformers 5.2.0, transformers 5.3.0 (types): 1 of 2 cells broke",
     ]
     assert watched.report["failed"][0]["kind"] == "wrong"
-    # What was wrong with the release before is known of the suite's own runs.
+    # The verdict on the release before comes from the suite's own runs.
     watched.publish("transformers", "5.4.0", right=False)
     assert watched.watch().returncode == 0
     assert (watched.report["failed"][0]["before"], watched.report["failed"][0]["broke"]) == (name("5.3.0"), False)
@@ -381,7 +381,7 @@ def test_a_dry_run_lists_and_keeps_nothing(watched: Watched) -> None:
 def test_what_was_interrupted_is_new_the_next_time(watched: Watched) -> None:
     watched.watch()
     watched.publish("transformers", "5.2.0")
-    # The environments can't be kept, so that the run ends before it has results.
+    # The cache can't be written, so the run ends without results.
     done = watched.watch("--cache", str(watched.small.write("a-file", "")))
     assert done.returncode == 2, done.stdout
     assert watched.watch().returncode == 0
@@ -406,7 +406,7 @@ def test_cells_are_submitted_to_a_service(watched: Watched, listener: Listener) 
 
 
 def test_a_run_of_watch_is_submitted_to_the_real_service(watched: Watched) -> None:
-    """Which takes it if its axes file has the release, and says so if not."""
+    """The service accepts the run if its axes file has the release, and otherwise says that it doesn't."""
     with Store.open(str(watched.small.folder / "matrix.sqlite")) as store:
         axes = watched.small.axes(("5.0", "5.1", "5.2.0"), ("2.11",))
         secret = tokens.add(store, "watch", ["submit"])

@@ -22,7 +22,7 @@ from compat_matrix.results import CellResult
 
 MINORS = ("5.0", "5.1", "5.2", "5.3")
 
-#: Passes, fails and is skipped, as its transformers says.
+#: The release of transformers decides whether the tests pass, fail or are skipped.
 TESTS = """
     import os, time
     import pytest
@@ -46,7 +46,7 @@ def network(small: Small) -> Network:
 
 
 def plain(found: CellResult) -> CellResult:
-    """Without what no two runs share."""
+    """The result without times, addresses and temporary names, which differ between runs."""
     log = re.sub(r"\d+\.\d\ds|0x[0-9a-f]+|kernel-compat-matrix-\w+", "", found.log)
     tests = tuple(dataclasses.replace(one, seconds=0.0) for one in found.tests)
     return dataclasses.replace(
@@ -115,7 +115,7 @@ def test_a_lease_is_renewed_while_its_cell_runs(network: Network) -> None:
 
 
 def test_a_killed_service_goes_on_where_it_was(network: Network) -> None:
-    """Also where its worker is killed before it is back: the result waits in the spool."""
+    """If its worker is killed too before the service is back, the result waits in the upload queue."""
     small = network.small
     small.write("test_it.py", WAITS)
     service = network.serve("--lease", "5")
@@ -230,7 +230,7 @@ def test_what_keeps_a_worker_from_working_is_said(network: Network, tmp_path: Pa
     (small.folder / "matrix" / "pins" / f"{TAG}-tf5.0.txt").unlink()
     assert f"{TAG}-tf5.0" in refused(network.url, "--token-file", str(path))
     with small.store as store:
-        assert store.run(run).state == "running"  # it was given back
+        assert store.run(run).state == "running"  # the cell was given back
     headers = {"authorization": f"Bearer {network.token}"}
     found = requests.post(f"{network.url}/api/v1/runs", json={}, headers=headers, timeout=30)
     assert (found.status_code, f"{TAG}-tf5.0" in found.json()["detail"]) == (422, True), found.text

@@ -53,7 +53,7 @@ def test_a_summary_has_every_planned_cell_in_one_query(store: Store) -> None:
     finally:
         event.remove(Engine, "before_cursor_execute", listener)
     assert len([one for one in asked if one != "BEGIN"]) == 1
-    assert "content" not in asked[-1]  # no log, no message, no environment
+    assert "content" not in asked[-1]  # neither log nor message nor environment is read
     assert [*summary] == CELLS[:4]
     assert [one.state for one in summary.values()] == ["passed", "failed", "unfinished", "excluded"]
     broken = summary[CELLS[1]]
@@ -157,7 +157,7 @@ def test_any_text_is_kept(store: Store) -> None:
     back = store.result(run, CELLS[0])
     assert (back.log, back.pins, back.command, back.environment) == (ODD, ODD, (ODD,), {"device": ODD})
     assert back.tests[0].message == ODD
-    # Where databases refuse it, with what can't be shown anyway replaced.
+    # In columns whose databases refuse such characters, these are replaced.
     plain = ODD.replace("\0", "\N{REPLACEMENT CHARACTER}").replace("\udc80", "?")
     assert back.reason == store.run(run).label == plain
     assert back.tests[0].nodeid == f"test_odd.py::test[{plain}]"
@@ -175,7 +175,7 @@ def test_what_many_share_is_stored_once(tmp_path: Path) -> None:
         tests = [Test(f"tests/test_some.py::test_of_something[{n}]", "passed", n / 7) for n in range(99)]
         tests.append(Test("tests/test_some.py::test_bad", "failed", 0.0, message))
         stored(store, [failed(one, tests=tests) for one in many])
-    assert path.stat().st_size < 1_500_000  # 168 cells with 100 tests; the message alone is 13 MB in all of them
+    assert path.stat().st_size < 1_500_000  # 168 cells with 100 tests; the messages alone would take 13 MB
 
 
 def test_the_newest_verdict_of_each_cell(store: Store) -> None:
@@ -223,7 +223,7 @@ def test_outcomes_and_environments(store: Store) -> None:
     assert store.environment(run, CELLS[3]) == {}
 
 
-# Between stores.
+# Merging and exporting.
 
 
 def test_merge_takes_what_is_missing_and_nothing_twice(store: Store, other: Store) -> None:
@@ -258,7 +258,7 @@ def test_export_writes_one_file_with_just_these(store: Store, tmp_path: Path) ->
         store.export(["gone"], target)
     store.export([second], target)
     assert [one.name for one in target.parent.iterdir()] == ["node.db"]
-    # As it is read from a medium that can't be written.
+    # Opened read-only, as from a read-only medium.
     with Store.open(f"sqlite:///file:{target}?mode=ro&uri=true", create=False) as exported:
         assert [one.id for one in exported.runs()] == [second]
         assert exported.result(second, CELLS[0]) == store.result(second, CELLS[0])
@@ -270,7 +270,7 @@ def test_export_writes_one_file_with_just_these(store: Store, tmp_path: Path) ->
 
 
 def _forked(folder: Path, code: str, *arguments: str) -> Forked:
-    """A process that runs this code in the folder."""
+    """Run this code in the folder, in another process."""
     output = folder / f"process-{len([*folder.glob('process-*')])}"
     return Forked("-c", code, *arguments, folder=folder, output=output)
 
@@ -441,7 +441,7 @@ def test_a_corrupt_database(tmp_path: Path) -> None:
     with Store.open(str(path)) as store:
         run = stored(store, [failed(one) for one in CELLS])
     content = bytearray(path.read_bytes())
-    content[8192:] = os.urandom(len(content) - 8192)  # the schema is in the first pages
+    content[8192:] = os.urandom(len(content) - 8192)  # the schema is in the first two pages
     path.write_bytes(content)
     with pytest.raises(MatrixError, match="corrupt"), Store.open(str(path)) as store:  # noqa: PT012
         store.summary(run)
@@ -458,7 +458,7 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
             store.add(run, passed(CELLS[0]))
 
 
-# Run in a process of its own: the limits stay.
+# Runs in a subprocess, because the limits can't be undone.
 FULL = """
 import dataclasses, os, sys
 from compat_matrix.errors import MatrixError

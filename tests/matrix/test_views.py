@@ -56,7 +56,7 @@ def call(url: str) -> Command:
 
 
 def two_runs(store: Store) -> tuple[str, str]:
-    """One cell of each kind of change; the names say which."""
+    """One cell of each kind of change; the variables name the kinds."""
     same, broke, mended, changed, tests, gone = OLD
     tested = [Test(f"tests/test_it.py::test_{name}", "passed", 0.1) for name in ("a", "b", "c", "d")]
 
@@ -151,7 +151,7 @@ def test_show(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
         "5.23          open        open        open",
     ]
     assert _block(shown, "Python 3.12, FlashAttention-4, GPU")[1].split() == ["5.0", "not", "run"]
-    assert "Python 3.10" not in shown  # nothing there but what excluded
+    assert "Python 3.10" not in shown  # it has only excluded cells
     assert f"1  SEAM  f is gone  (such as {NEW[4]})" in shown
 
 
@@ -283,7 +283,7 @@ def test_diff(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
     assert [one.cell for one in found.changed] == [changed]
     assert [one.cell for one in found.new] == [NEW[2]]
     assert [one.cell for one in found.gone] == [gone]
-    # In `changed`, test_a didn't run the first time: nobody knows whether it broke.
+    # In `changed`, test_a didn't run the first time, so it doesn't count as broken.
     assert found.tests_broke == {tests: ["tests/test_it.py::test_c"]}
     assert found.tests_mended == {tests: ["tests/test_it.py::test_a"]}
     assert call(diff, "old", "new") == 1
@@ -340,7 +340,7 @@ def test_nothing_changed(store: Store, call: Command, capsys: pytest.CaptureFixt
 
 
 class _Page(HTMLParser):
-    """What a page refers to, has for ids, and whether every table says what it is."""
+    """A page's links and ids, and whether every table has a label."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
         assert page.tags.count("h1") == 1
         assert len(set(page.ids)) == len(page.ids)
         assert set(page.labels) <= set(page.ids)
-        for link in page.links:  # works from a file:// URL, and needs no network
+        for link in page.links:  # works from a file:// URL without a network
             file, _, fragment = link.partition("#")
             target = (path.parent / unquote(file)).resolve() if file else path
             assert target.is_file(), f"{path}: {link}"
@@ -553,7 +553,7 @@ def test_compatibility(store: Store, call: Command, tmp_path: Path) -> None:
         f"| 1 | {first} | {store.run(first).started:%Y-%m-%d} |  |  |",
         f"| 2 | {second} | {store.run(second).started:%Y-%m-%d} |  |  |",
     ]
-    with Store.open(str(tmp_path / "elsewhere.db")) as copy:  # the same results, put there in another order
+    with Store.open(str(tmp_path / "elsewhere.db")) as copy:  # the same results, stored in another order
         copy.merge(store, [second])
         copy.merge(store)
         assert compatibility.document(copy, copy.current()) == text

@@ -1,4 +1,4 @@
-"""Wheelhouses and other people's torch, with releases of a few lines that are on no index."""
+"""Wheelhouses, and a torch from another environment, with releases of a few lines that are on no index."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 build_editable = build_wheel
 """
 
-#: Of an sdist: the wheel says what it saw as it was built.
+#: The build backend of an sdist: its wheel records the torch that it was built with.
 LATE_BACKEND = """
 import zipfile
 
@@ -54,7 +54,7 @@ METADATA = "Metadata-Version: 2.2\\nName: flash-attn\\nVersion: 2.8.3\\n"
 
 @pytest.fixture
 def project(small: Small) -> Small:
-    """Pinned, with all its releases in `index`."""
+    """A pinned project whose releases are all in `index`."""
     index = small.folder / "index"
     wheel(index, "torch", "2.11.0", "onlytorch", "both")
     wheel(index, "onlytorch", "1.0")
@@ -89,14 +89,14 @@ def pinned(small: Small, more: str = "", axes: str = "") -> None:
 
 
 def indexed(small: Small) -> dict[str, str]:
-    """Of a machine whose index has it all."""
+    """Environment variables of a machine whose index has every release."""
     config = small.folder / "index.toml"
     config.write_text(f'no-index = true\nfind-links = ["{small.folder / "index"}"]\n', encoding="utf-8")
     return {"UV_CONFIG_FILE": str(config), "UV_OFFLINE": "1", "UV_CACHE_DIR": str(small.folder / "uv")}
 
 
 def offline(small: Small) -> dict[str, str]:
-    """Of a machine that reaches no index and has nothing in a cache."""
+    """Environment variables of a machine without an index and with an empty cache."""
     return {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_CACHE_DIR": str(small.folder / "uv-elsewhere")}
 
 
@@ -138,7 +138,7 @@ def fetched(small: Small, *options: str) -> str:
 
 
 def passed(small: Small, *options: str) -> dict[str, str]:
-    """The logs of the cells of a run that passed, without the index they were fetched from."""
+    """The logs of a run's cells, which must pass without the index they were downloaded from."""
     shutil.rmtree(small.folder / "index")
     done = small.run("run", "--offline", "house", *options, **offline(small))
     results = small.results()
@@ -293,7 +293,7 @@ def test_cells_of_another_torch_are_refused(project: Small, tmp_path: Path) -> N
 
 
 def environment(folder: Path, small: Small, *wheels: str) -> Path:
-    """The Python of a virtual environment of somebody else's."""
+    """The Python of a virtual environment that isn't ours."""
     uv = [sys.executable, "-m", "uv"]
     subprocess.run([*uv, "venv", "--quiet", "--offline", "--python", sys.executable, str(folder)], check=True)
     files = [str(small.folder / "index" / f"{name}-py3-none-any.whl") for name in wheels]

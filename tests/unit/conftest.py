@@ -29,7 +29,7 @@ COMPAT = Path(kernel_compat.__file__).parents[1]
 
 
 class Site:
-    """A folder that is filled as an installer would fill site-packages."""
+    """A folder filled as an installer fills site-packages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,11 +43,11 @@ class Site:
         record: str | bytes | None = "",
         entry_points: Mapping[str, str] | None = None,
     ) -> Path:
-        """Write the files of a distribution and its metadata; a file that is there already is overwritten.
+        """Write the files of a distribution and its metadata; existing files are overwritten.
 
         Args:
-            record: what to write as RECORD instead of the right one; None for no RECORD at all.
-            entry_points: those of the group kernel_compat.shims.
+            record: the content of RECORD instead of the right one; None for no RECORD.
+            entry_points: the entry points of the group kernel_compat.shims.
 
         Returns:
             The folder of the metadata.
@@ -80,9 +80,9 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A site-packages that takes the place of the real one: on sys.path, and the only one that has distributions."""
+    """Replaces the real site-packages: it is on sys.path, and no other folder has distributions."""
     here = Site(tmp_path / "site-packages")
-    # Everything else stays importable: pytest and hypothesis load parts of themselves late.
+    # Other packages stay importable: pytest and hypothesis import some of their modules late.
     rest = tmp_path / "rest"
     rest.mkdir()
     hidden = ("torch", "transformers", "flash", "fa3", "kernel", "nvidia")
@@ -103,7 +103,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Callable[..., Any]:
-    """Run code in an interpreter that has the library and what it needs, but neither torch nor transformers.
+    """Run code in an interpreter with the library and its dependencies, but without torch and transformers.
 
     The code prints JSON, which is returned.
     """
@@ -135,7 +135,7 @@ def bare(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Tests install and register in this process: leave it as it was."""
+    """Undo what a test installs and registers in this process."""
     yield
     from kernel_compat.attention.defaults import installation
 

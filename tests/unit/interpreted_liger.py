@@ -1,6 +1,6 @@
 """liger-kernel's kernels under Triton's interpreter; test_ops_triton.py runs this file where TRITON_INTERPRET is set.
 
-None of them writes into a tensor that others can see: neither inputs nor saved tensors nor gradients.
+No kernel modifies its inputs, saved tensors or incoming gradients in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def require_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
 @pytest.mark.parametrize("factor", [1.0, 0.37])
 @pytest.mark.parametrize("trained", ["hidden weight bias", "hidden", "weight", "bias"])
 def test_cross_entropy(factor: float, reduction: Literal["mean", "sum"], trained: str) -> None:
-    """A head alone is trained, too: without hidden states to differentiate for Liger computes no gradient."""
+    """Liger computes no gradient if the hidden states need none; a head trained alone must get one all the same."""
     torch.manual_seed(0)
     given = {"hidden": torch.randn(10, 16), "weight": torch.randn(37, 16), "bias": torch.randn(37)}
     hidden, weight, bias = given.values()
@@ -80,13 +80,13 @@ def test_no_labels_that_count_give_nan_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_rms_norm(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient that goes two ways, too. There is no libdevice, whose root Liger takes."""
+    """`shared` adds a second use of the gradient. rsqrt is replaced, because the interpreter has no libdevice."""
     monkeypatch.setattr("liger_kernel.ops.rms_norm.rsqrt", lambda x: 1 / tl.sqrt(x))
     torch.manual_seed(0)
     x, weight = torch.randn(5, 64, requires_grad=True), torch.randn(64, requires_grad=True)
 
     def results(kernel: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        other = x * 3  # whose backward is the later one
+        other = x * 3  # its backward runs after the kernel's
         normed = kernel(x * 2, weight)
         return torch.autograd.grad(((normed + other) if shared else normed * other).square().sum(), (x, weight))
 
@@ -98,7 +98,7 @@ def test_rms_norm(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant checkpoints", "checkpoints"])
 @pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
 def test_swiglu(saved: bool, checkpointing: bool | None) -> None:
-    """Also where a regularizer has saved the gate, whose gradient is computed after the kernel's."""
+    """`saved` adds a regularizer that saves the gate and whose backward runs after the kernel's."""
 
     def results(kernel: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
@@ -118,7 +118,7 @@ def test_swiglu(saved: bool, checkpointing: bool | None) -> None:
 
 
 def rotary_inputs() -> tuple[Tensor, ...]:
-    """Query and key in the layout that a projection has, in which Liger rotates in place."""
+    """Query and key as projections return them; Liger rotates this layout in place."""
     torch.manual_seed(0)
     query, key = torch.randn(2, 5, 4, 8).transpose(1, 2), torch.randn(2, 5, 2, 8).transpose(1, 2)
     cos, sin = torch.randn(2, 2, 5, 4).repeat(1, 1, 1, 2)
@@ -127,13 +127,13 @@ def rotary_inputs() -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("layout", ["by position", "by head"])
 def test_rotary(layout: str) -> None:
-    """Also where the rotated query is added to another tensor, which gets the same gradient."""
+    """The rotated query is added to another tensor, which gets the same gradient tensor."""
     query, key, cos, sin = rotary_inputs()
     if layout == "by head":
         query, key = (x.detach().contiguous().requires_grad_() for x in (query, key))
 
     def results(kernel: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        other = query * 3  # whose backward is the later one
+        other = query * 3  # its backward runs after the kernel's
         turned = kernel(query, key, cos, sin)
         loss = (turned[0] + other).square().sum() + turned[1].sin().sum()
         return *turned, *torch.autograd.grad(loss, (query, key))
@@ -174,7 +174,7 @@ KERNELS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Te
 
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_nothing_that_others_can_see_is_written_into(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs, saved tensors, results and gradients; so a second backward gives the same, and a second derivative is refused."""
+    """The inputs, saved tensors, results and gradients: a second backward is equal, a second derivative is refused."""
     monkeypatch.setattr("liger_kernel.ops.rms_norm.rsqrt", lambda x: 1 / tl.sqrt(x))
     make, inputs_of = KERNELS[name]
     inputs, kernel = inputs_of(), make()
@@ -227,7 +227,7 @@ def test_a_dtensor_s_gate_is_local(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", [False, True], ids=["", "saved"])
 def test_geglu(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a regularizer has saved the gate, and twice over one graph, too."""
+    """`saved` adds a regularizer that saves the gate; the graph has two backwards."""
     monkeypatch.setattr("liger_kernel.ops.geglu.tanh", lambda x: 2 / (1 + tl.exp(-2 * x)) - 1)
     torch.manual_seed(0)
     given = [torch.randn(5, 64, requires_grad=True) for _ in range(2)]
@@ -298,7 +298,7 @@ fused_moe = pytest.mark.skipif(find_spec("liger_kernel.ops.fused_moe") is None, 
 
 
 def experts_inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """With ids of no expert's, and an expert that nobody chooses."""
+    """Includes ids of no expert (-1 and 6), and an expert to which no token is routed."""
     torch.manual_seed(0)
     index = torch.tensor([[0, 1, 4], [5, 2, 0], [6, -1, 6], [4, 5, 1], [2, 6, 0]])
     sizes = ((5, 32), (5, 3), (6, 2 * 48, 32), (6, 32, 48))

@@ -22,7 +22,7 @@ from kernel_compat.ops.kernels.triton_swiglu import swiglu_backward
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
 
-#: What opcheck is asked for; the rest is about autograd, which is not the operators' business.
+#: The tests of opcheck to run; the others test autograd, which the operators don't implement.
 PROMISES = ("test_schema", "test_faketensor")
 
 
@@ -66,7 +66,7 @@ thorough = settings(max_examples=8, deadline=None)
 @pytest.mark.parametrize("shape", [(0, 3), (5,), (2, 3, 700)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_backward(dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> None:
-    """Rounded once, from float32; its inputs stay as they are."""
+    """The gradients are computed in float32 and rounded once; the inputs are not modified."""
     gate, up, gradient = inputs = [laid_out(torch.randn(shape).to(dtype), layout) for _ in range(3)]
     before = [x.clone() for x in inputs]
 
@@ -105,7 +105,7 @@ every_formula = pytest.mark.parametrize(
 def test_rms_norm_is_eagers_to_the_bit(
     dtype: torch.dtype, weight_dtype: torch.dtype, offset: bool, casting: str
 ) -> None:
-    """Of integers, whose sum of squares is the same in any order."""
+    """Exact for integers, whose sum of squares is the same in any order."""
     x = torch.randint(-9, 10, (4, 256)).to(dtype)
     x[0] = 0
     weight = torch.randn(256).to(weight_dtype)
@@ -157,7 +157,7 @@ def test_rms_norm_gradients_are_rounded_once(dtype: torch.dtype, offset: bool, c
 @every_formula
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rms_norm_weight_gradient_of_a_row_is_eagers_to_the_bit(dtype: torch.dtype, offset: bool, casting: str) -> None:
-    """A product of what the forward multiplies the weight by, rounded where the forward rounds it."""
+    """The output's gradient times the normalized input, which is rounded where the forward rounds it."""
     x, weight = torch.randint(-9, 10, (1, 64)).to(dtype), torch.randn(64, requires_grad=True)
     outs = (
         norm(x, weight)
@@ -191,7 +191,7 @@ def test_rms_norm_of_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("rows", [1, 6, 17])
 def test_rms_norm_shares_rows_out(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Each program has several rows, the last one fewer."""
+    """Each program processes several rows, the last one fewer."""
     monkeypatch.setattr(triton_rms_norm, "_WARPS", 4)
     x, weight = torch.randn(rows, 33, requires_grad=True), torch.randn(33, requires_grad=True)
     grad = torch.randn(rows, 33)
@@ -215,7 +215,7 @@ def test_rms_norm_in_a_graph() -> None:
 
 
 def test_rms_norm_operators() -> None:
-    """Their shapes, dtypes and strides are those they promise to a compiler."""
+    """The results have the shapes, dtypes and strides that the fake implementations return."""
     x, weight = torch.randn(4, 3, 10).bfloat16().transpose(0, 1), torch.randn(10)
     torch.library.opcheck(triton_rms_norm._forward_op, (x, weight, 1e-6, True, False), test_utils=PROMISES)
     out, rstd = triton_rms_norm._forward(x, weight, 1e-6, True, False)
@@ -294,7 +294,7 @@ def test_rotary_is_eagers_to_the_bit(
     dtype: torch.dtype,
     cos_dtype: torch.dtype,
 ) -> None:
-    """Gradients too, and also where the two halves of cos differ."""
+    """The gradients are equal too, also for a cos whose two halves differ."""
     batch, length, kv_heads = sizes
     query = laid_out(torch.randn(batch, length, heads, 2 * half + rest).to(dtype), layout).transpose(1, 2)
     key = laid_out(torch.randn(batch, kv_heads, length, 2 * half + rest).to(dtype), layout)
@@ -321,7 +321,7 @@ def test_rotary_keeps_the_layout_and_its_input() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rotary_shares_heads_out(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    """Several programs a position, and one row of angles for the whole batch or one for each."""
+    """Several programs per position; one row of angles for the whole batch or one for each sequence."""
     monkeypatch.setattr(triton_rotary, "_TILE", 8)
     query, key = torch.randn(2, 7, 3, 8), torch.randn(2, 1, 3, 8)
     cos, sin = torch.randn(2, batch, 3, 6)
@@ -390,7 +390,7 @@ def test_rotary_refuses(change: dict[str, Tensor], error: type[Exception], match
 
 
 def test_rotary_of_angles_that_would_need_a_gradient() -> None:
-    """Where none is computed, they don't matter."""
+    """Accepted where no gradient is computed."""
     with torch.no_grad():
         angle = torch.ones(1, 3, 6, requires_grad=True)
         rotary_pos_emb(torch.ones(1, 2, 3, 8), torch.ones(1, 1, 3, 8), angle, angle)
@@ -400,7 +400,7 @@ def test_rotary_of_angles_that_would_need_a_gradient() -> None:
 
 
 def exact_loss(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """The formula in float64; with `dtype`, of probabilities rounded to it. Of equal ones the first is chosen."""
+    """The formula in float64, with probabilities rounded to `dtype`. Of equal probabilities the first is chosen."""
     weights = [torch.ones(len(layer)) if mask is None else mask.reshape(-1) for layer in logits]
     weight = torch.cat(weights).double()[:, None]
     probability = torch.cat([layer.double() for layer in logits]).softmax(-1)
@@ -413,7 +413,7 @@ def exact_loss(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None, dtyp
 
 
 def distinct(rows: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Logits whose probabilities differ also when they are rounded."""
+    """Logits whose probabilities still differ after rounding."""
     step = 8.0 / experts if dtype == torch.float32 else 0.05
     return (torch.rand(rows, experts).argsort(-1) * step).to(dtype)
 
@@ -455,7 +455,7 @@ def test_load_balancing_of_any_shape(
 @pytest.mark.parametrize(("experts", "top_k"), [(60, 4), (7, 7)])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_load_balancing_in_half_precision(dtype: torch.dtype, experts: int, top_k: int, masked: bool) -> None:
-    """The forward of rounded probabilities, the gradient rounded once."""
+    """The forward uses rounded probabilities; the gradient is rounded once."""
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]) if masked else None
     logits = tuple(distinct(10, experts, dtype).requires_grad_() for _ in range(3))
     found = load_balancing_loss(logits, experts, top_k, mask)
@@ -473,7 +473,7 @@ def test_load_balancing_in_half_precision(dtype: torch.dtype, experts: int, top_
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_load_balancing_is_upstreams(dtype: torch.dtype, masked: bool) -> None:
-    """Of the release that is installed. Until 5.15 it rounds each expert's mean, and always the gradient on its way."""
+    """Compared with the installed release, which rounds each expert's mean until 5.15, and always the gradients."""
     module = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", exc_type=ImportError)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]) if masked else None
     logits = tuple(distinct(10, 60, dtype).requires_grad_() for _ in range(2))
@@ -488,12 +488,12 @@ def test_load_balancing_is_upstreams(dtype: torch.dtype, masked: bool) -> None:
 
 
 def test_load_balancing_of_equal_probabilities() -> None:
-    """The first ones are chosen, as torch.topk does on CUDA."""
+    """Of equal probabilities the first are chosen, as torch.topk does on CUDA."""
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]] * 3)
     found = load_balancing_loss((logits,), 6, 2)
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found.double(), exact_loss((logits,), 2, None))
-    # Different in float32 and equal in bfloat16: all but the first expert have one probability.
+    # The probabilities differ in float32; in bfloat16 all but the first expert's are equal.
     half = torch.tensor([[1.0, 0.0, 0.0009765625, -0.0009765625]]).bfloat16()
     assert len(set(half.softmax(-1).flatten().tolist())) == 2
     _, slope = triton_load_balancing._forward([half], None, 2, True)
@@ -511,7 +511,7 @@ def test_load_balancing_of_layers_of_different_lengths() -> None:
 
 @pytest.mark.parametrize("mask", [torch.zeros(2, 3), None], ids=["all padding", "no tokens"])
 def test_load_balancing_of_nothing_is_nan(mask: Tensor | None) -> None:
-    """As upstream's mean of nothing."""
+    """Upstream's loss is nan as well: it takes the mean of an empty tensor."""
     found = load_balancing_loss((distinct(0 if mask is None else 6, 5).requires_grad_(),), 5, 2, mask)
     assert isinstance(found, Tensor)
     assert found.isnan()

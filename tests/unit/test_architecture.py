@@ -1,6 +1,6 @@
-"""docs/architecture.md is true: its list of global state is the state that the library's modules have.
+"""The list of global state in docs/architecture.md is the state that the library's modules have.
 
-`test_shims` checks its table of modules, which is generated.
+`test_shims` checks the page's table of modules, which is generated.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import kernel_compat
 LIBRARY = Path(kernel_compat.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
-#: Calls whose results don't change (`operator` makes custom operators of torch). Names in capitals are constants, whatever they
-#: are made by.
+#: Calls whose results don't change (`operator` creates custom operators of torch). Names in capitals are constants,
+#: whichever call creates them.
 UNCHANGING = {"frozenset", "re.compile", "MappingProxyType", "TypeVar", "logging.getLogger", "operator"}
 
 

@@ -24,7 +24,7 @@ NEWEST = "4.0.0b36"
 
 
 def environment(*devices: Device, **versions: str) -> Environment:
-    """One with torch and these packages, ``flash_attn_4="4.0.0b36"``."""
+    """An Environment with torch and these packages, such as ``flash_attn_4="4.0.0b36"``."""
     packages = {"torch": "2.15.0", **{name.replace("_", "-"): version for name, version in versions.items()}}
     imports = {SHIPS[name][0]: (name,) for name in packages}
     return Environment(packages=packages, imports=imports, devices=devices)
@@ -88,7 +88,7 @@ def test_older(version: str, bound: str, expected: bool) -> None:
 
 
 def test_limits() -> None:
-    """By version, by GPU, by both; of an unknown version the newest is assumed, and of several GPUs the least able counts."""
+    """By version, GPU or both; an unknown version counts as the newest, several GPUs as the least capable one."""
     limits = (
         Limit({"softcap": False}, before="2"),
         Limit({"sinks": False}, capabilities=(12,)),
@@ -138,7 +138,7 @@ def test_gradients_of_sinks(device: Device, version: str, gradients: bool) -> No
 
 
 def test_before_4_0_0b9() -> None:
-    """A backward without softcap, and none that is deterministic on sm_90 before 4.0.0b5."""
+    """No backward with softcap; before 4.0.0b5 no deterministic backward on sm_90 either."""
     training = {"softcap", "backward", "deterministic"}
     assert fa4("4.0.0b9", H100).lacking(training) == []
     assert fa4("4.0.0b8", H100).lacking(training) == ["gradients of softcap"]
@@ -191,11 +191,11 @@ def test_the_ladder_goes_by_version_and_gpu() -> None:
     assert usable(RTX5090, "4.0.0b30") is False
 
 
-# what the adapter does with them
+# how the adapter applies the features
 
 
 def adapted(features: Features, package: Provider = FLASH_ATTN_4) -> tuple[Functions, list[dict[str, Any]]]:
-    """The functions of a package with these features, on the CPU, over one that records its calls."""
+    """The adapted functions of a package with these features, on the CPU, and the calls that the package gets."""
     calls: list[dict[str, Any]] = []
 
     def varlen(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -228,7 +228,7 @@ def adapted(features: Features, package: Provider = FLASH_ATTN_4) -> tuple[Funct
     ],
 )
 def test_head_dimensions(version: str, device: Device, given: tuple[int, int], padded: tuple[int, int] | None) -> None:
-    """Those that the package takes are given to it, others padded to the next that it takes, and the rest refused."""
+    """Supported ones are passed unchanged, others are padded to the next supported one, and the rest are refused."""
     functions, calls = adapted(fa4(version, device))
     q, v = torch.ones(1, 3, 2, given[0]), torch.ones(1, 3, 2, given[1])
     if padded is None:

@@ -1,4 +1,4 @@
-"""Wrong kernels are found out, right ones are not accused, and whatever isn't usable says why."""
+"""`check` reports wrong kernels, passes right ones, and says why a name isn't usable."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ PADDED_OR_PACKED = {case.name for case in check.CASES if case.layout != "batch"}
 
 
 def kernel(change: Callable[..., Any]) -> SimpleNamespace:
-    """Functions of which `change(function, q, k, v, **keywords)` makes something else than the reference, whose features
-    they declare."""
+    """A kernel that declares the reference's features and returns `change(reference_function, q, k, v, **keywords)`."""
 
     def dense(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
         return change(reference.flash_attn_func, q, k, v, **keywords)
@@ -81,7 +80,7 @@ def test_tolerances_leave_room_for_rounding(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_torchs_own_kernel_is_right_in_every_case(dtype: str) -> None:
-    """In those that this torch's signature has, by what stands in for its CUDA kernel."""
+    """In the cases that the installed torch's signature supports; a stand-in replaces its CUDA kernel."""
     with cpu_flash_attention():
         known = kernel_compat.known_kernels()["flash_attention_torch"]
         subject = check._Subject("mine", Kernel(known.name, known.providers))
@@ -95,7 +94,7 @@ def test_torchs_own_kernel_is_right_in_every_case(dtype: str) -> None:
 
 
 def test_torchs_own_kernel_is_not_usable_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it loads."""
+    """The kernel loads all the same."""
     monkeypatch.setattr("kernel_compat.environment._devices", lambda: ())
     (result,) = check.run(["flash_attention_torch"]).names
     assert (result.verdict, result.reasons) == ("not usable", ("no CUDA device is visible",))
@@ -153,7 +152,7 @@ def not_a_number(function: Any, q: Any, k: Any, v: Any, **keywords: Any) -> Any:
 def test_a_wrong_kernel_is_found_out(change: Callable[..., Any], cases: set[str], what: str) -> None:
     result = check_kernel(kernel(change))
     assert result.verdict == "WRONG"
-    # A causal window is causal by its right side too.
+    # A causal window is also causal through its right limit of 0.
     assert having(result, "WRONG") == cases
     assert having(result, "right") == ALL - cases
     assert all(what in case.reason for case in result.cases if case.verdict == "WRONG")

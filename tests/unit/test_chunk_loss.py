@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks against torch's, which has all logits at once."""
+"""Chunked cross-entropy against torch's, which computes all logits at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernel_compat.ops.kernels import chunk_loss as module
 from kernel_compat.ops.kernels.chunk_loss import chunk_loss, chunk_size
 from kernel_compat.ops.losses.lazy import Pointwise
 
-#: Gemma 2's, and Cohere's.
+#: The pointwise operations on the logits in Gemma 2 and in Cohere.
 SOFTCAP = (Pointwise("over", 3.0), Pointwise("tanh"), Pointwise("times", 3.0))
 SCALE = (Pointwise("times", 0.25),)
 
@@ -91,7 +91,7 @@ def test_any_shape(tokens: int, hidden: int, vocabulary: int, ignored: float, ig
     found = chunk_loss(x, weight, labels, bias=bias, ignore_index=ignore)
     wanted = expected(x, weight, bias, labels, "mean", (), ignore)
 
-    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13, equal_nan=True)  # of no tokens the mean is nan
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13, equal_nan=True)  # the mean over no tokens is nan
     for one, other in zip(gradients(found, x, weight, bias), gradients(wanted, x, weight, bias), strict=True):
         if not wanted.isnan():
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
@@ -108,7 +108,7 @@ def test_half_precision_rounds_where_a_linear_layer_and_a_float32_loss_do(dtype:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
     for one, other in zip(gradients(found, x, weight, bias), gradients(wanted, x, weight, bias), strict=True):
         assert one.dtype == other.dtype == dtype
-        # Each chunk's part of the weight's gradient is rounded, of which there are three.
+        # The weight's gradient is a sum over three chunks, each of which is rounded.
         torch.testing.assert_close(
             one, other, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps * float(other.abs().max())
         )
@@ -165,7 +165,7 @@ def test_tokens_that_do_not_count_may_be_anything() -> None:
 
 
 def test_small_gradients_of_likely_tokens_are_not_lost() -> None:
-    """1 - p is 4e-4, which bfloat16 has, where it doesn't have p."""
+    """bfloat16 can represent 1 - p, about 3e-4, but rounds p to 1."""
     x = torch.tensor([[8.0]], dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16)
     labels = torch.tensor([0])

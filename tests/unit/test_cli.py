@@ -1,4 +1,4 @@
-"""The command line, in this process; in one of its own where that is the point: imports, pipes, broken environments."""
+"""The command line, in this process; in a subprocess where imports, pipes or broken environments are tested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_transformers = pytest.mark.skipif(
     reason="transformers is not installed",
 )
 
-#: A framework that registers names when it is imported, the second one wrong: it ignores causality.
+#: A framework that registers names when it is imported; its second kernel is wrong: it ignores causality.
 FRAMEWORK = """
 from types import SimpleNamespace
 from kernel_compat import register_attention
@@ -56,7 +56,7 @@ Cli = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The command line in this process, with environment variables of its own."""
+    """The command line in this process, with its own environment variables."""
     monkeypatch.setattr(sys, "path", [*sys.path])  # --import adds the current folder
 
     def run(*arguments: str, **environment: str) -> Done:
@@ -78,7 +78,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def process(*arguments: str, paths: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
+    """The command line in a subprocess."""
     search = [str(path) for path in paths] + [p for p in [os.environ.get("PYTHONPATH")] if p]
     return subprocess.run(
         [sys.executable, "-m", "kernel_compat", *arguments],
@@ -106,7 +106,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def bare_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The command line where neither torch nor transformers nor any metadata is to be found."""
+    """The command line in an environment without torch, transformers and metadata."""
     site = tmp_path / "site"
     bare_site.make(site)
 
@@ -122,7 +122,7 @@ def bare_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-#: Prints, for each form of output, the exit codes and the top-level modules that are loaded after them.
+#: Prints the exit codes and the top-level modules loaded afterwards, for each output format.
 IMPORTED = """
 import contextlib, io, json, sys
 from kernel_compat.cli import main
@@ -145,7 +145,7 @@ print(json.dumps(found))
 
 
 def test_what_runs_nothing_imports_nothing_heavy() -> None:
-    """Neither frameworks nor, without a terminal, rich; in a process that has imported nothing yet."""
+    """In a new process: no framework is imported and, without a terminal, neither is rich."""
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for codes, imported in json.loads(done.stdout).values():
@@ -170,7 +170,7 @@ def test_status_tells_the_environment_the_shims_and_the_names(run: Cli) -> None:
     assert list(names) == list(kernel_compat.known_kernels())
     text = run("status").stdout
     for shim in found["shims"]:
-        # Where nobody resizes the window a row is a line, however long its reason.
+        # Without a terminal each row is one line, however long its reason.
         (line,) = [line for line in text.splitlines() if line.split()[:1] == [shim["name"]]]
         assert shim["reason"] in line
         assert (f"Delete when {shim['delete_when']}" in line) == (shim["state"] == "pending")
@@ -245,7 +245,7 @@ def test_check_without_torch_says_what_to_install(bare_cli: Callable[..., Any]) 
 @needs_torch
 def test_check_without_transformers_still_runs_kernels(tmp_path: Path, bare_cli: Callable[..., Any]) -> None:
     hidden = module(tmp_path / "hide", "sitecustomize", "")
-    # torch needs a site-packages of its own: all of the real one but transformers.
+    # torch must lie in a site-packages: link everything of the real one except transformers.
     real = Path(importlib.util.find_spec("torch").origin).parents[1]  # type: ignore[union-attr, arg-type]
     for item in real.iterdir():
         if not item.name.startswith(("transformers", "kernel_compat", "_kernel_compat", "__editable__")):
@@ -459,7 +459,7 @@ def test_the_progress_bar_goes_to_a_terminal_alone(
         try:
             while chunk := os.read(leader, 4096):
                 shown.extend(chunk)
-        except OSError:  # Linux reports the end of a terminal that nobody holds open any more as an error
+        except OSError:  # Linux raises an error once the other end of the terminal is closed
             pass
 
     reader = threading.Thread(target=read)
@@ -479,7 +479,7 @@ def test_the_progress_bar_goes_to_a_terminal_alone(
 
 @pytest.mark.parametrize("arguments", [("status",), ("status", "--json"), ("explain", "flash_attention_reference")])
 def test_a_reader_that_stops_reading_is_no_error(arguments: tuple[str, ...]) -> None:
-    """As `kernel-compat status | head -1`."""
+    """As in `kernel-compat status | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     run = subprocess.run(

@@ -90,7 +90,7 @@ def test_fa4_installed_after_fa2(site: Any, fa2: dict[str, str]) -> None:
     found = Environment.detect()
     assert found.problems == ()
     assert set(found.imports["flash_attn"]) == {"flash-attn", "flash-attn-4"}
-    assert found.imports["flash_attn.cute"][0] == "flash-attn-4"  # whose files are on disk
+    assert found.imports["flash_attn.cute"][0] == "flash-attn-4"  # its files are the ones on disk
     assert reasons("flash_attention_2", found) == []
     assert reasons("flash_attention_4", found) == []
 
@@ -159,7 +159,7 @@ def test_importable_without_metadata(site: Any) -> None:
     found = Environment.detect()
     assert found.imports["torch"] == ()
     assert found.problems == ("torch can be imported but has no metadata, so its version is unknown.",)
-    # It may be right all the same: whoever loads it finds out.
+    # The version may be a supported one: loading finds out.
     assert known_kernels()["flash_attention_reference"].unavailable_because(found) == []
 
 
@@ -184,7 +184,7 @@ def test_metadata_without_an_import(site: Any) -> None:
     ],
 )
 def test_a_damaged_record(site: Any, record: bytes) -> None:
-    """The distribution is believed by its name: what files it has can't be told."""
+    """The distribution counts as installed by its name, because its files are unknown."""
     site.install("torch", "2.11.0", TORCH, record=record)
     site.install("flash-attn", "2.8.3", FA2, record=record)
     site.install("flash-attn-4", "4.0.0b20", FA4, record=record)
@@ -205,7 +205,7 @@ def test_no_record_at_all(site: Any) -> None:
 
 
 def test_an_editable_install(site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its RECORD lists the metadata and a .pth file alone; the package lies elsewhere."""
+    """Its RECORD lists only the metadata and a .pth file; the package is in another folder."""
     checkout = tmp_path / "checkout"
     (checkout / "transformers").mkdir(parents=True)
     (checkout / "transformers" / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public API do what they show."""
+"""The examples in the docstrings of the public API give the results they show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import kernel_compat
 
 pytest.importorskip("torch")
 
-#: The public functions whose use is not plain from their parameters alone.
+#: The public functions whose use isn't clear from their parameters.
 WITH_EXAMPLES = {
     "apply_ops",
     "install",

@@ -1,4 +1,4 @@
-"""torch's varlen_attn as a kernel, on the CPU: real but for what its CUDA kernel computes, which stand_in.py does."""
+"""torch's varlen_attn as a kernel on the CPU: all is real except the CUDA kernel, which stand_in.py replaces."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from kernel_compat.kernels.torch_varlen import _scaled, _write
 
 NAME = "flash_attention_torch"
 RELEASE = Version(torch.__version__).release[:2]
-#: What this torch's kernel can do, by its release: the adapter itself goes by the signature.
+#: Features of the installed torch's kernel, by release; the adapter itself reads the signature.
 WINDOWS = SCALES = RELEASE >= (2, 11)
 PAGES = RELEASE >= (2, 12)
 
-#: Unit roundoff of bfloat16: what rounding once may change, relative to the result.
+#: Unit roundoff of bfloat16: the largest relative error of one rounding.
 U = 2.0**-8
-#: What is left of float32's rounding: sums of up to a hundred products of about 1, in 2^-24.
+#: Bound on float32's rounding errors: sums of up to a hundred products of about 1, each rounded by 2^-24.
 FLOAT32 = 2.0**-16
 
 LEADING = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
@@ -59,13 +59,13 @@ def environment(torch_version: str = torch.__version__, *capabilities: tuple[int
 
 
 def fresh() -> Kernel:
-    """The kernel, not loaded yet; the library's own is loaded once a process."""
+    """The kernel, not loaded yet; the library's own instance is loaded once per process."""
     return Kernel(NAME, known_kernels()[NAME].providers)
 
 
 @pytest.fixture
 def calls() -> Iterator[list[dict[str, Any]]]:
-    """A CPU that has a kernel, and what it is asked for."""
+    """The calls of the stand-in for torch's CUDA kernel, which is registered for the CPU."""
     with cpu_flash_attention() as calls:
         yield calls
 
@@ -88,7 +88,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Varlen:
-    """A `varlen_attn` of a signature, that computes nothing and keeps the arguments and the options it is given."""
+    """A `varlen_attn` with this signature that computes nothing and records its arguments and options."""
 
     def __init__(self, signature: str) -> None:
         scope: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def test_what_the_installed_torch_can_do() -> None:
         {"paged"} if not PAGES else set()
     )
     assert (functions.flash_attn_with_kvcache is not None) is PAGES
-    # What the version let expect while it wasn't imported.
+    # The features that are declared by version, before the import, are the same.
     assert fresh().features_in(environment()).names() == kernel.features.names()
     assert kernel.load(environment()) is functions
 
@@ -134,7 +134,7 @@ def test_what_the_installed_torch_can_do() -> None:
         (TORCH_2_12, True, True),
         (f"{TORCH_2_12}, sinks=None, softcap=0.0", True, True),
         (f"{TORCH_2_12}, **options", True, True),
-        (f"{TORCH_2_11}, seqused_k=None", True, False),  # of no use without a table
+        (f"{TORCH_2_11}, seqused_k=None", True, False),  # useless without block_table
     ],
     ids=["2.10", "2.11", "2.12", "a nightly with more options", "one with any", "half a paged cache"],
 )
@@ -142,7 +142,7 @@ def test_what_the_installed_torch_can_do() -> None:
 def test_the_signature_decides(
     signature: str, window: bool, paged: bool, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the version is: nightlies and vendors' builds have those of other releases."""
+    """The version doesn't matter: nightlies and vendors' builds may have another release's signature."""
     kernel = kernel_over(Varlen(signature), monkeypatch)
     functions = kernel.load(environment(version))
     assert (kernel.features.window, kernel.features.paged) == (window, paged)
@@ -182,7 +182,7 @@ class NoSignature:
 def test_a_signature_that_nobody_has_seen(varlen_attn: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = kernel_over(varlen_attn, monkeypatch)
     declared = kernel.features_in(environment())
-    for _ in range(2):  # no half state: the second answer is the first
+    for _ in range(2):  # no partial state: the second call raises the same error
         with pytest.raises(SeamError) as caught:
             kernel.load(environment())
     error = caught.value
@@ -197,7 +197,7 @@ def test_a_signature_that_nobody_has_seen(varlen_attn: Any, found: str, monkeypa
     assert kernel.load(environment()).flash_attn_with_kvcache is None
 
 
-# what is usable where
+# availability
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_where_it_runs(where: Environment, because: list[str]) -> None:
 
 
 def test_it_loads_without_a_device() -> None:
-    """So that a test or a backend may give another device a kernel."""
+    """So that a test or a backend can provide a kernel for another device."""
     kernel = fresh()
     where = environment()
     assert kernel.unavailable_because(where) == ["no CUDA device is visible"]
@@ -274,7 +274,7 @@ def test_it_loads_without_a_device() -> None:
     ],
 )
 def test_where_it_does_not_load(where: Environment, says: str, is_torch: bool) -> None:
-    """Another torch is advised where that would help."""
+    """The error advises another torch where that helps."""
     with pytest.raises(KernelUnavailableError, match=says) as caught:
         fresh().load(where)
     assert caught.value.kernel == NAME
@@ -310,7 +310,7 @@ def call(functions: Functions, which: str, q: Tensor, k: Tensor, v: Tensor, **op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("which", ["dense", "varlen", *(["paged"] if PAGES else [])])
 def test_the_first_call_on_a_cpu(which: str, dtype: torch.dtype) -> None:
-    """Of any dtype: what is missing is the device."""
+    """With any dtype, the error is about the device."""
     functions = fresh().load(environment())
     q = torch.ones(1, 3, 2, 8, dtype=dtype)
     with pytest.raises(KernelUnavailableError) as caught:
@@ -331,7 +331,7 @@ def test_a_cpu_that_has_a_kernel_has_it_no_longer_than_that() -> None:
         call(functions, "dense", q, q, q)
 
 
-# what it takes
+# supported inputs
 
 
 @pytest.mark.parametrize("which", ["dense", "varlen"])
@@ -413,7 +413,7 @@ def test_determinism_needs_no_warning_where_torch_grants_it(functions: Functions
         call(functions, "dense", q, q, q, deterministic=True)
 
 
-# what varlen_attn is asked for
+# the arguments passed to varlen_attn
 
 SOME = torch.ones(1, 4, 4, 16, dtype=torch.bfloat16)
 FEWER = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
@@ -449,7 +449,7 @@ def test_what_is_asked(
     by_2_11: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Exactly that, and nothing that the signature hasn't."""
+    """Exactly the expected options, and none that the signature lacks."""
     for signature, expected in ((TORCH_2_10, by_2_10), (TORCH_2_11, by_2_11), (TORCH_2_12, by_2_11)):
         varlen_attn = Varlen(signature)
         functions = kernel_over(varlen_attn, monkeypatch).load(environment())
@@ -468,7 +468,7 @@ def test_who_has_windows_where_it_has_not(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UnsupportedFeatureError) as caught:
         call(functions, "dense", SOME, SOME, SOME, window_size=(3, 0))
     assert NAME not in str(caught.value).partition("Kernels that do:")[2]
-    # Another kernel's message names it where its torch has them.
+    # Another kernel's message suggests it where the installed torch supports the feature.
     assert NAME not in instead("flash_attention_2", "window")
     assert NAME not in instead("flash_attention_2", "paged")
     monkeypatch.setattr(Environment, "detect", classmethod(lambda cls: environment("2.12.0")))
@@ -487,7 +487,7 @@ def test_fewer_key_heads_are_announced_where_they_must_be(monkeypatch: pytest.Mo
 
 
 def test_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One where the caller wants the same bits every time, torch's choice where not."""
+    """1 for deterministic calls; otherwise torch chooses."""
     varlen_attn = Varlen(TORCH_2_12)
     functions = kernel_over(varlen_attn, monkeypatch).load(environment())
     for options in ({}, {"deterministic": False}, {"deterministic": True}):
@@ -508,7 +508,7 @@ def test_splits_under_torchs_own_switch(which: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_splits_of_an_activated_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number, whichever: torch 2.15 would take cuDNN without one."""
+    """Always a number: without one torch 2.15 would choose cuDNN."""
     active: list[str | None] = [None]
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[0], raising=False)
     varlen_attn = Varlen(TORCH_2_12)
@@ -529,7 +529,7 @@ def test_splits_of_an_activated_backend(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_lengths_that_are_equal_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By which torch 2.15 knows that they are equal."""
+    """torch 2.15 recognizes equal lengths by the identity of the two tensors."""
     varlen_attn = Varlen(TORCH_2_12)
     functions = kernel_over(varlen_attn, monkeypatch).load(environment())
     longer = torch.ones(1, 5, 4, 16, dtype=torch.bfloat16)
@@ -545,7 +545,7 @@ def test_lengths_that_are_equal_are_one_tensor(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_this_torch_makes_of_it(functions: Functions, calls: list[dict[str, Any]]) -> None:
-    """One level further down: causal, window and splits as they reach the CUDA kernel."""
+    """Causal, window and splits as they reach the CUDA kernel."""
     call(functions, "dense", SOME, FEWER, FEWER, causal=True, deterministic=True, softmax_scale=0.5)
     (asked,) = calls
     assert asked["causal"] is True
@@ -588,11 +588,11 @@ def results(function: Callable[..., Tensor], inputs: list[Tensor], weight: Tenso
 def compare(
     inputs: list[Tensor], ours: Callable[..., Tensor], theirs: Callable[..., Tensor], rounded_query: bool = False
 ) -> None:
-    """Hold bfloat16 against the reference kernel on the same numbers in float64.
+    """Compare bfloat16 with the reference kernel on the same numbers in float64.
 
-    The stand-in computes in float32 and rounds its results to bfloat16, so that each element may be off by one rounding.
-    Where the query is rounded before, and its gradient after, the scores are off by at most U of themselves, which makes
-    it one more U of the norm or so: four are allowed, as `check` does.
+    The stand-in computes in float32 and rounds its results to bfloat16, so each element may be off by one rounding.
+    Rounding the query before, and its gradient after, changes the scores by at most U of themselves, which adds about
+    one U of the norm: four are allowed, as in `check`.
     """
     q_shape, v_shape = inputs[0].shape, inputs[2].shape
     weight = random(*q_shape[:-1], v_shape[-1], seed=9)
@@ -627,7 +627,7 @@ SIZES = {
     "smaller value dimension": Sizes(dim=16, value_dim=8),
     "smaller odd value dimension": Sizes(((4, 9), (6, 6)), dim=20, value_dim=13),
 }
-#: Those which torch 2.10 pads to a multiple of 8, and of whose scale no padding makes a power of two.
+#: The dimensions that torch 2.10 pads to a multiple of 8, where no padding makes the scale a power of two.
 ROUNDED_DIMS = (250,)
 MASKS: list[dict[str, Any]] = [
     {},
@@ -665,7 +665,7 @@ def on(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]
 
 
 def refusal(mask: dict[str, Any], max_q: int, max_k: int) -> str | None:
-    """What is refused: windows, where this torch has none, and one that its kernel would limit to the right by itself."""
+    """The expected refusal: a window, where torch has none, or a window whose right side the kernel would limit."""
     left, right = mask.get("window_size", (-1, -1))
     if not WINDOWS and (left >= 0 or right >= 0):
         return "sliding windows"
@@ -701,13 +701,13 @@ def test_batches(q_len: int, kv_len: int, mask: dict[str, Any], functions: Funct
 
 @pytest.mark.skipif(not WINDOWS, reason="no windows before torch 2.11")
 def test_a_window_without_a_limit_to_the_right(functions: Functions) -> None:
-    """Right up to one query more than the longest sequence has keys; beyond that test_batches sees it refused."""
+    """Right for up to one query more than the longest sequence has keys; test_batches tests that more are refused."""
     inputs, lengths = packed_inputs(Sizes(((9, 1), (3, 8), (5, 4))))
     options = {**lengths, "window_size": (2, -1)}
     compare(inputs, on(functions.flash_attn_varlen_func, **options), on(reference.flash_attn_varlen_func, **options))
 
 
-#: Scales by whether torch 2.10, which takes none, can be given them without rounding the query.
+#: Scales that torch 2.10, which has no scale argument, applies without rounding the query, and other scales.
 EXACT_SCALES = (None, 1 / 12, -1 / 12, 0.25, 0.125, 1.0, -(2.0**-9), 2.0, 64**-0.5, 40**-0.5, 0.0)
 OTHER_SCALES = (0.1, -0.3, 1 / 7, 100**-0.5)
 
@@ -716,7 +716,7 @@ OTHER_SCALES = (0.1, -0.3, 1 / 7, 100**-0.5)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("which", ["dense", "varlen"])
 def test_scales(scale: float | None, causal: bool, which: str, functions: Functions) -> None:
-    """Zero and negative ones included, which torch 2.15 doesn't take."""
+    """Includes zero and negative scales, which torch 2.15 refuses."""
     options = {"softmax_scale": scale, "causal": causal}
     rounded = not SCALES and scale in OTHER_SCALES
     if which == "dense":
@@ -748,7 +748,7 @@ def test_inputs_are_left_as_they_were(functions: Functions) -> None:
 
 
 def test_tokens_behind_the_last_sequence(functions: Functions) -> None:
-    """They belong to none, and change nothing of those that do."""
+    """They belong to no sequence, and don't change the output of the sequences."""
     inputs, lengths = packed_inputs(Sizes(((4, 4), (3, 3))))
     expected = functions.flash_attn_varlen_func(*inputs, **lengths, causal=True)
     longer = [torch.cat([x, random(2, *x.shape[1:], seed=4)]) for x in inputs]
@@ -785,7 +785,7 @@ def test_torch_compile(scale: float | None) -> None:
 
 
 def small_integers(*shape: int, seed: int) -> Tensor:
-    """Whose sums of products are exact in float64, in any order."""
+    """Integers whose sums of products are exact in float64, in any order."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
@@ -804,7 +804,7 @@ def small_integers(*shape: int, seed: int) -> Tensor:
         (128, 1 / 12, 144, 1.0),
         (64, 1 / 12, 144, 1.0),
         (128, 1.0, 256, 16.0),
-        (24, 20**-0.5, 80, 2.0),  # a head dimension of 20, as padded for the kernel
+        (24, 20**-0.5, 80, 2.0),  # head dimension 20, as padded for the kernel
         (40, 40**-0.5, 40, 1.0),
         (40, 36**-0.5, 144, 2.0),
         (96, 192**-0.5, 192, 1.0),
@@ -823,9 +823,9 @@ def test_scores_are_exact_where_a_padding_makes_the_factor_a_power_of_two(
         assert (x[..., dim:] == 0).all()
     dots = torch.einsum("qhd,khd->hqk", q.double(), k.double())
     ours = torch.einsum("qhd,khd->hqk", q_scaled.double(), k_padded.double())
-    assert torch.equal(ours, dots * sign * power)  # bit for bit
-    assert math.isclose(power / math.sqrt(padded), scale, rel_tol=2.0**-51)  # so that this is the scale
-    if math.isqrt(padded) ** 2 == padded:  # whose root is exact
+    assert torch.equal(ours, dots * sign * power)
+    assert math.isclose(power / math.sqrt(padded), scale, rel_tol=2.0**-51)  # the effective scale is the requested one
+    if math.isqrt(padded) ** 2 == padded:  # its root is exact
         assert torch.equal(ours * padded**-0.5, dots * (sign * scale))
 
 
@@ -866,11 +866,11 @@ def test_scores_are_never_off_by_more_than_one_rounding_of_the_query(
     assert torch.equal(v_padded[..., :dim], v.double())
     found = torch.einsum("qhd,khd->hqk", q_scaled, k_padded) / math.sqrt(padded)
     expected = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale
-    # Some padding makes the squared factor a power of four.
+    # Exact if some padding makes the squared factor a power of four.
     squares = [scale * scale * p for p in range(dim, 257, 8)]
     exact = any(math.isclose(square, 4.0 ** round(math.log2(square) / 2), rel_tol=1e-11) for square in squares)
     terms = torch.einsum("qhd,khd->hqk", q.double().abs(), k.double().abs()) * abs(scale)
-    # float16 is denormal below 2^-14, and is rounded by 2^-25 there.
+    # float16 is subnormal below 2^-14, where the rounding error is up to 2^-25.
     denormal = 2.0**-25 * k.double().abs().sum(-1).max() if dtype == torch.float16 else 0.0
     rounding = 0.0 if exact else torch.finfo(dtype).eps / 2 * (1 + 2.0**-12)
     if not exact:
@@ -905,7 +905,7 @@ def test_no_paged_cache_before_2_12(functions: Functions) -> None:
 
 
 class Cache:
-    """Keys and values in pages, within a larger storage of which nothing else may change.
+    """Keys and values in pages of a larger storage, of which nothing else may change.
 
     Args:
         layout: how the pages lie in the storage: one after the other, every other one, heads before tokens, or keys and
@@ -937,7 +937,7 @@ class Cache:
         return self.view(self.storage)
 
     def after(self, lengths: list[int], new: tuple[Tensor, Tensor]) -> Tensor:
-        """The storage as it must be once the new tokens are written behind the others."""
+        """The expected storage after the new tokens are appended."""
         storage = self.storage.clone()
         for pages, tokens in zip(self.view(storage), new, strict=True):
             for row, length in enumerate(lengths):
@@ -958,7 +958,7 @@ class Cache:
 
 
 class Paged(NamedTuple):
-    """What a paged cache is asked with."""
+    """The arguments of a call with a paged cache."""
 
     layout: str
     page_size: int
@@ -973,7 +973,7 @@ LAYOUTS = ("contiguous", "every other page", "heads first", "keys beside values"
 
 @st.composite
 def paged(draw: st.DrawFn, new: tuple[int, int]) -> Paged:
-    """Sequences of any lengths in pages of any order; rows of padding among them, with no length and perhaps no pages."""
+    """Sequences of any lengths in pages in any order, and padding rows with no length and perhaps no pages."""
     page_size, columns, rows = draw(st.sampled_from((1, 2, 3, 8))), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     tokens = min(draw(st.integers(*new)), page_size * columns)
     order = draw(st.permutations(range(rows * columns)))
@@ -986,7 +986,7 @@ def paged(draw: st.DrawFn, new: tuple[int, int]) -> Paged:
         length = draw(st.integers(0, page_size * columns - tokens))
         used = -(-(length + tokens) // page_size)
         pages = list(order[row * columns : (row + 1) * columns])
-        # Behind the pages in use there may be anything: none, or those of others.
+        # Entries after the pages in use may be -1 or another sequence's pages.
         tables.append(pages[:used] + [draw(st.sampled_from((-1, order[0]))) for _ in range(columns - used)])
         lengths.append(length)
     return Paged(draw(st.sampled_from(LAYOUTS)), page_size, tables, lengths, tokens, draw(st.integers(0, 99)))
@@ -1005,7 +1005,7 @@ def test_new_tokens_go_where_they_belong_and_nothing_else_changes(given_: Paged)
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_only_padding(dtype: torch.dtype) -> None:
-    """Of rows that are all padding nothing is written."""
+    """Nothing is written for rows that are all padding."""
     cache = Cache("contiguous", [[0], [1]], 4, 2, 8, seed=0)
     before = cache.storage.clone()
     new = random(2, 1, 2, 8, seed=1)
@@ -1016,7 +1016,7 @@ def test_only_padding(dtype: torch.dtype) -> None:
 
 
 def test_tokens_for_which_there_is_no_page_are_not_written() -> None:
-    """And overwrite nothing of a sequence that fills all of its pages."""
+    """They don't overwrite a sequence that fills all of its pages either."""
     cache = Cache("contiguous", [[0, 1]], 4, 2, 8, seed=0)
     new, before = random(1, 3, 2, 8, seed=1), cache.storage.clone()
     _write(cache.pages[0], new, torch.tensor([8]), cache.table)
@@ -1043,7 +1043,7 @@ def test_a_paged_cache(
     window: tuple[int, int],
     scale: float | None,
 ) -> None:
-    """Against the reference on the gathered keys, row by row; the cache afterwards holds what was written alone."""
+    """Each row against the reference on the gathered keys; nothing but the new tokens is written to the cache."""
     batch = len(asked.lengths)
     cache = Cache(asked.layout, asked.tables, asked.page_size, heads[1], 16, asked.seed)
     q = random(batch, queries, heads[0], 16, seed=asked.seed + 1)
@@ -1098,14 +1098,14 @@ def test_what_the_paged_kernel_is_asked(functions: Functions, calls: list[dict[s
     assert (asked["causal"], asked["window"]) == (True, (-1, 0))
     assert asked["heads"] == (4, 2)
     assert asked["block_table"].tolist() == [[0, -1], [2, 1]]
-    assert asked["num_splits"] == 1  # any other is silently wrong in torch 2.13
+    assert asked["num_splits"] == 1  # every other number gives wrong results in torch 2.13
     paged_call(functions, window_size=(2, 0))
     assert (calls[-1]["causal"], calls[-1]["window"]) == (False, (2, 0))
 
 
 @pytest.mark.parametrize("active", [None, "FA3", "FA4"])
 def test_offsets_of_keys_in_pages(active: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention-2 wants them beside the lengths; its successors refuse them."""
+    """FlashAttention-2 needs offsets besides the lengths; FlashAttention-3 and -4 refuse them."""
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active, raising=False)
     varlen_attn = Varlen(TORCH_2_12)
     paged_call(kernel_over(varlen_attn, monkeypatch).load(environment()))
@@ -1183,7 +1183,7 @@ def test_paged_values_of_another_head_dimension(functions: Functions) -> None:
 
 @needs_pages
 def test_a_paged_window_without_a_limit_to_the_right(functions: Functions) -> None:
-    """The kernel puts the room for keys, here 8, in its place."""
+    """The kernel replaces the missing limit with the capacity for keys, here 8."""
     options: dict[str, Any] = {"k": None, "v": None, "causal": False, "window_size": (2, -1)}
     paged_call(functions, q=random(2, 9, 4, 16, seed=1), **options)
     with pytest.raises(UnsupportedFeatureError, match="without a limit to the right over more queries than keys"):
@@ -1193,7 +1193,7 @@ def test_a_paged_window_without_a_limit_to_the_right(functions: Functions) -> No
 @needs_pages
 @pytest.mark.parametrize("dim", [20, 12, 4])
 def test_a_paged_cache_is_not_padded(dim: int, functions: Functions, calls: list[Any]) -> None:
-    """That would copy all of it."""
+    """Padding would copy the whole cache."""
     cache = Cache("contiguous", [[0, -1], [2, 1]], 4, 2, dim, seed=0)
     q = random(2, 1, 4, dim, seed=1)
     with pytest.raises(

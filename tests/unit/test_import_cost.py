@@ -1,4 +1,4 @@
-"""What is imported when, in a process that begins with nothing, where torch and transformers are installed."""
+"""The modules that each use imports, in a new process where torch and transformers are installed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_framework_is_imported(loaded: dict[str, list[str]], step: str) -> No
 
 
 def test_the_import_loads_nothing_else_of_ours(loaded: dict[str, list[str]]) -> None:
-    """That is what makes it cheap: each part comes with the first use of one of its names."""
+    """Each submodule is imported at the first use of one of its names."""
     first = loaded["nothing but the import"]
     assert [name for name in first if name.startswith("kernel_compat")] == ["kernel_compat"]
     assert not {"packaging", "importlib.metadata", "pynvml", "email"} & set(first)

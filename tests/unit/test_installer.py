@@ -22,7 +22,7 @@ from kernel_compat.patching.swap import Changes
 
 
 class World:
-    """An upstream project with its users, the shims for it, and what is installed: all made for one test."""
+    """An upstream project with its users, the shims for it and an installation, all made for one test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
@@ -158,7 +158,7 @@ def test_names_imported_elsewhere_are_replaced_and_restored(world: World) -> Non
     world.install()
     assert world.user.f is world.upstream.f is not world.originals["f"]
     assert world.user.renamed is world.upstream.g is not world.originals["g"]
-    # Somebody who comes later has our replacement, and gets the original back as well.
+    # A module imported later gets our replacement, and the original once it is uninstalled.
     late = world.module("kc_late", "from kc_upstream import f as late\n")
     world.uninstall()
     assert late.late is world.originals["f"]
@@ -222,7 +222,7 @@ def _new_required_parameter(world: World) -> None:
     ],
 )
 def test_all_or_nothing(world: World, change: Callable[[World], None], found: str) -> None:
-    """The second seam of the first shim doesn't fit: its first seam is left alone, and the other shim applies."""
+    """The second seam of the first shim doesn't fit, so its first seam isn't replaced; the other shim applies."""
     world.points = {"a": shim("one", F, G), "b": shim("two", METHOD)}
     change(world)
     report = world.install()
@@ -289,7 +289,7 @@ def _unneeded_raises(environment: Environment) -> str | None:
     ],
 )
 def test_a_shim_that_is_wrong_in_itself(world: World, changes: dict[str, Any], reason: str) -> None:
-    """Somebody else's mistake: reported, and the others still apply."""
+    """The error is reported, and the other shims still apply."""
     world.points = {"a": shim("one", **changes), "b": shim("two", METHOD)}
     assert states(world.status()) == {"one": "failed", "two": "pending"}
     report = world.install()
@@ -300,7 +300,7 @@ def test_a_shim_that_is_wrong_in_itself(world: World, changes: dict[str, Any], r
 
 
 def test_what_replacing_attributes_can_not_do(world: World) -> None:
-    """It is done when the seams are in place, and undone before they are put back."""
+    """`complete` runs after the seams are replaced, and is undone before they are restored."""
     seen: list[tuple[str, bool]] = []
 
     def complete() -> Callable[[], None]:
@@ -329,7 +329,7 @@ def test_a_completion_that_fails(world: World) -> None:
 
 
 def test_what_others_overwrite_of_a_completion(world: World) -> None:
-    """It is left and named as a seam is, and restored once they have put ours back."""
+    """The value is left and reported like a seam's, and restored once our value is back."""
     table: dict[str, Any] = {"a": 1}
     changes = Changes()
 
@@ -351,7 +351,7 @@ def test_what_others_overwrite_of_a_completion(world: World) -> None:
 
 @pytest.mark.parametrize("error", [TypeError("read only"), KeyboardInterrupt()])
 def test_a_module_that_refuses_to_be_rebound(world: World, error: BaseException) -> None:
-    """No shim of that call is applied: its callers would go on with the original."""
+    """No shim of that call is applied, because the module would go on calling the original."""
 
     class ReadOnly(ModuleType):
         def __setattr__(self, name: str, value: Any) -> None:
@@ -374,7 +374,7 @@ def test_a_module_that_refuses_to_be_rebound(world: World, error: BaseException)
 
 
 def test_an_installation_that_is_interrupted(world: World) -> None:
-    """What was in place by then is whole, and the next call goes on from there."""
+    """A shim applied before the interruption is complete, and the next call applies the rest."""
     presses = [KeyboardInterrupt()]
 
     def interrupted(originals: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -394,7 +394,7 @@ def test_an_installation_that_is_interrupted(world: World) -> None:
 
 
 def test_two_seams_of_one_name_in_a_shim(world: World) -> None:
-    """`replace` is given the originals by name: one of the two would take the other's place."""
+    """`replace` gets the originals by name: one of the two would overwrite the other."""
     other = world.module("kc_upstream_2", "def f(x): return ('other', x)\n")
     world.points = {"a": shim("one", F, Seam("kc_upstream_2:f", ("x",)))}
     report = world.install()
@@ -435,7 +435,7 @@ def test_two_shims_on_one_seam(world: World) -> None:
 
 
 def test_two_shims_on_one_function_under_two_names(world: World) -> None:
-    """Upstream re-exports: undoing the first alone would leave its replacement inside the second's."""
+    """Upstream re-exports: undoing only the first shim would leave its replacement inside the second's."""
     world.points = {"a": shim("one", F), "b": shim("two", Seam("kc_user:f", ("x",)))}
     assert states(world.install()) == {"one": "applied", "two": "failed"}
     assert states(world.install(skip=["one"])) == {"one": "skipped", "two": "applied"}
@@ -522,7 +522,7 @@ def test_a_foreign_patch_is_left_and_named(world: World) -> None:
     assert sorted(left) == ["kc_upstream:Model.method (shim two)", "kc_upstream:f (shim one)"]
     assert world.upstream.f is theirs
     assert world.upstream.Model.method is their_method
-    assert world.user.f is world.originals["f"]  # they patched one name alone
+    assert world.user.f is world.originals["f"]  # they patched only one of the names
     assert world.upstream.g is world.originals["g"]
     assert vars(world.upstream.Model)["of"] is world.originals["of"]
 
@@ -539,7 +539,7 @@ def test_a_foreign_patch_that_is_taken_back_while_we_are_installed(world: World)
 
 
 def test_a_foreign_patch_that_is_taken_back_after_we_have_left(world: World) -> None:
-    """It puts our replacement back: the next call of ours finds it there and restores the original."""
+    """It puts our replacement back: the next uninstall() finds it and restores the original."""
     world.points = {"a": shim("one")}
     world.install()
     with pytest.MonkeyPatch.context() as theirs:
@@ -557,7 +557,7 @@ def test_the_same_before_the_next_install(world: World) -> None:
         theirs.setattr(world.upstream, "f", lambda x: x)
         world.uninstall()
     world.install()
-    assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # once, not twice
+    assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # wrapped once, not twice
     world.uninstall()
     assert world.originals_in_place()
 
@@ -622,7 +622,7 @@ def test_the_order_is_that_of_the_names(world: World) -> None:
 
 
 def test_shims_of_another_project(bare: Callable[..., Any], site: Any) -> None:
-    """Found by its entry point, for a distribution that this library has never heard of."""
+    """Found by its entry point, for a distribution that this library doesn't know."""
     site.install("their-upstream", "3.1", {"their_upstream.py": "def f(x): return x\n"})
     source = (
         "from kernel_compat import Seam, Shim\n"
@@ -643,7 +643,7 @@ def test_shims_of_another_project(bare: Callable[..., Any], site: Any) -> None:
 
 
 def test_a_transformers_that_does_not_import(bare: Callable[..., Any], site: Any) -> None:
-    """torch is missing, say: every name says so, and nothing raises."""
+    """Such as without torch: every name reports the error, and nothing raises."""
     site.install("transformers", "5.23.0", {"transformers/__init__.py": "raise OSError('libtorch.so')\n"})
     code = (
         "import json, kernel_compat as k\n"
@@ -705,7 +705,7 @@ def test_a_with_block_that_can_not_be_entered(world: World) -> None:
 
 
 def test_the_last_of_overlapping_with_blocks_uninstalls(world: World) -> None:
-    """Of two threads the first to enter may be the first to leave: the other is still at work."""
+    """The first of two threads to enter may leave first, while the other is still in its block."""
     world.points = {"a": shim("one")}
     first, second = world.installed(), world.installed()
     first.__enter__()
@@ -744,7 +744,7 @@ def test_many_threads_install_one(world: World) -> None:
     reports: list[Report] = []
     run_in_threads(lambda index: reports.append(world.install()))
     assert all(states(report) == {"one": "applied", "two": "applied"} for report in reports)
-    assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # once, not eight times
+    assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # wrapped once, not eight times
     run_in_threads(lambda index: world.uninstall())
     assert world.originals_in_place()
 
@@ -788,7 +788,7 @@ def test_with_blocks_in_threads(world: World) -> None:
     assert world.originals_in_place()
 
 
-# transformers, by its version alone
+# warnings about the version of transformers
 
 
 OLDEST, *_, NEWEST = releases.minors(releases.TRANSFORMERS)
@@ -817,7 +817,7 @@ def test_an_untested_transformers_warns(
     kernel_compat.install()
     kernel_compat.install()
     messages = [str(warning.message) for warning in recwarn]
-    assert len(messages) == (says is not None)  # once, although called twice
+    assert len(messages) == (says is not None)  # once, although install() is called twice
     if says is not None:
         assert says in messages[0]
         assert version in messages[0]

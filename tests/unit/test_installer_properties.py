@@ -1,4 +1,4 @@
-"""Any order of what people do to seams, checked after every step against a plain model of it."""
+"""Installing, uninstalling and patches by others, in any order, checked after every step against a plain model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kernel_compat.patching.report import Report
 
 HOME, USER = "kc_machine_upstream", "kc_machine_user"
 
-#: Seams by shim. `two` and `three` have one in common: they exclude each other.
+#: Seams by shim. `two` and `three` share a seam, so only one of them can be applied.
 SEAMS = {
     "one": ("f", "g", "Model.method"),
     "two": ("h", "k"),
@@ -76,9 +76,9 @@ class Machine(RuleBasedStateMachine):
         self.installation = Installation(
             discover=lambda: (list(shims), {}), detect=lambda _: Environment(packages={"upstream": "1.0"})
         )
-        #: What upstream has there itself.
+        #: Upstream's own values.
         self.original = {attribute: self.look(attribute) for attribute in ALL}
-        #: Patches of others, the last one on top: (attribute, what they put there, what they found).
+        #: Patches by others, the last one on top: (attribute, the value they set, the value they found).
         self.patches: list[tuple[str, Any, Any]] = []
         self.touched: set[str] = set()
         self.installed = False
@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
             if hasattr(self, "patch"):
                 self.patch.undo()
 
-    # looking
+    # lookups
 
     def owner(self, attribute: str) -> tuple[Any, str]:
         if "." in attribute:
@@ -120,10 +120,10 @@ class Machine(RuleBasedStateMachine):
         return any(attribute == patched for patched, _, _ in self.patches)
 
     def shim_of(self, attribute: str) -> str | None:
-        """Whose replacement is there now."""
+        """The shim whose replacement is in place."""
         return getattr(self.look(attribute), "__dict__", {}).get(MARK)
 
-    # what happens
+    # rules
 
     @rule(skip=st.frozensets(st.sampled_from(tuple(SEAMS))))
     def install(self, skip: frozenset[str]) -> None:
@@ -141,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         left = {entry.partition(" ")[0].partition(":")[2] for entry in report.left_alone}
         assert left <= self.touched
         assert {attribute for attribute in ALL if self.foreign(attribute)} >= left - {
-            # A patch from before install() that is taken back under us leaves what we can't know to be upstream's own.
+            # Undoing a patch from before install() leaves a value that we can't recognize as upstream's own.
             attribute
             for attribute in left
             if self.look(attribute) is self.original[attribute]
@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(attribute=st.sampled_from(ALL), right=st.booleans())
     def foreign_patch(self, attribute: str, right: bool) -> None:
-        """Somebody patches over whatever is there: with a wrapper that fits, or with other parameters."""
+        """Other code patches the attribute: with a wrapper that fits, or with other parameters."""
         found = self.look(attribute)
 
         def theirs(*args: Any) -> None: ...
@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.patches)
     @rule(data=st.data())
     def foreign_patch_undone(self, data: st.DataObject) -> None:
-        """They put back what they found, whatever it was; the last patch of an attribute first."""
+        """Other code restores the value that it found; the last patch of an attribute first."""
         newest = {attribute: index for index, (attribute, _, _) in enumerate(self.patches)}
         self.foreign_undo(data.draw(st.sampled_from(sorted(newest.values()))))
 
@@ -178,7 +178,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(attribute=st.sampled_from(ALL))
     def seam_vanishes(self, attribute: str) -> None:
-        """As a foreigner's patch: whoever removed it may put it back."""
+        """Recorded as a patch by others, because the attribute may be put back."""
         found = self.look(attribute)
         if found is not None:
             self.touched.add(attribute)
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         self.installed = status.installed
         self.skip = frozenset(entry.name for entry in status.shims if entry.state == "skipped")
 
-    # what must hold
+    # invariants
 
     def check(self, report: Report) -> None:
         for entry in report.shims:
@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def all_or_none(self) -> None:
-        """Every seam of an applied shim is its replacement unless a foreigner was at it; of the others, none is."""
+        """Every seam of an applied shim is replaced unless others overwrote it; no seam of the other shims is."""
         if not hasattr(self, "home"):
             return
         status = self.installation.status()
@@ -242,11 +242,11 @@ class Machine(RuleBasedStateMachine):
                     listed = f"{HOME}:{attribute}" in entry.foreign
                     applied = {s.seam.attribute: s for s in self.installation._applied[name].seams}[attribute]
                     assert listed != applied.in_place
-                    # What isn't ours any more was touched by somebody: never by half a step of our own.
+                    # A seam that isn't in place was overwritten by others, never left by an incomplete step of our own.
                     assert applied.in_place or attribute in self.touched
                     assert not applied.in_place or there == name
                 elif there == name:
-                    # Only a foreigner who put back our replacement after we left can have it stand there.
+                    # Our replacement is here only if others put it back after uninstall().
                     assert attribute in self.touched, (name, attribute, entry.state)
         assert not {"two", "three"} <= {name for name, entry in states.items() if entry.state == "applied"}
         for name in self.skip:
@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
         for attribute in ALL:
             if not self.foreign(attribute):
                 assert self.look(attribute) is self.original[attribute], attribute
-        # They patched one module's attribute alone: names imported elsewhere are upstream's again in any case.
+        # Others patch only one module's attribute: names imported elsewhere are upstream's again in any case.
         for name in "fghk":
             assert vars(self.user)[f"also_{name}"] is self.original[name], name
 
@@ -270,6 +270,6 @@ class Machine(RuleBasedStateMachine):
 Machine.TestCase.settings = settings(
     stateful_step_count=20,
     suppress_health_check=list(HealthCheck),
-    phases=[phase for phase in Phase if phase is not Phase.explain],  # it traces every line
+    phases=[phase for phase in Phase if phase is not Phase.explain],  # this phase traces every line
 )
 TestMachine = Machine.TestCase

@@ -33,7 +33,7 @@ KERNELS = (
     "flash_attention_torch",
     "flash_attention_reference",
 )
-#: Those that are packages of their own, and those that need a GPU.
+#: The kernels with a package of their own, and the kernels that need a GPU.
 PACKAGES, ON_CUDA = KERNELS[:3], KERNELS[:4]
 
 
@@ -61,7 +61,7 @@ def reasons(kernel: str, environment: Environment) -> list[str]:
     return known_kernels()[kernel].unavailable_because(environment)
 
 
-# what is usable where
+# availability
 
 
 def test_the_kernels_there_are() -> None:
@@ -97,7 +97,7 @@ def test_compute_capability(kernel: str, capability: tuple[int, int], usable: bo
     if not usable:
         (reason,) = because
         assert "it needs compute capability" in reason
-        assert f"sm_{capability[0]}{capability[1]}" in reason  # what is there
+        assert f"sm_{capability[0]}{capability[1]}" in reason  # what is installed
 
 
 def test_the_needed_capability_is_named() -> None:
@@ -119,7 +119,7 @@ def test_no_device(kernel: str) -> None:
 def test_the_reference_needs_torch_alone() -> None:
     assert reasons("flash_attention_reference", environment(imports=())) == []
     assert reasons("flash_attention_reference", Environment()) == ["torch is not installed"]
-    # A torch without metadata may be right all the same.
+    # A torch without metadata may be a supported one.
     assert reasons("flash_attention_reference", Environment(imports={"torch": ()})) == []
 
 
@@ -163,7 +163,7 @@ def test_fa4_under_the_name_of_fa2() -> None:
     assert reasons("flash_attention_4", alone) == []
 
 
-# which provider of FA3
+# choice of FlashAttention-3's provider
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_the_provider_of_fa3(imports: tuple[str, ...], chosen: str) -> None:
 
 
 def test_an_installed_provider_explains_itself() -> None:
-    """And not the preferred one, which nobody installed."""
+    """The reason is about the installed provider, not about the preferred one."""
     (reason,) = reasons("flash_attention_3", environment(AMPERE, imports=("fa3_fwd_interface",)))
     assert "compute capability" in reason
 
@@ -215,7 +215,7 @@ def test_unavailable_says_what_installs_it(kernel: str, command: str) -> None:
 
 
 class Recorder:
-    """A module of FlashAttention functions that keeps what they were called with."""
+    """A module of FlashAttention functions that records their calls."""
 
     def __init__(self, varlen: Callable[..., Any] | None = None, dense: Callable[..., Any] | None = None) -> None:
         self.flash_attn_varlen_func = varlen
@@ -257,8 +257,8 @@ def test_load(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = kernel.load(HERE)
     assert isinstance(functions, Functions)
     assert kernel.load(HERE) is functions
-    assert kernel.load(Environment()) is functions  # at hand already
-    assert not kernel.features.window  # as its signature says
+    assert kernel.load(Environment()) is functions  # loaded already
+    assert not kernel.features.window  # as in the signature of its function
     assert functions.flash_attn_with_kvcache is None
 
 
@@ -280,7 +280,7 @@ def test_a_package_that_does_not_import(module: str, says: str, tmp_path: Any, m
     assert says in str(caught.value)
     assert "pip install kc-kernel" in str(caught.value)
     monkeypatch.delitem(sys.modules, "kc_kernel_module", raising=False)
-    # It was no verdict for good.
+    # The failure isn't cached.
     (tmp_path / "kc_kernel_module.py").write_text("def flash_attn_varlen_func(q, **kwargs): return q\n")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     import importlib
@@ -308,7 +308,7 @@ def test_refine_lowers_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_features_loaded_are_those_of_the_package_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another version, or on another GPU, the kernel has the features that the provider declares there."""
+    """For another version or GPU, the kernel has the features that the provider declares there."""
     module = SimpleNamespace(flash_attn_varlen_func=lambda q, softcap=0.0: q)
     monkeypatch.setitem(sys.modules, "kc_kernel_module", module)
     features = Features(devices=("cpu",), dtypes=("float32",), softcap=True)
@@ -375,7 +375,7 @@ def test_an_object_becomes_a_kernel() -> None:
 
 
 def test_what_an_object_takes_without_naming_it_is_not_known() -> None:
-    """Its function may ignore it. What the object declares counts."""
+    """The function may ignore such arguments, so only declared features count."""
     optional = {"window", "softcap", "sinks", "dropout", "deterministic"}
     q = torch.randn(1, 3, 2, 4)
 
@@ -426,7 +426,7 @@ def test_a_cache_function_has_features_of_its_own() -> None:
 def test_the_conventions_of_an_object_are_read_off_its_signatures() -> None:
     seen: dict[str, Any] = {}
 
-    def varlen(  # as FA4's
+    def varlen(  # the conventions of FlashAttention-4
         q: Any,
         k: Any,
         v: Any,
@@ -489,7 +489,7 @@ def adapted(
     features: Features | None = None,
     **changes: Any,
 ) -> tuple[Features, Functions, list[dict[str, Any]]]:
-    """Adapt functions with these parameters; what they are called with is recorded."""
+    """Adapt functions with these parameters that record their calls."""
     calls: list[dict[str, Any]] = []
 
     def make(parameters: str | None, default: str) -> Callable[..., Any] | None:
@@ -613,7 +613,7 @@ def test_windows_without_a_limit(which: str, unlimited: int | None) -> None:
     [
         ({"window_size": (2, -1)}, 1, True),
         ({"window_size": (2, None)}, 1, True),
-        ({"window_size": (2, -1)}, 2, False),  # what the kernel puts in its place hides nothing yet
+        ({"window_size": (2, -1)}, 2, False),  # the limit that the kernel sets hides nothing yet
         ({"window_size": (2, -1), "causal": True}, 1, False),
         ({"window_size": (2, 0)}, 1, False),
         ({"window_size": (-1, 2)}, 1, False),
@@ -622,7 +622,7 @@ def test_windows_without_a_limit(which: str, unlimited: int | None) -> None:
     ],
 )
 def test_a_window_without_a_limit_to_the_right(which: str, options: dict[str, Any], kv_len: int, refused: bool) -> None:
-    """Three queries and fewer keys, for a kernel that would put a limit there itself."""
+    """Three queries and fewer keys, for a kernel that sets a right limit by itself."""
     _, functions, calls = adapted(OPTIONS, dense=OPTIONS, handles_unbounded_right_window=False)
     kv = Q[:, :kv_len]
     lengths = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 3, "max_seqlen_k": kv_len}
@@ -658,7 +658,7 @@ def test_a_window_without_a_limit_to_the_right(which: str, options: dict[str, An
 def test_what_it_can_not_honour_is_an_error(
     which: str, option: dict[str, Any], feature: str, named: str, able: str, missing: str
 ) -> None:
-    """Never dropped: whether the package says that it can't, or its function has no such argument."""
+    """An option is refused if the features exclude it or the function lacks the argument; it is never dropped."""
     from dataclasses import replace
 
     everything = Features(softcap=True, sinks=True, devices=("cpu",), dtypes=("float32",))
@@ -678,7 +678,7 @@ def test_what_it_can_not_honour_is_an_error(
     assert "x does not support" in str(error)
     assert "Kernels that do:" in str(error)
     assert able in str(error)
-    run(functions, which)  # without it all is well
+    run(functions, which)  # the same call without the option is right
     assert len(calls) == 1
 
 
@@ -699,7 +699,7 @@ def test_dropout_and_determinism_warn_once(which: str, option: dict[str, Any], s
 
 
 def test_maximum_lengths_are_ints() -> None:
-    """FlashAttention-4 dies of a tensor, and upstream gives one."""
+    """FlashAttention-4 crashes on a tensor, and upstream passes one."""
     _, functions, calls = adapted("")
     longest = torch.tensor(3)
     run(functions, "varlen", max_seqlen_q=longest, max_seqlen_k=longest)
@@ -747,7 +747,7 @@ def test_dense_from_varlen_is_right() -> None:
 @pytest.mark.parametrize("own_value_dim", [False, True])
 @pytest.mark.parametrize("which", ["dense", "varlen"])
 def test_head_dimensions_are_padded(which: str, own_value_dim: bool) -> None:
-    """Up to what the kernel takes, by zeros that change nothing: the scale stays that of what was given."""
+    """Padded with zeros to a supported size; the scale stays the one for the original head dimension."""
     features = Features(
         devices=("cpu",), dtypes=("float32",), head_dim_multiple=8, max_head_dim=None, value_head_dim=own_value_dim
     )
@@ -770,7 +770,7 @@ def test_head_dimensions_are_padded(which: str, own_value_dim: bool) -> None:
         assert call["softmax_scale"] == (5**-0.5 if scale is None else scale)
     fitting = torch.ones(1, 3, 2, 8)
     functions.flash_attn_func(fitting, fitting, fitting)
-    assert calls.pop()["q"] is fitting  # no copy where none is needed
+    assert calls.pop()["q"] is fitting  # not copied, because it fits
 
 
 def test_a_value_head_dimension_above_the_querys() -> None:

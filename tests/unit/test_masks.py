@@ -29,7 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool) -> Te
     return forward.flash_attention(REFERENCE, AttentionCall(q, k, v, causal, mask))
 
 
-# padding of keys, in every form it comes in
+# padding of keys, in every form of mask
 
 
 @st.composite
@@ -56,7 +56,7 @@ def key_masks(draw: st.DrawFn, length: int, most: int = 3) -> Tensor:
 def visible_by_hand(
     keys: Tensor, q_len: int, causal: bool, left: int | None, right: int | None, room: int = 0
 ) -> Tensor:
-    """(batch, q_len, kv_len + room), one pair at a time; the queries are the last ones of the keys."""
+    """The mask (batch, q_len, kv_len + room), computed pair by pair; the queries are at the last keys."""
     batch, kv_len = keys.shape
     out = torch.zeros(batch, q_len, kv_len + room, dtype=torch.bool)
     for b in range(batch):
@@ -73,7 +73,10 @@ def visible_by_hand(
 
 
 def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """(batch, length, heads, dim), in float64, over (batch, q_len, kv_len); a query that sees nothing gets zeros."""
+    """Attention in float64 of (batch, length, heads, dim) with a mask (batch, q_len, kv_len).
+
+    A query that sees no key gets zeros.
+    """
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).nan_to_num(0)
     return torch.einsum("bhij,bjhd->bihd", weights, v)
@@ -108,12 +111,12 @@ limits = st.none() | st.integers(0, 6)
 
 @given(data=st.data())
 def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
-    """Whatever padding, causality and window make is honoured exactly, or, where no kernel can, refused."""
+    """Any mix of padding, causality and window is applied exactly or, where no kernel can apply it, refused."""
     q_len = data.draw(st.integers(1, 6), "q_len")
     kv_len = q_len + data.draw(st.integers(0, 5), "cached")
     keys = data.draw(key_masks(kv_len), "keys")
     causal = data.draw(st.booleans(), "causal")
-    # Keys that are hidden from all may be padding or room: without causality, that of no static cache.
+    # Keys hidden from all queries may be padding or room in a static cache; without causality they are padding.
     room = data.draw(st.integers(0, 8), "room of a static cache") if causal else 0
     left = data.draw(limits, "left")
     right = None if causal else data.draw(limits, "right")
@@ -132,7 +135,7 @@ def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
         refusal = error
     if refusal is not None:
         holes = any("FT" in "".join("FT"[key] for key in row).lstrip("F") for row in keys.tolist())
-        # Ambiguous masks may be refused, but none that models make.
+        # Ambiguous masks may be refused, but no mask that a model makes.
         assert (holes and (left, right) != (None, None)) or one_sided, refusal
         return
     expected = attention_by_hand(q, k, v, visible)
@@ -141,7 +144,7 @@ def test_a_4d_mask_means_the_same(data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
-    """Random masks: the result is right for every query whose key is visible to some query."""
+    """Random masks: each is refused, or the result is right for every query whose key is visible to some query."""
     q_len = data.draw(st.integers(1, 4), "q_len")
     kv_len = q_len + data.draw(st.integers(0, 3), "cached")
     bits = data.draw(st.lists(st.booleans(), min_size=q_len * kv_len, max_size=q_len * kv_len), "visible")
@@ -157,20 +160,20 @@ def test_any_4d_mask_is_honoured_or_refused(data: st.DataObject) -> None:
     assert torch.equal(shown, keys)
     left, right = (None if limit < 0 else limit for limit in reduced.window)
     described = visible_by_hand(shown[:, : reduced.kv_len], q_len, reduced.causal, left, right, kv_len - reduced.kv_len)
-    if reduced.segment_ids is not None:  # padding goes with the sequence before it
+    if reduced.segment_ids is not None:  # padding belongs to the sequence before it
         running = reduced.segment_ids.cummax(1).values
         described &= running[:, :, None] == running[:, None]
     real = torch.ones(1, q_len, dtype=torch.bool)
     if reduced.padded_queries:
         real = shown[:, reduced.kv_len - q_len : reduced.kv_len]
-        # A query is left out if it is padding; padding sees nothing, or the keys that a token there would see.
+        # Only padding queries are left out; their rows are empty, full, or the row of a token in that place.
         alike = (visible == described).all(-1) | ~visible.any(-1) | visible.all(-1)
         assert alike.all(), (visible.int(), reduced)
     assert torch.equal(visible[real], described[real])
 
 
 def test_a_static_cache_with_room_for_more_than_the_queries() -> None:
-    """Queries must not be taken for padding because nothing is behind them yet."""
+    """Queries must not count as padding because no keys follow them yet."""
     visible = torch.zeros(1, 1, 3, 8, dtype=torch.bool)
     visible[..., :3] = torch.ones(3, 3).tril().bool()
     reduced = reduce_mask(visible, 3, 8)
@@ -187,7 +190,7 @@ def test_a_static_cache_with_room_for_more_than_the_queries() -> None:
         (True, None, (True, (-1, -1))),
         (True, 2, (True, (2, 0))),
         (True, 0, (True, (0, 0))),
-        (True, 5, (True, (-1, -1))),  # as wide as the keys: hides nothing
+        (True, 5, (True, (-1, -1))),  # as wide as the keys, so it hides nothing
         (False, 1, (False, (1, 1))),
         (False, None, (False, (-1, -1))),
     ],
@@ -268,7 +271,7 @@ def test_packed_sequences(make: Any, form: str, padded: bool, window: int | None
 
 @pytest.mark.parametrize("make", [strictly_causal, anticausal])
 def test_patterns_that_a_window_may_make(make: Any) -> None:
-    """Right or refused: a window to one side alone is one that kernels have."""
+    """Right or refused: some kernels have windows with only one limit."""
     visible = make()[None]
     q, k, v = tensors(1, 5, 5)
     try:
@@ -312,7 +315,7 @@ def test_a_mask_that_is_longer_than_the_keys_is_cut() -> None:
 
 
 def test_keys_that_a_cache_has_dropped_are_missed() -> None:
-    """Qwen2-MoE's masks up to 4.57 are as long as the text, and its cache keeps a window."""
+    """Qwen2-MoE's masks up to 4.57 cover the whole text, but its cache keeps only a window."""
     longer = torch.ones(1, 1, 3, 8, dtype=torch.bool).tril(5)
     with pytest.raises(ValueError, match="which key each column stands for"):
         reduce_mask(longer, 3, 5)
@@ -334,7 +337,7 @@ def test_padding(data: st.DataObject) -> None:
         return
     assert found is not None
     rows = keys.tolist()
-    # A single query is always there.
+    # A single query is never padding.
     queries = [row[kv_len - q_len :] if padded_queries and q_len > 1 else [True] * q_len for row in rows]
 
     def indices(table: list[list[bool]]) -> list[int]:
@@ -374,7 +377,7 @@ def test_padded_attention(data: st.DataObject) -> None:
     window = data.draw(st.none() | st.integers(1, 6), "sliding window")
     cross = data.draw(st.booleans(), "cross-attention") and not causal and window is None
     if q_len == 1 and not cross:
-        keys[:, -1] = True  # a single query is always there, and so is its own key
+        keys[:, -1] = True  # a single query is never padding, and neither is its own key
     q, k, v = tensors(keys.shape[0], q_len, kv_len + room)
     limit = None if window is None else window - 1
     visible = visible_by_hand(keys, q_len, causal, limit, None if causal else limit, room)
@@ -407,7 +410,7 @@ def packing(ids: Tensor, batch: int, causal: bool) -> Sequences | None:
 
 @given(data=st.data())
 def test_packing(data: st.DataObject) -> None:
-    """Sequences that start at 0, and pieces of cut ones that start later but lower than the last one ended."""
+    """Sequences that start at 0, and parts of cut ones, which start later but below the last position before them."""
     batch = data.draw(st.integers(1, 3), "batch")
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4), "lengths")
     total = sum(lengths)
@@ -424,7 +427,7 @@ def test_packing(data: st.DataObject) -> None:
         rows.append(positions)
         starts += begins
     ids = torch.tensor(rows)
-    assume(bool((ids.amax(1) > 0).all()))  # zeros throughout separate nothing
+    assume(bool((ids.amax(1) > 0).all()))  # positions that are all 0 separate nothing
     form = data.draw(st.sampled_from(["plain", "one row of one dimension", "with three more of Qwen2-VL"]), "form")
     if form == "one row of one dimension":
         assume(batch == 1)
@@ -456,10 +459,10 @@ def test_one_row_of_positions_for_a_batch() -> None:
         (torch.arange(6)[None].repeat(3, 1), 3),
         (torch.arange(6)[None] + 100, 1),  # decoding with a cache
         (torch.tensor([[5]]), 1),
-        (torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]])[:, 1:], 3),  # left padding, cut off
-        # time, height and width of an image of 2 x 2 patches and two words behind it, without text positions
+        (torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]])[:, 1:], 3),  # the rest of a row with left padding
+        # Time, height and width of an image of 2 x 2 patches and of two words after it, without text positions.
         (torch.tensor([[0, 0, 0, 0, 2, 3], [0, 0, 1, 1, 2, 3], [0, 1, 0, 1, 2, 3]])[:, None], 1),
-        (torch.arange(12).reshape(2, 6), 3),  # rows for another batch
+        (torch.arange(12).reshape(2, 6), 3),  # as many rows as another batch has
     ],
 )
 def test_positions_that_tell_of_no_packing(ids: Tensor, batch: int) -> None:
@@ -467,7 +470,7 @@ def test_positions_that_tell_of_no_packing(ids: Tensor, batch: int) -> None:
 
 
 def test_positions_of_an_encoder_are_not_read_that_way() -> None:
-    """Patches are numbered as the model likes: only a restart at 0 in a single row counts."""
+    """An encoder may number patches in any order: only a restart at 0 in a single row separates sequences."""
     falling = torch.tensor([[0, 3, 1, 4]])
     assert packing(falling, 1, False) is None
     assert packing(falling, 1, True) is not None
@@ -476,7 +479,7 @@ def test_positions_of_an_encoder_are_not_read_that_way() -> None:
     assert packing(restarted.repeat(2, 1), 2, False) is None
 
 
-# computed once a tensor
+# computed once per tensor
 
 
 @pytest.fixture
@@ -522,12 +525,12 @@ def test_once_a_tensor(name: str, counts: dict[str, int]) -> None:
         assert ask(mask) is first
     assert counts[name] == 1
     ask(mask.clone())
-    assert counts[name] == 2  # another tensor, though equal
+    assert counts[name] == 2  # an equal tensor, but not the same one
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_fresh_views_count_as_their_base(name: str, counts: dict[str, int]) -> None:
-    """Layers slice the mask they are given, each for itself."""
+    """Each layer slices the mask that it gets."""
     make, ask = CASES[name]
     mask = make()
     for _ in range(5):
@@ -537,7 +540,7 @@ def test_fresh_views_count_as_their_base(name: str, counts: dict[str, int]) -> N
     base, views = mask[:], []
     del mask
     for _ in range(3):
-        views.append(base[:])  # the tensor that was made is gone from our hands, and lives on below its views
+        views.append(base[:])  # the original tensor is deleted here; only its views keep it alive
         ask(views[-1])
     assert counts[name] == 1
 
@@ -589,7 +592,7 @@ def test_what_changed_is_seen() -> None:
 
 
 def test_inference_tensors_are_not_remembered(counts: dict[str, int]) -> None:
-    """They have no version counter: a write would go unnoticed."""
+    """They have no version counter, so writes couldn't be detected."""
     with torch.inference_mode():
         mask = a_2d_mask()
         assert mask.is_inference()
@@ -637,7 +640,7 @@ def test_an_error_is_not_remembered_as_an_answer() -> None:
     assert reduce_mask(mask, 5, 5).causal
 
 
-# the mask function that create_causal_mask and its like call
+# the mask function that create_causal_mask and similar functions call
 
 
 def made(**changes: Any) -> Tensor | None:
@@ -666,7 +669,7 @@ def test_a_cache_that_keeps_the_last_keys_alone() -> None:
 
 
 def test_a_mask_with_more_columns_than_keys() -> None:
-    """As eager attention, which reads the first: Voxtral's encoder halves its frames and not their mask."""
+    """The first columns are used, as in eager attention: Voxtral's encoder halves its frames but not their mask."""
     longer = torch.ones(2, 9, dtype=torch.bool)
     longer[0, 4:] = False
     found = made(attention_mask=longer)
@@ -683,4 +686,4 @@ def test_the_room_of_a_static_cache_is_not_attended(by: str) -> None:
     assert found is not None
     assert found.shape == (2, 5)
     assert found.all()
-    assert made(kv_length=5, **where) is None  # full
+    assert made(kv_length=5, **where) is None  # every key is visible

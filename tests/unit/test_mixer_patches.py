@@ -1,4 +1,4 @@
-"""The forwards of mixers are replaced and restored by the one rule for values that other code has overwritten since."""
+"""The forwards of mixers are replaced and restored, with the usual rule for values that other code overwrites."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernel_compat.attention.mixers import MixerPatches
 
 
 class Model(nn.Module):
-    """A model with one layer of a class of its own that counts as a mixer, by its parameter ``A_log``."""
+    """A model with one layer of its own class, which counts as a mixer because it has a parameter ``A_log``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ def test_a_forward_that_others_have_overwritten_stays_theirs() -> None:
     kind.forward = theirs
     undo()
     assert kind.forward is theirs
-    kind.forward = ours  # they undo theirs
+    kind.forward = ours  # other code restores our value
     patches.activate()()
     assert kind.forward is original
 
 
 def test_layers_with_a_forward_of_their_own() -> None:
-    """As accelerate's hooks set one; set again by others, it is replaced again. Copies call their own layer."""
+    """accelerate's hooks set one. A forward set later is replaced too; a copy calls its own layer."""
     patches, model = MixerPatches(), Model()
     layer: Any = model.layer
     calls: list[str] = []

@@ -67,7 +67,7 @@ def snapshot() -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionRegistry]:
-    """A registry of the test's own, and an installation without shims, in place of the process's."""
+    """An empty registry and an installation without shims, instead of the process's own."""
     made = AttentionRegistry()
     monkeypatch.setattr(defaults, "registry", made)
     monkeypatch.setattr(defaults, "installation", Installation([made], lambda: ([], {})))
@@ -81,7 +81,7 @@ def resolve(name: object) -> AttentionName | None:
 
 @dataclass
 class UnhashableForward:
-    """A dataclass with __eq__ has no __hash__."""
+    """Not hashable, because it is a dataclass with __eq__."""
 
     scale: float = 1.0
 
@@ -89,7 +89,7 @@ class UnhashableForward:
         return None
 
 
-# bad input: section by section, each registers nothing
+# bad arguments: none of them registers anything
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a name that is None": ({"name": None, "kernel": REFERENCE}, TypeError, "must be a string, not None"),
@@ -161,7 +161,7 @@ def test_bad_input(case: str, installed: bool) -> None:
         kernel_compat.install()
     names, tables = registered_attention(), snapshot()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nor a warning about what isn't registered
+        warnings.simplefilter("error")  # no warning about a name that isn't registered either
         with pytest.raises(error, match=says):
             register_attention(**arguments)
     assert registered_attention() == names
@@ -177,7 +177,7 @@ def test_unregistering_what_is_not_registered() -> None:
         unregister_attention("x_flash")
 
 
-# what is registered
+# the registry
 
 
 def test_any_kernel() -> None:
@@ -188,7 +188,7 @@ def test_any_kernel() -> None:
         register_attention(name, kernel=kernel)
     entries = registered_attention()
     assert list(entries) == ["a_flash", "b_flash", "c_flash"]
-    assert entries["a_flash"].kernel is known_kernels()["flash_attention_2"]  # need not be usable here
+    assert entries["a_flash"].kernel is known_kernels()["flash_attention_2"]  # needs no usable package here
     assert entries["b_flash"].kernel is own
     assert entries["c_flash"].kernel.name == "their_kernel"
     assert not any(entry.builtin for entry in entries.values())
@@ -202,7 +202,7 @@ def test_the_answer_is_a_copy() -> None:
 
 @pytest.mark.parametrize("first", ["register", "install"])
 def test_before_or_after_install(first: str) -> None:
-    """The same tables, whichever comes first."""
+    """The tables are the same in either order."""
     before = snapshot()
     mask = functools.partial(forward)
     calls = [
@@ -226,10 +226,10 @@ def test_before_or_after_install(first: str) -> None:
     assert masks()["y_flash"] is mask
     from kernel_compat.attention.mask_function import plain_mask_function
 
-    # Without an entry there upstream drops the padding.
+    # Without an entry in the mask table upstream drops the padding.
     assert masks()["x_flash"] is plain_mask_function
     assert ("paged|y_flash" in functions()) == ("paged|flash_attention_2" in before[0])
-    assert "paged|x_flash" not in functions()  # transformers' paged forward would bypass its own
+    assert "paged|x_flash" not in functions()  # transformers' paged forward would bypass the registered one
     added = {"x_flash", "y_flash", REFERENCE, "flash_attention_torch", "flash_attention_4"}
     assert {key.removeprefix("paged|") for key in functions().keys() - before[0].keys()} <= added
     for name in ("x_flash", "y_flash", "paged|x_flash"):
@@ -239,7 +239,7 @@ def test_before_or_after_install(first: str) -> None:
     kernel_compat.uninstall()
     assert snapshot() == before
     assert resolve("x_flash") is None
-    assert list(registered_attention()) == ["x_flash", "y_flash"]  # for the next install()
+    assert list(registered_attention()) == ["x_flash", "y_flash"]  # kept for the next install()
     kernel_compat.install()
     assert functions()["x_flash"] is forward
 
@@ -253,7 +253,7 @@ def test_the_kernels_own_names_come_with_install() -> None:
     assert entries[REFERENCE].kernel is known_kernels()[REFERENCE]
     assert entries["flash_attention_torch"].builtin
     assert entries["flash_attention_torch"].kernel is known_kernels()["flash_attention_torch"]
-    # transformers has one of its own from 5.4 on.
+    # transformers has its own name from 5.4 on.
     assert ("flash_attention_4" in entries) == ("flash_attention_4" not in before[0])
     assert "flash_attention_2" not in entries
     kernel_compat.uninstall()
@@ -306,7 +306,7 @@ def test_a_name_that_is_registered_already(installed: bool) -> None:
     if installed:
         kernel_compat.install()
     register_attention("x_flash", REFERENCE)
-    register_attention("x_flash", REFERENCE)  # the same again: a set-up function that runs twice
+    register_attention("x_flash", REFERENCE)  # equal arguments, as from a setup function that runs twice
     first = registered_attention()["x_flash"]
     with pytest.raises(ValueError, match="'x_flash' is registered already; pass override=True"):
         register_attention("x_flash", "flash_attention_2")
@@ -341,7 +341,7 @@ def test_somebody_elses_entry_is_not_replaced() -> None:
         assert functions()["x_flash"] is theirs
         assert "x_flash" not in masks()
         assert resolve("x_flash") is None
-        # After install() the answer comes at once, and nothing is registered.
+        # After install() the error is raised at once, and nothing is registered.
         unregister_attention("x_flash")
         with pytest.raises(ValueError, match="'x_flash' is taken in transformers .*override=True"):
             register_attention("x_flash", REFERENCE)
@@ -422,7 +422,7 @@ def test_what_does_not_resolve(name: object) -> None:
 
 
 def test_a_forward_that_can_not_be_hashed() -> None:
-    """Shims keep what they loaded by entry."""
+    """Entries are hashable all the same: shims use them as dictionary keys."""
     register_attention("x_flash", REFERENCE, forward=UnhashableForward())
     assert {registered_attention()["x_flash"]: 1}
     register_attention("x_flash", REFERENCE, forward=UnhashableForward())
@@ -456,7 +456,7 @@ def test_threads_that_register() -> None:
 
 @pytest.mark.slow
 def test_before_transformers_is_imported() -> None:
-    """In a process of its own: registering imports nothing, and install() makes it known."""
+    """In a subprocess: registering imports nothing, and install() adds the name to transformers."""
     code = (
         "import sys, kernel_compat as k\n"
         "k.register_attention('x_flash', 'flash_attention_reference')\n"

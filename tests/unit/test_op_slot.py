@@ -1,4 +1,4 @@
-"""Slots for kernels in one's own modeling code."""
+"""Slots for kernels in a user's own modeling code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = ops.OpsConfig(rms_norm_implementation=PLAIN)
 
 
 class Norm(nn.Module):
-    """An author's RMSNorm with a slot, which counts how often each way is gone."""
+    """An RMSNorm with a slot that counts the calls of its eager code and of its kernel."""
 
     def __init__(self, variant: str = "standard") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The config: what it takes, what it refuses and when, what it chooses by itself."""
+"""OpsConfig: accepted arguments, errors and when they are raised, and the defaults it chooses."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_what_is_written_in_triton_runs_in_its_interpreter(monkeypatch: pytest.M
     assert (
         ops.OpsConfig(rms_norm_implementation="triton", environment=Environment(packages=TORCH))["rms_norm"] == "triton"
     )
-    with pytest.raises(KernelUnavailableError, match="none is visible"):  # it doesn't run there
+    with pytest.raises(KernelUnavailableError, match="none is visible"):  # liger-kernel doesn't run without a GPU
         ops.OpsConfig(rms_norm_implementation="liger_kernel", environment=Environment(packages=LIGER))
 
 
@@ -229,7 +229,7 @@ def test_a_kernel_that_does_not_import_says_so() -> None:
 
 
 def test_a_registry_of_one_s_own() -> None:
-    """Nothing of it reaches the registry that configs use."""
+    """Its kernels don't get into the registry that configs use."""
     mine = registry.OpRegistry()
     assert mine.kernels() == ()
 

@@ -1,6 +1,6 @@
-"""Modules that look like those that kernels are for and compute something subtly else: each is refused or bound rightly.
+"""Modules that resemble a kernel's target but compute something slightly different: each is refused or bound rightly.
 
-And modules that look different and compute the same: bound.
+Modules that look different but compute the same are bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HIDDEN = 16
 
 
 class Norm(nn.Module):
-    """As Llama's: `compute` is what differs."""
+    """Llama's norm, with `compute` as the part that differs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ NORMS = {
 
 
 class LayerNorm(nn.LayerNorm):
-    """As torch's: `compute` is what differs."""
+    """torch's layer norm, with `compute` as the part that differs."""
 
     def __init__(self) -> None:
         super().__init__(HIDDEN)
@@ -249,7 +249,7 @@ ROTARIES = {
 
 
 class Rotating(nn.Module):
-    """An attention layer, as far as positions go, with cosines as transformers' are made."""
+    """The rotary part of an attention layer, with cosines computed as in transformers."""
 
     def __init__(self, function: Callable[..., Any], size: int) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def _layer(function: Callable[..., Any]) -> nn.Module:
         query, key = apply_rotary_pos_emb(x, x[:, :1] * 2, cos, sin)  # type: ignore[name-defined]  # noqa: F821
         return torch.cat((query, key), 1)
 
-    # A file of its own, in which the function is global.
+    # Globals of its own, as in a separate file, that contain the function.
     mine = FunctionType(forward.__code__, {"apply_rotary_pos_emb": function, "torch": torch}, "forward")
     return type("Attention", (nn.Module,), {"forward": mine})()
 
@@ -318,7 +318,7 @@ def _mixture(function: Callable[..., Any]) -> nn.Module:
     return type("Mixture", (nn.Module,), {"forward": mine})()
 
 
-#: What each is called, whether it must be bound, and how it is made.
+#: Name, whether the module must be bound, function that makes it, operation.
 SUBJECTS: list[tuple[str, bool | None, Callable[[], nn.Module], str]] = [
     *((f"norm: {name}", name in ("as Llama", "offset", "float32 weight product", "of another name", "all in half precision", "offset in half precision"), make, "rms_norm") for name, make in NORMS.items()),
     *((f"layer norm: {name}", name in ("as torch's", "in float32", "of another name"), make, "layer_norm") for name, make in LAYER_NORMS.items()),
@@ -400,7 +400,7 @@ def test_it_is_refused_or_right(right: bool, make: Callable[[], nn.Module], op: 
         x * 1e-3,
         x * 1e-6,
         x * 1e3,
-    ):  # what is added under a root tells where there is little else, a clamp where there is much
+    ):  # an epsilon under a root shows at small values, a clamp at large ones
         torch.manual_seed(1)
         expected = eager(row)
         torch.manual_seed(1)

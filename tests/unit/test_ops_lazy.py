@@ -1,4 +1,4 @@
-"""Lazy logits: pointwise operations within the forward are recorded, `compute` returns the logits, and every other use raises."""
+"""Lazy logits record the forward's pointwise operations; `compute` returns the logits, other uses raise."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def head() -> nn.Linear:
 
 
 def bound(head: nn.Linear) -> nn.Linear:
-    """A head as it is in a model whose loss has been replaced."""
+    """A head with the forward that replacing the model's loss gives it."""
     head.forward = losses.head_forward(lambda *args, **kwargs: torch.zeros(())).__get__(head)
     return head
 
 
 @pytest.fixture
 def lazy(head: nn.Linear) -> LazyLogits:
-    """As the model's forward sees them."""
+    """The logits within the model's forward."""
     return given(head, torch.randn(2, 3, 4))
 
 
 @pytest.fixture
 def logits(lazy: LazyLogits) -> LazyLogits:
-    """As they are in the outputs."""
+    """The logits in the outputs, after the forward."""
     lazy.forward.done = True
     return lazy
 
 
 def given(head: nn.Linear, hidden_states: Tensor) -> LazyLogits:
-    """The result of a head in a forward with labels."""
+    """The lazy logits that a head returns in a forward with labels."""
     token = losses._current.set(Forward(head, head))
     try:
         found: LazyLogits = head(hidden_states)
@@ -212,7 +212,7 @@ def test_a_step_that_leaves_the_head_alone_changes_nothing(head: nn.Linear) -> N
 
 
 def test_they_keep_nothing_alive(head: nn.Linear) -> None:
-    """Without the garbage collector."""
+    """They are freed without the garbage collector."""
     gc.disable()
     try:
         logits = given(head, torch.randn(2, 3, 4).mul(2)).tanh()

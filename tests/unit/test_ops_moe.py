@@ -1,4 +1,4 @@
-"""The kernels for mixtures of experts, without the devices that they are for: what they compose, and of what."""
+"""The composition of the mixture-of-experts kernels, tested without the devices they need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_routing() -> None:
 def grouped_product(
     a: Tensor, b: Tensor, out: Any = None, cu_seqlens_m: Any = None, cu_seqlens_k: Any = None
 ) -> Tensor:
-    """What quack's ``gemm`` says that it computes, and asks of its matrices; what it doesn't write is no number."""
+    """The result and the requirements that quack documents for ``gemm``; elements that gemm doesn't write are nan."""
     starts = cu_seqlens_m if cu_seqlens_m is not None else cu_seqlens_k
     assert starts.dtype == torch.int32
     groups = list(itertools.pairwise(starts.tolist()))
@@ -60,7 +60,7 @@ def grouped_product(
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_quack(transposed: bool) -> None:
-    """The composition, with products as quack describes its own."""
+    """The composition, with matrix products as quack documents them."""
 
     def kernel(*given: Any) -> Tensor:
         if transposed:
@@ -69,7 +69,7 @@ def test_quack(transposed: bool) -> None:
 
     found, expected = kernel_gradients(kernel, torch.float64), kernel_gradients(plain, torch.float64)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)  # the weights' gradient is added up in float32
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)  # the weights' gradients are summed in float32
 
 
 def test_quack_computes_no_gradient_that_nobody_asks_for() -> None:

@@ -1,7 +1,7 @@
-"""The kernels for NPUs, which never ran on one: their calls hold against the schemas that torch_npu publishes.
+"""The kernels for NPUs, which never ran on one: their calls match the schemas that torch_npu publishes.
 
-The schemas are defined as operators of torch, whose dispatcher checks the names, order and types of each call's arguments;
-the implementations here follow torch_npu's docstrings, to which the kernels' own arithmetic is held.
+The schemas are defined as custom operators of torch, whose dispatcher checks the names, order and types of each call's
+arguments. The implementations here follow torch_npu's docstrings, so the kernels' own arithmetic is tested too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernel_compat.ops.kernels import npu
 from kernel_compat.ops.kernels.chunk_loss import chunk_loss
 from kernel_compat.ops.recognisers import norms, rotary
 
-#: Of torch-npu 2.14.0, csrc/aten/npu_native_functions_by_codegen.yaml.
+#: From csrc/aten/npu_native_functions_by_codegen.yaml of torch-npu 2.14.0.
 SCHEMAS = (
     "npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
     "npu_rotary_mul(Tensor self, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor",
@@ -79,8 +79,8 @@ def npu_moe_token_unpermute(
 
 
 def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) -> list[Tensor]:
-    assert options["group_list_type"] == 1  # sizes of groups, not their ends
-    assert options["split_item"] in (2, 3)  # one tensor
+    assert options["group_list_type"] == 1  # sizes of the groups, not their end offsets
+    assert options["split_item"] in (2, 3)  # one output tensor
     groups = list(itertools.pairwise([0, *options["group_list"].cumsum(0).tolist()]))
     ((a,), (b,)) = x, weight
     if options["group_type"] == 2:
@@ -91,7 +91,7 @@ def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) ->
 
 @pytest.fixture(autouse=True)
 def torch_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module with the operators; the one without a backward in torch_npu has none here."""
+    """A module with the operators; the operator without a backward in torch_npu has none here either."""
     library = torch.library.Library("published_npu", "DEF")
     functions = {}
     for schema in SCHEMAS:
@@ -159,7 +159,7 @@ def test_experts() -> None:
     found, expected = kernel_gradients(spec.load(), torch.bfloat16), kernel_gradients(plain, torch.float64)
 
     for one, other in zip(found, expected, strict=True):
-        # Three products of bfloat16, each rounded to one part in 256.
+        # Three bfloat16 products, each with a relative rounding error of up to 1/256.
         assert (one - other).norm() / other.norm() < 3 / 256
     with pytest.raises(UnsupportedFeatureError, match="It takes bfloat16"):
         spec.load()(*kernel_inputs(torch.float32))

@@ -1,4 +1,4 @@
-"""Copies of functions in which a global name means another object."""
+"""Copies of functions in which a global name refers to another object."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_copy_alone_reads_another_object(file: ModuleType) -> None:
     layer, original = file.Layer(), file.Layer.forward
     copy: Any = with_globals(original, {"rotate": other})
 
-    assert copy(layer, 1, more=5) == 10_016  # through both wrappers, and super()
+    assert copy(layer, 1, more=5) == 10_016  # calls both wrappers and super()
     assert layer.calls == 2
     assert layer._Layer__hidden == 1
     assert layer.forward(1) == 21

@@ -1,4 +1,4 @@
-"""The Triton kernels where there is no GPU: run by Triton's interpreter, and compiled for the GPUs they are for."""
+"""The Triton kernels without a GPU: run by Triton's interpreter, and compiled for the GPUs that they support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 
 
 class Compiling:
-    """Compiles a kernel for what it is launched with."""
+    """Compiles a kernel for the arguments of each launch, and doesn't run it."""
 
     def __init__(self, kernel: Any, capability: int, ptx: list[str]) -> None:
         self.kernel, self.capability, self.ptx = kernel, capability, ptx
@@ -62,7 +62,7 @@ class Compiling:
 
 @pytest.fixture(params=[80, 90])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Kernels are compiled for a compute capability where they would be launched. Returns where their PTX goes."""
+    """The PTX of the kernels launched in a test, which are compiled for a compute capability and not run."""
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: there is nothing to compile")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -90,11 +90,11 @@ def test_rms_norm_compiles(compiled: list[str], offset: bool, gemma: bool) -> No
 
 
 def test_rms_norm_compiles_to_the_same_for_any_batch(compiled: list[str]) -> None:
-    """That is what makes a row's result independent of the other rows."""
+    """So a row's result doesn't depend on the other rows."""
     weight = torch.empty(512)
     for rows in (1, 7, 16, 5000):
         storage = torch.empty(rows * 515 + 1, dtype=torch.bfloat16)
-        x = storage[rows % 2 :][: rows * 515].view(rows, 515)[:, :512]  # with and without an address to vectorize at
+        x = storage[rows % 2 :][: rows * 515].view(rows, 515)[:, :512]  # aligned for vectorized loads or not
         out, rstd = triton_rms_norm._forward(x, weight, 1e-6, False, False)
         triton_rms_norm._backward(out, x, weight, rstd, False, False)
     assert len(compiled) == 8

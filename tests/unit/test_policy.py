@@ -56,7 +56,7 @@ def _fresh_log() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests load kernels, of this torch; the environments here are built, with torches of their own."""
+    """Forget the kernels that other tests loaded: the environments here have other versions of torch."""
     for kernel in kernel_compat.known_kernels().values():
         monkeypatch.setattr(kernel, "_features", None)
         monkeypatch.setattr(kernel, "_functions", None)
@@ -188,7 +188,7 @@ class TestBestAvailable:
         assert lacks["flash_attention_4"] == "it has no dropout"
 
     def test_the_package_that_transformers_imports(self) -> None:
-        """transformers' flash_attention_3 can't run on the forward alone; a name of ours with the same kernel can."""
+        """transformers' flash_attention_3 can't use a forward-only package; our own name with the same kernel can."""
         here = environment("fa3-fwd", devices=(H100,))
         (step, *_) = ladder("flash_attention_3", here)
         assert not step.usable
@@ -199,7 +199,7 @@ class TestBestAvailable:
         assert step.reason == "fa3-fwd 0.0.3 on NVIDIA H100 (sm_90), once kernel_compat.install() is called"
 
     def test_names_that_transformers_learns_from_us(self) -> None:
-        """flash_attention_4 is transformers' own from 5.4 on."""
+        """transformers has its own flash_attention_4 from 5.4 on."""
         for release, ours in (("5.3.0", True), ("5.4.0", False)):
             choice = best_available(environment("flash-attn-4", devices=(H100,), transformers=release))
             assert choice.name == "flash_attention_4"
@@ -278,7 +278,7 @@ class TestResolvePreload:
     )
     @pytest.mark.parametrize("devices", [(H100,), ()])
     def test_packed_sequences_keep_a_varlen_choice(self, name: str, devices: tuple[Device, ...]) -> None:
-        """Also where it can't run, which is said: a plan may be made on another machine than the one it is for."""
+        """The choice stays even if it can't run here, which the plan says: the run may be on another machine."""
         if name == "mine":
             name = "my_flash"
             kernel_compat.register_attention(name, kernel="flash_attention_2")
@@ -299,7 +299,7 @@ class TestResolvePreload:
 
     @pytest.mark.parametrize("name", [None, "sdpa", "eager"])
     def test_packed_sequences_without_any_package(self, name: str | None) -> None:
-        """torch itself has a kernel for them."""
+        """torch itself provides a kernel for them."""
         found = plan(name, environment(devices=(A100,)), packed_sequence=True)
         assert found.attn_implementation == "flash_attention_torch"
         (reason,) = [reason for reason in found.reasons if "flash_attention_torch instead of" in reason]
@@ -317,7 +317,7 @@ class TestResolvePreload:
         assert "flash_attention_reference runs here, slowly" in said
 
     def test_packed_sequences_on_sdpa(self) -> None:
-        """It is exact: tests/integration shows it on every release."""
+        """SDPA is exact for packed sequences: tests/integration shows it on every release."""
         found = plan("sdpa", environment(*ALL), packed_sequence=True)
         assert found.attn_implementation == "sdpa"
         (reason,) = found.reasons
@@ -448,7 +448,7 @@ class TestVerifyFlash:
     @pytest.mark.parametrize("sdpa", [False, True])
     @pytest.mark.parametrize("instance", [False, True])
     def test_a_model_without(self, sdpa: bool, instance: bool) -> None:
-        """The message names the attentions that the model has."""
+        """The message names the attentions that the model supports."""
 
         class Older(Old):
             _supports_sdpa = sdpa
@@ -513,7 +513,7 @@ class TestVerifyFlash:
 
 
 class TestLoadWithFallback:
-    """Which errors lead on is tested with real models, in tests/integration."""
+    """tests/integration tests with real models which errors cause a fallback."""
 
     def test_the_first_that_loads(self) -> None:
         asked = []
@@ -538,7 +538,7 @@ class TestLoadWithFallback:
 
             with caplog.at_level(logging.WARNING, "kernel_compat"):
                 found = load_with_fallback(load, "flash_attention_4")
-            # Names that can't be used here are skipped.
+            # Names that aren't usable here are skipped.
             assert asked == ["flash_attention_4", found]
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == LADDER.index(found)
@@ -605,7 +605,7 @@ class TestLoadWithFallback:
         ],
     )
     def test_errors_of_model_patches(self, error: Exception) -> None:
-        """A missing Liger is no reason for another attention."""
+        """A missing Liger doesn't change the attention."""
         asked = []
 
         def load(name: str) -> None:
@@ -618,7 +618,7 @@ class TestLoadWithFallback:
         assert asked == ["sdpa"]
 
     def test_a_check_made_by_load(self) -> None:
-        """A model class that declares no flash attention is named in the error, and the attention in its feature."""
+        """The error names the model class without flash attention; its feature names the attention."""
 
         def load(name: str) -> Model:
             if name != "sdpa":
@@ -629,9 +629,9 @@ class TestLoadWithFallback:
 
 
 class TestProvenWrong:
-    """A registered name isn't offered to a type that loading would refuse."""
+    """A registered name isn't offered for a model type that loading would refuse."""
 
-    HERE = environment(*ALL, devices=(H100,), transformers="5.3.0")  # which has no flash_attention_4 of its own
+    HERE = environment(*ALL, devices=(H100,), transformers="5.3.0")  # has no flash_attention_4 of its own
 
     @pytest.fixture(autouse=True)
     def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,7 +664,7 @@ class TestProvenWrong:
         kernel_compat.register_attention("my_flash", "flash_attention_2")
         kernel_compat.register_attention("their_flash", "flash_attention_2", forward=forward)
         assert ladder("my_flash", self.HERE, model_type="gpt2")[0].usable is False
-        assert ladder("their_flash", self.HERE, model_type="gpt2")[0].usable is True  # its author's to prove
+        assert ladder("their_flash", self.HERE, model_type="gpt2")[0].usable is True  # its author has to prove it
 
     def test_packed_sequences(self) -> None:
         plan = resolve_preload("sdpa", packed_sequence=True, environment=self.HERE, model_type="gpt2")

@@ -1,4 +1,4 @@
-"""Tiny configs, outcomes and the command's arguments: without a real model."""
+"""Tiny configs, outcomes and the command's arguments, without a real model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kernel_compat.proving.weights import perturbed, randomize
 
 
 class Config:
-    """A config class as transformers 4 has them."""
+    """A config class as in transformers 4."""
 
     model_type = "test"
 

@@ -1,4 +1,4 @@
-"""The oracle, against an implementation that shares nothing with it: loops, float64, one score at a time."""
+"""The reference kernel against an independent implementation: loops over scores in Python, in float64."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def by_hand(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One sequence: q (q_len, heads, dim), k and v (kv_len, kv_heads, ...). Python floats and loops."""
+    """Attention of one sequence in Python floats: q (q_len, heads, dim), k and v (kv_len, kv_heads, ...)."""
     q_len, heads, dim = q.shape
     kv_len, kv_heads, value_dim = v.shape
     out = torch.zeros(q_len, heads, value_dim, dtype=torch.float64)
     for head in range(heads):
         kv_head = head * kv_heads // heads
         for i in range(q_len):
-            position = i + kv_len - q_len  # the last query stands at the last key
+            position = i + kv_len - q_len  # the last query is at the last key
             exponents: dict[int, float] = {}
             for j in range(kv_len):
                 if causal and j > position:
@@ -74,7 +74,7 @@ heads = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1), (6, 2)])
 
 
 def both(given: dict[str, Any], q_heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same options, as the kernel's keywords and as `by_hand`'s."""
+    """The same options as keywords of the kernel and of `by_hand`."""
     sinks = make(q_heads, seed=9) if given.get("sinks") else None
     kernel = {key: value for key, value in given.items() if key != "sinks"}
     kernel["s_aux"] = sinks
@@ -115,7 +115,7 @@ lengths = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, 
 def test_packed_sequences(
     options: dict[str, Any], heads: tuple[int, int], lengths: list[tuple[int, int]], int64: bool, behind: int
 ) -> None:
-    """Empty ones among them, and tokens behind the last one, which belong to none."""
+    """Includes empty sequences, and tokens after the last sequence, which belong to none."""
     q_lens, k_lens = [q for q, _ in lengths], [k for _, k in lengths]
     q = make(sum(q_lens) + behind, heads[0], 4, seed=1)
     k, v = make(sum(k_lens) + behind, heads[1], 4, seed=2), make(sum(k_lens) + behind, heads[1], 3, seed=3)
@@ -153,7 +153,7 @@ def test_no_tokens_at_all() -> None:
 
 
 def test_known_numbers() -> None:
-    """So that the two implementations can't be wrong together: equal scores are a mean, a sink takes its share."""
+    """Known results, in case both implementations are wrong: equal scores give the mean, a sink takes its share."""
     v = torch.tensor([1.0, 3.0, 8.0]).reshape(1, 3, 1, 1)
     zeros = torch.zeros(1, 3, 1, 1)
     assert flash_attn_func(zeros, zeros, v).flatten().tolist() == pytest.approx([4.0, 4.0, 4.0])
@@ -164,9 +164,9 @@ def test_known_numbers() -> None:
     assert both_sides.flatten().tolist() == pytest.approx([2.0, 5.5, 8.0])
     sink = flash_attn_func(zeros, zeros, v, s_aux=torch.zeros(1))
     assert sink.flatten().tolist() == pytest.approx([3.0, 3.0, 3.0])
-    # The last query stands at the last key.
+    # The last query is at the last key.
     assert flash_attn_func(zeros[:, :1], zeros, v, causal=True).item() == pytest.approx(4.0)
-    # More queries than keys: the first ones stand before the first key, and see none.
+    # More queries than keys: the first queries are before the first key and see none.
     more = flash_attn_func(torch.zeros(1, 5, 1, 1), zeros, v, causal=True)
     assert more.flatten().tolist() == pytest.approx([0.0, 0.0, 1.0, 2.0, 4.0])
 
@@ -218,7 +218,7 @@ def test_gradients(options: dict[str, Any], sinks: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
-    """Computed in float32 at least, whatever autocast says, and given back as it came."""
+    """Computed in float32 or float64, also under autocast, and returned in the input's dtype."""
     q, k, v = (make(2, 6, 2, 8, seed=n).to(dtype) for n in range(3))
     expected = torch.stack([by_hand(q[b], k[b], v[b], causal=True) for b in range(2)])
     half = torch.finfo(dtype).bits == 16
@@ -232,7 +232,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_are_contiguous(dtype: torch.dtype) -> None:
-    """As FlashAttention's are: some models call ``view()`` on them."""
+    """FlashAttention's are contiguous, and some models call ``view()`` on them."""
     q, k = make(2, 6, 4, 8).to(dtype), make(2, 6, 2, 8).to(dtype)
     assert flash_attn_func(q, k, k, causal=True).is_contiguous()
     offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
@@ -249,7 +249,7 @@ def test_large_scores() -> None:
 
 
 def test_dropout() -> None:
-    """Of the weights, scaled up, so that the mean is what it would be without."""
+    """Weights are dropped and the rest scaled up, so the mean stays the same."""
     torch.manual_seed(0)
     length, p = 50, 0.3
     q = torch.zeros(200, 1, 1, 1)

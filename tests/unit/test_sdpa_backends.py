@@ -10,7 +10,7 @@ from kernel_compat.models import assert_same_signature
 
 
 class Unequal:
-    """A value that answers == with no truth value, as an array does."""
+    """A value whose == returns something without a truth value, as for arrays."""
 
     def __eq__(self, other: object) -> Any:
         return self

@@ -73,7 +73,7 @@ def test_location(module: Any, attribute: str, parameters: tuple[str, ...]) -> N
     located = seam(attribute, *parameters).locate("1.0")
     assert located.owner is owner
     assert located.name == name
-    # What the class holds, so a classmethod's object itself, not what attribute access makes of it.
+    # The value in the class's __dict__: the classmethod object itself, not the bound method.
     assert located.original is vars(owner)[name]
     assert located.current is located.original
     assert not located.in_place
@@ -85,7 +85,7 @@ def test_location(module: Any, attribute: str, parameters: tuple[str, ...]) -> N
         ("missing", (), "nothing of that name"),
         ("Missing.method", ("self",), "nothing of that name"),
         ("Model.missing", ("self",), "nothing of that name"),
-        # Replacing it on the class would leave the base's other subclasses with the original.
+        # Replacing it on the class would leave the original on the base's other subclasses.
         ("Model.inherited", ("self", "x"), "nothing of that name"),
         ("f", ("b", "a"), r"parameters \(a, b, c\)"),
         ("f", ("a", "b", "c", "d"), r"parameters \(a, b, c\)"),
@@ -306,7 +306,7 @@ def test_an_overwritten_value_stays_theirs_until_they_put_ours_back() -> None:
     make(changes)
     table["a"] = "theirs"  # type: ignore[assignment]
     left = undo(changes)
-    table["a"] = 1  # restored without us
+    table["a"] = 1  # other code restores the original
     assert undo(left) == []
 
 
@@ -322,7 +322,7 @@ def test_changes_are_undone_together_and_made_only_while_active(monkeypatch: pyt
     new, added = (lambda: "new"), (lambda: "added")
     changes.add(home, "f", new)
     changes.add(home, "added", added)
-    user.added = added  # an alias of an attribute that was not there before
+    user.added = added  # an alias of an attribute that we added
     assert (table, home.f, home.added) == ({"a": "ours", "b": "ours"}, new, added)
     table["b"] = "theirs"
     left = back()
@@ -343,7 +343,7 @@ def test_the_target_of_a_change(target: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_handle_is_done_once_all_is_restored() -> None:
-    """A value that other code has overwritten is restored by a later call, where ours is back by then."""
+    """A value that other code has overwritten is restored by a later call, once our value is back."""
     table: dict[str, Any] = {"a": 1}
     changes = [Change(table, "a", "ours")]
     make(changes)
@@ -355,6 +355,6 @@ def test_a_handle_is_done_once_all_is_restored() -> None:
     table["a"] = "ours"
     handle.undo()
     assert table == {"a": 1}
-    table["a"] = "ours"  # somebody's own by now
+    table["a"] = "ours"  # other code's own value by now
     handle.undo()
     assert table == {"a": "ours"}

@@ -1,4 +1,4 @@
-"""Errors and arguments of a single rank: rank 1 of 4, to which the others send its own values."""
+"""Errors and arguments on rank 1 of 4; the other ranks send the same values as rank 1."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BIDIRECTIONAL.is_causal = False
 @pytest.fixture(autouse=True)
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ranks = getattr(request, "param", RANKS)
-    # The fake group's all-to-all leaves memory as it is.
+    # The fake group's all-to-all doesn't write its output.
     monkeypatch.setattr(
         collectives, "all_to_all_single", lambda x, _, __, group: x[dist.get_rank(group)].expand_as(x).clone()
     )
@@ -38,7 +38,7 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 class Inner:
-    """An attention function that keeps the arguments of its calls."""
+    """An attention function that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[SimpleNamespace] = []
@@ -69,7 +69,7 @@ def offsets(*values: int) -> dict[str, Tensor]:
 
 
 def padded(tokens: int) -> Tensor:
-    """A mask whose last tokens these are."""
+    """A mask that keeps the last `tokens` tokens."""
     mask = torch.zeros(1, TOKENS, dtype=torch.bool)
     mask[:, TOKENS - tokens :] = True
     return mask
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "sinks": (ValueError, "sinks of shape \\(2,\\)", {"s_aux": torch.zeros(2)}),
     "offsets of a slice": (ValueError, "don't end at 24", offsets(0, 2, 6)),
     "offsets of another slice": (ValueError, "don't end at 48", {"qkv": qkv(batch=2), **offsets(0, 24)}),
-    # Tokens 6 to 11 are here.
+    # Rank 1 has tokens 6 to 11.
     "default positions": (ValueError, "tokens 6 to 11, are not those of one", {"position_ids": DEFAULT}),
     "a sequence begins": (ValueError, "packed sequences as cu_seq", {"position_ids": positions(6, 7, 8, 0, 1, 2)}),
     "one that was cut goes on": (ValueError, "packed", {"position_ids": positions(*range(70, 76))}),
@@ -135,7 +135,7 @@ def test_refused(name: str) -> None:
             spread(module, *tensors, mask, **given)
     assert inner.calls == []
     spread(CAUSAL, *qkv(), None)
-    with pytest.raises(error, match=message):  # later calls are checked without the other ranks
+    with pytest.raises(error, match=message):  # later calls are checked without communication
         spread(module, *tensors, mask, **given)
 
 
@@ -161,12 +161,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_positions_that_are_right(name: str) -> None:
-    """They are of no use to the inner forward, which would take the slice for something else or overlook it."""
+    """They aren't passed on: the inner forward would misread or ignore a slice of them."""
     given = dict(ACCEPTED[name])
     module, mask = given.pop("module", CAUSAL), given.pop("mask", None)
     inner = Inner()
     spread = ulysses(inner)
-    for _ in range(2):  # layers, of which the first alone reads values off a device
+    for _ in range(2):  # two layers: only the first reads values off the device
         spread(module, *given.get("qkv", qkv()), mask, **{key: x for key, x in given.items() if key != "qkv"})
     for call in inner.calls:
         assert call.mask is mask
@@ -221,7 +221,7 @@ def test_an_output_in_another_layout() -> None:
 
 @pytest.mark.parametrize("keyword", ["skip_sequence_parallel", "skip_ulysses"])
 def test_skipped(keyword: str) -> None:
-    """The inner forward gets everything as it was given, but for a mask that was gathered before."""
+    """The inner forward gets its arguments unchanged, except for a mask that was gathered before."""
     inner, given = Inner(), qkv(6, 3)
     spread = ulysses(inner)
     mine = padded(TOKENS - 8)[:, LENGTH : 2 * LENGTH]
@@ -261,13 +261,13 @@ def test_masks_of_the_full_sequence() -> None:
         mask[0, 0] = True
     full = padded(TOKENS - 2)
     assert mask_of(attention_mask=full) is full
-    # transformers 5.6 on takes the number of keys from the mask; up to 5.5 there is a position for each query.
+    # From transformers 5.6 on the number of keys is the mask's; up to 5.5 each query has a position.
     assert mask_of(attention_mask=full, kv_length=TOKENS) is full
     assert mask_of(attention_mask=full, cache_position=torch.arange(LENGTH), q_length=None) is full
 
 
 def test_masks_with_a_cache_stay_local() -> None:
-    """For layers that skip the all-to-alls; the others refuse a cache."""
+    """Only layers that skip the all-to-alls use them; other layers refuse a cache."""
     mask = torch.ones(2, LENGTH + 2, dtype=torch.bool)
     mask[0, 0] = False
     found = mask_of(attention_mask=mask, kv_length=LENGTH + 2, q_offset=2)

@@ -38,7 +38,7 @@ def test_a_module_says_which_releases_it_is_for(point: EntryPoint) -> None:
 
 @pytest.mark.parametrize("shim", SHIMS, ids=lambda shim: shim.name)
 def test_a_supported_release_needs_each_shim(shim: Shim) -> None:
-    """Dropping a release from the list shows which shims can be deleted with it."""
+    """When a release is dropped from the list, this test shows which shims can be deleted with it."""
     assert [*SpecifierSet(shim.versions).filter(RELEASES[shim.distribution])]
 
 

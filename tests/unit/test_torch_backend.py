@@ -1,7 +1,6 @@
 """FlashAttention-3 and -4 behind torch's own attention: when they may be activated, and the shims FA4 needs.
 
-flash-attn-4 is stood in for by functions that take what it takes, return as many results and are wrong where it is;
-everything of torch is real.
+flash-attn-4 is replaced by functions with its arguments, number of results and mistakes; torch is real.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def test_torchs_own_is_always_there() -> None:
 
 @pytest.fixture
 def fa4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """flash-attn-4 installed beside the real torch, on a device that it fits."""
+    """flash-attn-4 installed beside the real torch, on a supported device."""
     source = "from stand_in import fa4_backward as _flash_attn_bwd, fa4_forward as _flash_attn_fwd\n"
     site = Site(tmp_path / "fa4")
     files = {"flash_attn/cute/__init__.py": "", "flash_attn/cute/interface.py": source}
@@ -103,7 +102,7 @@ def fa4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     original = _fa4._fa4_import_module
     original.cache_clear()
-    monkeypatch.setattr(_fa4, "_fa4_common_support_error", lambda *args, **kwargs: None)  # asks for CUDA tensors
+    monkeypatch.setattr(_fa4, "_fa4_common_support_error", lambda *args, **kwargs: None)  # it requires CUDA tensors
     monkeypatch.setattr(_fa4, "_get_device_major", lambda device: 9)
     yield
     use_torch_flash_backend(None)
@@ -116,7 +115,7 @@ def fa4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def on_the_cpu() -> Iterator[Callable[[], None]]:
-    """Registers for the CPU what torch's activation registers for CUDA."""
+    """Registers FA4's implementations, which activation registers for CUDA, for the CPU."""
     libraries = []
 
     def register() -> None:
@@ -151,7 +150,7 @@ def attend(dim: int = 64, window: tuple[int, int] = (-1, -1)) -> tuple[list[Tens
 
 @needs_activation
 def test_what_upstream_does(fa4: None, on_the_cpu: Callable[[], None]) -> None:
-    """Up to 2.13 every call dies once FA4 is active; from 2.14 on a gradient is wrong without a word."""
+    """Up to 2.13 every call with FA4 active raises; from 2.14 on a gradient is silently wrong."""
     torch.nn.attention.activate_flash_attention_impl("FA4")
     on_the_cpu()
     if TORCH < (2, 14):
@@ -179,9 +178,9 @@ def test_the_shim_makes_it_work(
         on_the_cpu()
         found, expected = attend(dim, window)
     for what, ours, theirs in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
-        # One unit roundoff for the output and one for each of the 16-bit inputs of a product.
+        # One unit roundoff for the output and one for each 16-bit input of a product.
         assert distance(ours, theirs) <= 2 * torch.finfo(torch.bfloat16).eps, what
-    assert fa4_lengths[-1] == (35, 35)  # a planner that isn't told takes all tokens for one sequence
+    assert fa4_lengths[-1] == (35, 35)  # without max lengths the planner takes all tokens for one sequence
     assert kernel_compat.status().torch_flash_backend == ("FA4" if order == "activate first" else None)
 
 
@@ -217,7 +216,7 @@ def test_handles_and_blocks(fa4: None) -> None:
     assert active() is None
 
     handle = use_torch_flash_backend("FA4")
-    torch.nn.attention.restore_flash_attention_impl()  # somebody else's decision
+    torch.nn.attention.restore_flash_attention_impl()  # deactivated by other code
     handle.undo()
     assert active() is None
 
@@ -232,7 +231,7 @@ def test_what_was_active_stays_where_activation_fails(fa4: None, monkeypatch: py
     with use_torch_flash_backend("FA4"):
         monkeypatch.setattr("kernel_compat.choosing.torch_backend.unavailable_because", lambda backend: [])
         with pytest.raises(KernelUnavailableError, match="it can't be activated"):
-            use_torch_flash_backend("FA3")  # there is no such module
+            use_torch_flash_backend("FA3")  # its package isn't installed
         assert kernel_compat.status().torch_flash_backend == "FA4"
 
 
@@ -250,7 +249,7 @@ def test_uninstalling_leaves_no_broken_attention(fa4: None, caplog: pytest.LogCa
 
 @needs_activation
 def test_flash_attention_torch_runs_on_it(fa4: None) -> None:
-    """Never on cuDNN, which torch 2.14 and later prefer: `num_splits` is what it doesn't take."""
+    """torch 2.14 and later prefer cuDNN, which doesn't accept `num_splits`: passing it selects FA4."""
     kernel_compat.install()
     q = torch.randn(6, 2, 16, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 6], dtype=torch.int32)
@@ -259,7 +258,7 @@ def test_flash_attention_torch_runs_on_it(fa4: None) -> None:
         kernel.flash_attn_varlen_func(q, q, q, offsets, offsets, 6, 6)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
             if TORCH >= (2, 15):
-                with pytest.raises(RuntimeError, match="CUDNN_ATTENTION was requested"):  # not on a CPU
+                with pytest.raises(RuntimeError, match="CUDNN_ATTENTION was requested"):  # no cuDNN on a CPU
                     kernel.flash_attn_varlen_func(q, q, q, offsets, offsets, 6, 6)
             else:
                 kernel.flash_attn_varlen_func(q, q, q, offsets, offsets, 6, 6)
