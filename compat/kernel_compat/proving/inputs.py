@@ -44,6 +44,7 @@ _OPTIONAL = (
     ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
     ("pixel_values", "pixel_attention_mask"),
     ("pixel_values", "image_embeds_position_mask"),
+    ("pixel_values", "image_attention_mask"),
     ("input_features", "input_features_mask"),
     ("states", "actions", "rewards", "returns_to_go", "timesteps"),
     ("inputs_embeds",),
@@ -245,6 +246,11 @@ def _pixel_mask(maker: Maker, chosen: dict[str, Any]) -> Iterator[Tensor]:
         yield torch.ones(chosen["pixel_values"].shape[:2], dtype=torch.bool)
 
 
+def _image_mask(maker: Maker, chosen: dict[str, Any]) -> Iterator[Tensor]:
+    if chosen["pixel_values"].ndim == 5:
+        yield torch.ones(BATCH, LENGTH, chosen["pixel_values"].shape[1], dtype=torch.long)
+
+
 def _image_places(maker: Maker, chosen: dict[str, Any]) -> Iterator[Tensor]:
     mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     mask[:, 1 : 1 + maker.number("latent_query_num", default=1)] = True
@@ -332,6 +338,7 @@ _VALUES: dict[str, Callable[[Maker, dict[str, Any]], Iterable[Any]]] = {
     "target_sizes": lambda maker, chosen: [torch.tensor([[4, 4]] * BATCH)],
     "pixel_attention_mask": _pixel_mask,
     "image_embeds_position_mask": _image_places,
+    "image_attention_mask": _image_mask,
     "inference_session": _session,
     "frame_idx": lambda maker, chosen: [1],
     "input_features": lambda maker, chosen: [*_features(maker, chosen), *_waves(maker, chosen)],
