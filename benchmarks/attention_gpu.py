@@ -113,7 +113,7 @@ def situated(situation: str) -> Iterator[None]:
 def measure(cells: list[Cell], sample: Callable[[Cell], float], rounds: int, deadline: float) -> None:
     """Fill in the samples. The first round is discarded; past the deadline three rounds are enough.
 
-    The order is random in each round, because the temperature of the device depends on the candidate before.
+    The order is random in each round, because the device's temperature depends on the previous candidate.
     """
     orders = random.Random(0)
     for number in range(rounds + 1):

@@ -42,12 +42,12 @@ from compat_matrix.store import Store, models
 
 WORKERS = READERS = 50
 TESTS = 300
-#: Of this many copies of two runs of 168 cells there are 100,128 results.
+#: With this many copies of two runs of 168 cells there are 100,128 results.
 COPIES = 297
 
 
 def copied(path: Path, url: str) -> None:
-    """Copy all of a store of SQLite into an empty database of PostgreSQL."""
+    """Copy a SQLite store into an empty PostgreSQL database."""
     with Store.open(str(path)) as source, Store.open(url) as target:
         for table in models.metadata.sorted_tables:
             names = ", ".join(column.name for column in table.c)
@@ -219,7 +219,7 @@ def main() -> None:
             for seed in (1, 2):
                 fill(store, axes.cells, 6, seed)
         copy_runs(path, COPIES)
-        with closing(sqlite3.connect(path)) as connection, connection:  # they end before this begins
+        with closing(sqlite3.connect(path)) as connection, connection:  # date the copied runs before the load
             connection.execute("UPDATE run SET started = datetime(started, ?)", (f"-{COPIES + 1} hours",))
         with Store.open(str(path)) as store, store.reading() as connection:
             count = connection.scalar(text("SELECT count(*) FROM result"))

@@ -1,4 +1,4 @@
-"""How long the grid takes: of the server with 100,000 results in its store, and until a browser has painted 1,000 cells.
+"""Time the grid: the server with 100,000 results in its store, and a browser until it has painted 1,000 cells.
 
 Run by hand: python benchmarks/service_pages.py. It needs kernel-compat-matrix[service], Playwright and Chromium, and 300 MB of disk
 in the temporary folder. Times are medians of 9.

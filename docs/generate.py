@@ -1,4 +1,4 @@
-"""Write the parts of README.md and docs/ that the code decides: the supported releases, the shims and the modules.
+"""Write the parts of README.md and docs/ that are generated from code: the supported releases, the shims and the modules.
 
 Usage: python docs/generate.py [--check]
 
@@ -21,7 +21,7 @@ from kernel_compat.releases import TORCH, TRANSFORMERS, minors
 
 ROOT = Path(__file__).parent.parent
 
-#: The rooms of the library from the top, as the first import contract orders them.
+#: The layers of the library from top to bottom, in the order of the first import contract.
 ROOMS = re.findall(
     r"\w+", re.findall(r"^layers = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)[0]
 )
@@ -65,7 +65,7 @@ def _table() -> str:
 
 
 def _modules() -> str:
-    """Every module of the library with the first line of its docstring, room by room from the top."""
+    """Every module of the library with the first line of its docstring, by layer from the top."""
     library = ROOT / "compat" / "kernel_compat"
     lines = ["| module | contents |", "|---|---|"]
     for room in ROOMS:

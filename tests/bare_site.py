@@ -1,4 +1,4 @@
-"""A site-packages with what the command line needs, and neither torch nor transformers."""
+"""A site-packages with the command line's dependencies, but without torch and transformers."""
 
 from __future__ import annotations
 

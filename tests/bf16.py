@@ -1,7 +1,7 @@
-"""Models in half precision, held against the same weights in float32 under eager attention.
+"""Models in half precision, compared with the same weights in float32 under eager attention.
 
 The bound is eager's own error in half precision: a kernel computes the softmax in float32 and rounds its output once, so
-it may not be farther off than twice that.
+its error may be at most twice that.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from packaging.version import Version
 from tiny import TRANSFORMERS, distance, load
 from torch import Tensor
 
-#: What `from_pretrained` calls the dtype.
+#: The name of `from_pretrained`'s argument for the dtype.
 DTYPE = "dtype" if Version("4.56") <= TRANSFORMERS else "torch_dtype"
 
-#: Where eager itself is farther off than this, twice that no longer tells a right result from a wrong one.
+#: The largest error of eager itself: above it, a bound of twice that error can't tell a correct result from a wrong one.
 _TELLING = 0.25
 
 
 class Three:
-    """The same weights thrice: float32 eager (the truth), eager in `dtype` (the yardstick), and `dtype` under test.
+    """The same weights three times: float32 eager (the truth), eager in `dtype` (the yardstick), and `dtype` under test.
 
     Args:
         path: a saved model.
         name: the attention under test.
         auto: the class whose `from_pretrained` loads it.
-        dtype: of the weights. With float32 all three are the same, and `judge`'s `run` is what lowers the precision.
+        dtype: of the weights. With float32 all three are equal, and `judge`'s `run` has to lower the precision.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Three:
         self.yardstick = load(path, "eager", auto, **options).to(device)
         self.ours = load(path, name, auto, **options).to(device)
         self.truth = load(path, "eager", auto).to(device)
-        with torch.no_grad():  # the truth of the rounded weights
+        with torch.no_grad():  # the truth has the rounded weights
             for exact, rounded in zip(self.truth.parameters(), self.yardstick.parameters(), strict=True):
                 exact.copy_(rounded)
 
     def judge(self, run: Callable[[Any], Tensor], backward: bool = True) -> None:
-        """Compare the logits of the three, and the gradients of their weight matrices.
+        """Compare the logits of the three models, and the gradients of their weight matrices.
 
         Args:
-            run: computes with one of the models the logits that count.
+            run: computes the logits to compare with one of the models.
         """
         (truth, true), (yardstick, rough), (ours, found) = (
             measured(model, run, backward) for model in (self.truth, self.yardstick, self.ours)
@@ -61,7 +61,7 @@ class Three:
         require_as_close(ours, yardstick, truth)
         assert true.keys() == rough.keys() == found.keys()
         if backward:
-            # Each counts as much as any other, however small; of one by itself, the ratio of the errors is chance.
+            # Each gradient is normalised, so that all count equally; they are compared together, as a single ratio is noisy.
             norms = {name: gradient.norm() for name, gradient in true.items()}
             joined = (torch.cat([(g[name] / norms[name]).flatten() for name in norms]) for g in (found, rough, true))
             require_as_close(*joined)
@@ -72,14 +72,14 @@ class Three:
         options: Mapping[str, Any],
         read: Callable[[Any, Tensor], Tensor],
     ) -> Any:
-        """Compare the logits `generate` chose its tokens by.
+        """Compare the logits from which `generate` chose its tokens.
 
         Args:
-            inputs, options: what it is called with.
-            read: computes the logits of the new tokens with one of the models, in one go, from all tokens.
+            inputs, options: the arguments of `generate`.
+            read: computes the logits of the new tokens with one of the models in one forward over all tokens.
 
         Returns:
-            What `generate` answered.
+            The output of `generate`.
         """
         out = self.ours.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
         with torch.no_grad():
@@ -89,21 +89,21 @@ class Three:
 
 
 def measured(model: Any, run: Callable[[Any], Tensor], backward: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """The logits and, by name, the gradient of each weight matrix, of a loss that every logit counts in."""
+    """The logits and, by name, the gradient of each weight matrix, for a loss that depends on every logit."""
     with torch.set_grad_enabled(backward):
         logits = run(model).float()
     if not backward:
         return logits, {}
     model.zero_grad()
     logits.square().mean().backward()
-    # Not of biases and norms: without rotation a key's bias changes nothing, and its gradient is rounding alone.
+    # Without biases and norms: a key's bias has no effect without rotary embeddings, so its gradient is only rounding error.
     matrices = {n: p.grad.float() for n, p in model.named_parameters() if p.ndim > 1 and p.grad is not None}
     assert matrices
     return logits.detach(), matrices
 
 
 def require_as_close(found: Tensor, yardstick: Tensor, truth: Tensor) -> None:
-    """Assert that a result is at most twice as far from the truth as the yardstick is."""
+    """Assert that a result's error is at most twice the yardstick's."""
     assert found.shape == truth.shape
     own = distance(yardstick, truth)
     assert own < _TELLING

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Tiny models of types that the table doesn't have on the installed release would each be proven, which takes seconds.
+# Without this, tiny models of types that the table lacks on the installed release would each be proven, which takes seconds.
 os.environ.setdefault("KERNEL_COMPAT_UNPROVEN", "allow")
 
 
@@ -28,20 +28,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def no_graphs_of_other_tests() -> None:
-    """torch.compile keeps graphs and dynamic sizes by code, which models share."""
+    """torch.compile caches graphs and dynamic sizes by code object, which models share."""
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny models are saved."""
+    """The folder of saved tiny models."""
     return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture
 def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for models with remote code, whose classes are made anew for each test."""
+    """A folder for models with remote code; their modules are imported anew in each test."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path

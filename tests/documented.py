@@ -1,4 +1,4 @@
-"""Whether a service does what its OpenAPI document says, asked by schemathesis."""
+"""Test with schemathesis that a service conforms to its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 GOOD, BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 
-#: Requests of each operation and mode, the same ones each time.
+#: The number of requests for each operation and mode; they are the same in every run.
 EXAMPLES = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 12
 
 
@@ -21,12 +21,12 @@ def operations(app: Any, document: str) -> list[Any]:
 
 
 def asked(every: Iterable[Any]) -> list[Any]:
-    """What a test is to be parametrised with: an operation, and whether what it is asked is as documented."""
+    """The parameters of a test: each operation, with requests that conform to the document and with others."""
     return [
         pytest.param(operation, mode, id=f"{operation.method.upper()} {operation.path} {mode.value}")
         for operation in every
         for mode in (GOOD, BAD)
-        if mode is GOOD or [*operation.iter_parameters()] or operation.body  # there is something that can be wrong
+        if mode is GOOD or [*operation.iter_parameters()] or operation.body  # something can be wrong
     ]
 
 
@@ -39,18 +39,18 @@ def ask(
     excluded: Iterable[Callable[..., Any]] = (),
     examples: int = EXAMPLES,
 ) -> list[int]:
-    """The statuses of the answers, all of which are as documented: no 5xx, no other status, type or form.
+    """Send requests and return the statuses; asserts that each response is as documented: no 5xx, no other status, type or form.
 
     Args:
-        there: values that lead to something; every other good request has them.
-        excluded: checks of schemathesis.
+        there: values that exist in the service; every other conforming request uses them.
+        excluded: schemathesis' checks to leave out.
     """
     answers: list[int] = []
 
     @settings(max_examples=examples, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
     @given(case=operation.as_strategy(generation_mode=mode))
     def one(case: Any) -> None:
-        if mode is GOOD and len(answers) % 2:  # by chance it never names what is there
+        if mode is GOOD and len(answers) % 2:  # random values never name an existing resource
             known = there()
             case.path_parameters.update({name: known[name] for name in case.path_parameters})
             for name in ("old", "new", "attempt"):

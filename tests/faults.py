@@ -1,4 +1,4 @@
-"""Services, workers and databases that are killed at random, and what must be true all the same."""
+"""Kill services, workers and databases at random, and check the invariants that must hold anyway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sqlalchemy import func, select, text
 
 from compat_matrix.store.models import LATE, LEASE, RESULT, RUN, TASK, UPLOAD
 
-#: A cell that takes a moment, so that some are killed within it.
+#: The test of a cell: slow enough that some kills happen during it.
 TESTS = """
     import time
 
@@ -25,14 +25,14 @@ TESTS = """
 
 
 class Account(NamedTuple):
-    """What is in the store of a run, when all is over.
+    """The contents of a run's store at the end.
 
     Attributes:
-        results: by how many a cell has.
-        verdicts: of these.
-        leases: by how they ended.
-        late: results that came after the end of their lease.
-        left: what should not be: tasks that aren't done, leases that go on, logs without a result, files in spools, processes.
+        results: counts by number of results per cell.
+        verdicts: counts by verdict.
+        leases: counts by the way in which they ended.
+        late: results that arrived after the end of their lease.
+        left: faults: unfinished tasks, open leases, logs without a result, files in spools, processes.
     """
 
     results: Counter[int]
@@ -43,10 +43,10 @@ class Account(NamedTuple):
 
 
 class Faults:
-    """A service and two workers, started again whenever they are killed, as a supervisor does it.
+    """A service and two workers; each is restarted after it is killed, as by a supervisor.
 
     Args:
-        database: is killed too, where it is a server.
+        database: also killed, if it is a server.
     """
 
     def __init__(self, network: Network, seed: int, lease: int, database: Postgres | None = None) -> None:
@@ -64,7 +64,7 @@ class Faults:
         self._service = self.network.small.fork(*words)
 
     def watch(self) -> None:
-        """Start the service again where it gave up: its database wasn't there. A worker never gives up."""
+        """Restart the service if it ended because its database was down. Workers never end by themselves."""
         if self._service.poll() is not None:
             assert self.database is not None, self._service.said()
             self._serve()
@@ -72,7 +72,7 @@ class Faults:
             assert worker.poll() is None, worker.said()
 
     def kill(self) -> None:
-        """One of them, by SIGKILL."""
+        """Kill a random process with SIGKILL."""
         self.watch()
         who = self.random.choice(["service", "worker 1", "worker 2", *(["database"] if self.database else [])])
         self.kills[who.split()[0]] += 1
@@ -93,7 +93,7 @@ class Faults:
             self._workers[number] = self._work(number)
 
     def finish(self, run: str) -> Account:
-        """Wait for the end of a run, end everything in order, and look what there is."""
+        """Wait for the end of a run, stop every process in order, and count the store's contents."""
 
         def over() -> bool:
             self.watch()

@@ -1,6 +1,6 @@
-"""Processes of Python that are forked from one which has imported the matrix, pytest and tox: a start takes a second less.
+"""Processes of Python, forked from one that has imported the matrix, pytest and tox: they start a second faster.
 
-Tests of starting itself use `small.Small.start`.
+Tests of the startup itself use `small.Small.start`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 class Forked:
     """``python ARGUMENTS``, with ``-m MODULE`` or ``-c CODE``, and the methods of `subprocess.Popen` that tests need.
 
-    It may import the modules of this folder.
+    Its code may import the modules of this folder.
 
     Args:
-        output: the file that its output goes to.
+        output: the file that receives its output.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Forked:
 
 @cache
 def _parent() -> tuple[socket.socket, object]:
-    """The socket for requests to the parent of the forked processes, and the parent, which ends with this process."""
+    """The socket for requests to the parent of the forked processes, and the parent's process, which ends with this one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         started = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
@@ -106,7 +106,7 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _start(request: dict[str, object], answers: int, output: int) -> None:
-    """Fork the process, and send its process id and then its return code."""
+    """Fork the process, and send its process id and later its return code."""
     pid = os.fork()
     if pid == 0:
         os.close(answers)
@@ -149,7 +149,7 @@ def _become(output: int, arguments: list[str], folder: str, environment: dict[st
             thread.join()
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(returncode)  # the interpreter's own end takes 0.5 s, as it frees every module
+    os._exit(returncode)  # the interpreter's own shutdown takes 0.5 s to free all modules
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests under Triton's interpreter, in a process of their own: when triton is imported, it reads TRITON_INTERPRET."""
+"""Run tests under Triton's interpreter in a separate process: triton reads TRITON_INTERPRET when it is imported."""
 
 from __future__ import annotations
 

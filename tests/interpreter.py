@@ -1,4 +1,4 @@
-"""Triton's interpreter, repaired: where triton 3.6's doesn't do what devices do, or refuses what they run."""
+"""Repairs for Triton's interpreter: triton 3.6's differs from devices, or refuses code that devices run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def _repair() -> None:
     convert, patch, wrap = interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._implicit_cvt
 
     def rounding(data: Any, source: Any, target: Any, mode: Any) -> Any:
-        """float32 is cut off to bfloat16 otherwise."""
+        """Round float32 to bfloat16; the interpreter truncates it."""
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(data, source, target, mode)
         return torch.from_numpy(np.array(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
 
     def indexing(tensor: Any, scope: Any) -> None:
-        """Newer numpy refuses the bounds of loops."""
+        """Give tensors `__index__`: newer numpy refuses them as bounds of loops."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def wrapping(value: Any) -> Any:
-        """Numbers with a point have no methods otherwise."""
+        """Wrap Python floats as tensors, so that they have methods."""
         if not isinstance(value, float):
             return wrap(value)
         return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)

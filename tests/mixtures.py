@@ -1,4 +1,4 @@
-"""Inputs and gradients of kernels for mixtures of experts, and the formula that they are held to."""
+"""Inputs and gradients of kernels for mixtures of experts, and the reference formula."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def plain(*given: Any) -> Tensor:
 
 
 def kernel_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """With an expert that nobody chooses, and ids of other ranks'."""
+    """Inputs with an expert that no token selects, and with ids of other ranks' experts."""
     torch.manual_seed(0)
     index = torch.tensor([[0, 1, 4], [5, 2, 0], [6, 6, 6], [4, 5, 1], [2, 6, 0], [1, 0, 2], [0, 2, 6]])
     sizes = ((7, 16), (7, 3), (6, 2 * 24, 16), (6, 16, 24))

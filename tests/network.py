@@ -1,4 +1,4 @@
-"""A service of a small project and its workers, as processes."""
+"""A matrix service of a small project and its workers, as separate processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from small import Small
 
 from compat_matrix.store import Store
 
-#: Says that it has begun, and waits for the test.
+#: A test that reports its start, then waits for the caller.
 WAITS = """
     import os, time, uuid
     from pathlib import Path
@@ -37,7 +37,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 class Network:
-    """A service of a small project and its workers. Every token is made by the command."""
+    """The service of a small project and its workers. The command line makes every token."""
 
     def __init__(self, small: Small, store: str = "matrix.sqlite") -> None:
         self.small = small

@@ -1,4 +1,4 @@
-"""Tiny models over packed sequences, alone and as other libraries wrap them, on one rank and on two."""
+"""Tiny models over packed sequences, alone and wrapped by other libraries, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _lfm2() -> Any:
     return transformers.Lfm2Config(**_HEADS, layer_types=["conv", "full_attention"])
 
 
-#: One whose head keeps lengths from its attention, an SSM alone, and attention beside a convolution.
+#: A model whose head doesn't pass lengths to its attention, an SSM, and a model of attention and convolutions.
 MODELS = there((("gpt2", _gpt2, "GPT2Config"), ("mamba", _mamba, "MambaConfig"), ("lfm2", _lfm2, "Lfm2Config")))
 
 
@@ -58,7 +58,7 @@ class _Recomputing(torch.autograd.Function):  # type: ignore[misc]
 
 
 def recomputing(layer: Any, *args: Any) -> Any:
-    """A checkpoint function that owes nothing to torch's, as DeepSpeed's and Unsloth's."""
+    """A checkpoint function independent of torch's, like DeepSpeed's and Unsloth's."""
     return _Recomputing.apply(layer, *args)
 
 
@@ -71,13 +71,13 @@ def name_for(model: str) -> str:
 
 
 def row(seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
-    """Three sequences in a row, and what tells them apart."""
+    """Three sequences in one row, and the position_ids that separate them."""
     ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(seed))
     return ids, {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
 
 
 def step(model: Any, around: Callable[..., Any], rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The logits of these rows, one after the other, and the gradients of a loss of all of them."""
+    """The logits of the rows, concatenated, and the gradients of one loss over all rows."""
     model.zero_grad()
     logits = torch.cat([around(**given, use_cache=False).logits for given in rows], 1)
     logits.square().sum().backward()
@@ -87,7 +87,7 @@ def step(model: Any, around: Callable[..., Any], rows: list[dict[str, Tensor]]) 
 
 
 def alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sequence by itself."""
+    """The same for the sequences computed separately."""
     return step(model, model, [{"input_ids": part} for part in ids.split(LENGTHS, 1)])
 
 
@@ -97,7 +97,7 @@ def require_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], 
 
 
 def on_two_ranks(rank: int, folder: Path) -> None:
-    """One of two ranks, each with sequences of its own."""
+    """Run as one of two ranks, each with its own sequences."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     store = distributed.FileStore(str(folder / "store"), 2)
@@ -107,7 +107,7 @@ def on_two_ranks(rank: int, folder: Path) -> None:
         for wrapper in ("fsdp2, then installed", "fsdp2", "ddp"):
             for name in MODELS:
                 if "then" in wrapper and name == "gpt2":
-                    continue  # under a name that isn't there yet
+                    continue  # the name isn't registered yet
                 if "then" not in wrapper:
                     kernel_compat.install()
                 model = load(path_of(name, folder), "eager" if "then" in wrapper else name_for(name))

@@ -1,4 +1,4 @@
-"""Kernels in plain torch for every op, registered under the name `PLAIN`: the formulas that modules are compared with."""
+"""Kernels in plain torch for every op, registered under the name `PLAIN`: the reference formulas for modules."""
 
 from __future__ import annotations
 

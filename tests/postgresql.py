@@ -1,4 +1,4 @@
-"""A server of PostgreSQL for tests."""
+"""A PostgreSQL server for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Postgres:
-    """A server in a folder of its own, on a socket there."""
+    """A server in its own folder, listening on a socket there."""
 
     def __init__(self, programs: Path, folder: str) -> None:
         self._programs, self._folder = programs, folder
@@ -33,12 +33,12 @@ class Postgres:
     def running(cls) -> Iterator[Postgres]:
         """
         Raises:
-            FileNotFoundError: it isn't installed.
+            FileNotFoundError: PostgreSQL isn't installed.
         """
         found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
         if not found:
             raise FileNotFoundError("PostgreSQL's server is not installed")
-        # Not in pytest's folder: that belongs to root where root runs this, and the server refuses to run as root.
+        # Not in pytest's folder: it belongs to root if root runs the tests, and the server refuses to run as root.
         with tempfile.TemporaryDirectory(prefix="pg") as folder:
             server = cls(found[-1].parent, folder)
             server.start()
@@ -57,7 +57,7 @@ class Postgres:
         for patience in range(100, -1, -1):
             try:
                 self._run("pg_ctl", *words)
-            except subprocess.CalledProcessError:  # the processes of one that was killed are still there
+            except subprocess.CalledProcessError:  # processes of the killed server are still running
                 if not patience:
                     raise
                 time.sleep(0.1)
@@ -68,7 +68,7 @@ class Postgres:
         self._run("pg_ctl", "-D", f"{self._folder}/data", "-m", "immediate", "-w", "stop")
 
     def kill(self) -> None:
-        """By SIGKILL, as if its machine had lost its power."""
+        """Kill the server with SIGKILL, like a power failure."""
         os.kill(self.pid, signal.SIGKILL)
 
     def _run(self, program: str, *arguments: str) -> None:

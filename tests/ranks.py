@@ -1,4 +1,4 @@
-"""Tiny models over a sequence that is spread over processes, and over the same sequence in one.
+"""Tiny models over a sequence that is split over processes, and over the same sequence in one process.
 
 As a program: `ranks.py FOLDER BACKEND RANKS...` runs all cases on each number of processes, and saves the results in FOLDER.
 """
@@ -28,22 +28,22 @@ from kernel_compat.attention.forward import attention_forward
 from kernel_compat.attention.sequence_parallel.ulysses import gathering_mask_function
 
 KERNEL = "flash_attention_reference"
-#: The kernel over all ranks, over the ranks of a mesh, and without all-to-alls.
+#: Names of the kernel: over all ranks, over the ranks of a mesh, without all-to-alls, and with a user's forward.
 SPREAD, MESH, ALONE, OWN = "my_flash_spread", "my_flash_mesh", "my_flash_alone", "my_flash_own"
 WRAPPED = "my_flash_wrapped"
 LENGTH = 24
 MODULE = torch.nn.Module()
 
-# Offsets and the longest of them: sequences begin and end within the slices of 2 ranks and of 4, and with them.
+# The sequences begin and end both within and at the boundaries of the slices of 2 and of 4 ranks.
 OFFSETS, LONGEST = [0, 7, 9, 12, 24], 12
 
-#: Models whose experts are computed by a function that has no float64.
+#: Models whose experts' function doesn't support float64.
 EXPERTS = ("gpt_oss_sinks", "deepseek_value_dim")
 
 
 @dataclass
 class Case:
-    """A batch of the full sequence. What is about its tokens is given to a rank as its slice, but for the mask if `whole_mask`."""
+    """A batch of full sequences. Each rank gets its slice of the inputs, except for the mask if `whole_mask`."""
 
     model: str
     batch: int = 1
@@ -83,7 +83,7 @@ CASES = {
     "causal": Case("llama", batch=2),
     "fewer key heads": Case("llama_gqa", batch=2),
     "a mask of ones": Case("llama_gqa", batch=2, ones=True),
-    # Row 0 has no tokens at all in the first slice of four, row 1 in the last one.
+    # Row 0 has no tokens in the first of four slices, row 1 none in the last.
     "padded": Case("llama_gqa", batch=3, padding={0: slice(0, 7), 1: slice(15, 24)}),
     "padded on one rank": Case("llama", padding={0: slice(21, 24)}),
     "padded, the whole mask": Case("llama_gqa", batch=2, padding={0: slice(0, 7)}, whole_mask=True),
@@ -109,13 +109,13 @@ def reference() -> kernel_compat.Kernel:
 
 
 def cases(ranks: int) -> dict[str, Case]:
-    """The cases for a number of ranks: compiled ones run on two ranks alone."""
+    """The cases for a number of ranks: compiled cases run only on two ranks."""
     return {n: case for n, case in CASES.items() if case.model in CAUSAL_LMS and (ranks == 2 or not case.compiled)}
 
 
 @dataclass
 class Here:
-    """Where this process is."""
+    """This process: its rank, the number of ranks, and its device."""
 
     rank: int = 0
     ranks: int = 1
@@ -127,19 +127,19 @@ class Here:
 
     @property
     def slice(self) -> slice:
-        """The slice of all tokens that is here."""
+        """The slice of all tokens that this rank has."""
         return slice(self.rank * self.length, (self.rank + 1) * self.length)
 
     def slices(self, *qkv: Tensor) -> list[Tensor]:
         return [x[:, :, self.slice] for x in qkv]
 
     def random(self, batch: int, *heads: int) -> list[Tensor]:
-        """The same on every rank, (batch, heads, all tokens, head_dim) each."""
+        """Random tensors that are the same on every rank, (batch, heads, all tokens, head_dim) each."""
         generator = torch.Generator().manual_seed(0)
         return [torch.randn(batch, n, LENGTH, 64, generator=generator).to(self.device) for n in heads]
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The slices of all ranks, (batch, length, ...) each, in one."""
+        """The slices of all ranks, (batch, length, ...) each, concatenated."""
         x = x.detach().to(self.device).contiguous()
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x)
@@ -151,10 +151,10 @@ class Here:
 
 
 def judged(case: Case, name: str, models: Path, here: Here) -> tuple[Tensor, Any]:
-    """The logits of the tokens here, and their share of the gradients of a loss over all tokens."""
+    """The logits of this rank's tokens, and its share of the gradients of a loss over all tokens."""
     options = {"experts_implementation": "eager"} if case.model in EXPERTS and TRANSFORMERS.release >= (5,) else {}
     model = load(saved(models, case.model), name, **options).to(here.device, torch.float64)
-    if case.compiled:  # which takes longer than all else
+    if case.compiled:  # compiling takes longest
         model.model.layers = model.model.layers[:1]
     if case.checkpointed:
         model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -168,7 +168,7 @@ def judged(case: Case, name: str, models: Path, here: Here) -> tuple[Tensor, Any
             given[key] = (value[:, here.slice] if sliced else value).to(here.device)
     call: Callable[..., Any] = model
     if case.compiled and here.ranks > 1:
-        # The graph is tested; inductor would spend a minute on compiling C++ for it.
+        # This tests the graph; inductor would spend a minute on compiling C++ for it.
         call = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     logits = call(**given, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits[real], labels[real], reduction="sum").backward()
@@ -178,7 +178,7 @@ def judged(case: Case, name: str, models: Path, here: Here) -> tuple[Tensor, Any
 
 @cache
 def expected(folder: Path, name: str, alone: str, device: str = "cpu") -> tuple[Tensor, Any]:
-    """What one process makes of a case, with the kernel by the attention name `alone`."""
+    """The results of one process for a case, with the kernel registered as `alone`."""
     logits, gradients = judged(CASES[name], alone, folder, Here(device=torch.device(device)))
     return logits, {key: gradient.cpu() for key, gradient in gradients.items()}
 
@@ -186,11 +186,11 @@ def expected(folder: Path, name: str, alone: str, device: str = "cpu") -> tuple[
 def assert_same_as_one_process(
     results: dict[str, Any], folder: Path, name: str, alone: str, device: str = "cpu"
 ) -> None:
-    """The logits of all ranks, and the sum of their gradients, in float64."""
+    """Compare the logits of all ranks and the sum of their gradients, in float64."""
     logits, gradients = results[name]
-    # On the same device: the cosines are float32, and another's differ in their last bits.
+    # Use the same device: the float32 cosines differ between devices in their last bits.
     expected_logits, expected_gradients = expected(folder, name, alone, device)
-    # Gemma's norms multiply in float32, and sum their weights' gradients in it.
+    # Gemma's norms multiply in float32, and sum the gradients of their weights in it.
     allowed = 1e-6 if name == "softcap" else 1e-9
     torch.testing.assert_close(logits, expected_logits, rtol=allowed, atol=allowed)
     assert gradients.keys() == expected_gradients.keys()
@@ -199,7 +199,7 @@ def assert_same_as_one_process(
 
 
 def assert_same_as_alone(results: dict[str, Any]) -> None:
-    """The same kernel on the same numbers: nothing but the order of additions may differ."""
+    """The same kernel on the same inputs: only the order of additions may differ."""
     allowed = {torch.bool: 0, torch.bfloat16: 1e-2, torch.float32: 1e-6, torch.float64: 1e-12}
     for name, (ours, alone) in results["functions"].items():
         assert ours.dtype == alone.dtype, name
@@ -224,7 +224,7 @@ def start(folder: Path, backend: str, *ranks: int) -> dict[int, dict[str, Any]]:
 
 
 def own_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    """By torch's own attention: causal, or with a mask that is added to the scores."""
+    """Attention with torch's own function: causal, or with a mask that is added to the scores."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scale = kwargs.get("scaling")
@@ -239,7 +239,7 @@ def work(rank: int, ranks: int, folder: Path, backend: str) -> None:
     here = Here(rank, ranks, torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu"))
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    # Registered before there is a group.
+    # Registered before the process group exists.
     kernel_compat.register_attention(SPREAD, KERNEL, sequence_parallel=True)
     kernel_compat.register_attention(OWN, KERNEL, forward=own_forward, sequence_parallel=True)
     inner = attention_forward(reference(), KERNEL)
@@ -272,7 +272,7 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 
 
 def dtypes(here: Here) -> Pairs:
-    """The inner forward gets each tensor in its own."""
+    """The inner forward gets each tensor in its own dtype."""
     inner, low, high, pairs = attention_forward(reference(), KERNEL), torch.bfloat16, torch.float32, {}
     for name, given in {"float32": (high, high, high), "mixed dtypes": (high, high, low)}.items():
         qkv = [x.to(dtype) for x, dtype in zip(here.random(2, 8, 4, 4), given, strict=True)]
@@ -289,13 +289,13 @@ def dtypes(here: Here) -> Pairs:
 
 
 def kernels(here: Here) -> Pairs:
-    """Every kernel that runs here, in bfloat16."""
+    """Every kernel that is usable here, in bfloat16."""
     pairs = {}
     for kernel in kernel_compat.known_kernels().values():
         if kernel.unavailable_because(kernel_compat.Environment.detect()):
             continue
         inner = attention_forward(kernel, kernel.name)
-        for batch in (1, 2):  # one row is passed on in its own strides, which no other attention has
+        for batch in (1, 2):  # a single row keeps its strides, which differ from those of other attention
             qkv = [x.to(torch.bfloat16).requires_grad_() for x in here.random(batch, 8, 2, 2)]
             ours, _ = kernel_compat.ulysses(inner)(MODULE, *here.slices(*qkv), None)
             alone, _ = inner(MODULE, *qkv, None)
@@ -348,7 +348,7 @@ def derivatives(here: Here) -> Pairs:
 
 
 def skipped(folder: Path, here: Here) -> list[float]:
-    """The distance of attention that skips the all-to-alls from attention without them, over each rank's own tokens."""
+    """The distance between attention that skips the all-to-alls and attention without them, over each rank's own tokens."""
     differences = []
     given = {key: value[:, here.slice].to(here.device) for key, value in CASES["padded"].inputs().items()}
     ours, alone = (load(saved(folder, "llama_gqa"), name).to(here.device) for name in (SPREAD, ALONE))
@@ -357,7 +357,7 @@ def skipped(folder: Path, here: Here) -> list[float]:
         with torch.no_grad():
             difference = (ours(**given, **{keyword: True}).logits - alone(**given).logits)[real]
         differences.append(float(difference.abs().max()))
-    steps = []  # with a cache, which has each rank's own tokens
+    steps = []  # generation with a cache of this rank's tokens
     for model, more in ((ours, {"skip_ulysses": True}), (alone, {})):
         ids, mask = given["input_ids"][2:], torch.ones_like(given["input_ids"][2:])
         with torch.no_grad():
@@ -382,7 +382,7 @@ def refused(folder: Path, here: Here) -> dict[str, str]:
             model(**given)
         except kernel_compat.UnsupportedFeatureError as error:
             messages[name] = str(error)
-    # Mistakes that one rank alone can see, and that all ranks raise in the first call.
+    # Mistakes that only one rank can detect, and that all ranks raise in the first call.
     last = here.rank == here.ranks - 1
     for name, length, given in (
         ("default positions", here.length, {"position_ids": ids}),
@@ -397,7 +397,7 @@ def refused(folder: Path, here: Here) -> dict[str, str]:
 
 
 def mesh(folder: Path, here: Here) -> Tensor:
-    """Two sequences on two pairs of ranks: the logits of each, by the ranks of one dimension of a mesh."""
+    """Two sequences on two pairs of ranks: the logits of each sequence, over one dimension of a mesh."""
     grid = torch.distributed.device_mesh.init_device_mesh(here.device.type, (2, 2), mesh_dim_names=("data", "sequence"))
     kernel_compat.register_attention(MESH, KERNEL, sequence_parallel=grid["sequence"])
     case = CASES["fewer key heads"]
@@ -416,5 +416,5 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     target, chosen = Path(sys.argv[1]), sys.argv[2]
     for count in map(int, sys.argv[3:]):
-        # Forked, so that torch and transformers are imported once; nothing has started a thread or a device yet.
+        # Forked, so that torch and transformers are imported once; no thread or device has been started yet.
         torch.multiprocessing.start_processes(work, (count, target, chosen), count, start_method="fork")

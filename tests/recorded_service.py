@@ -1,4 +1,4 @@
-"""A server that answers as the matrix service does, for where that can't be installed."""
+"""A server with recorded responses of the matrix service, for environments where that can't be installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-#: What the real service said of a wrong result, and of something near it.
+#: The real service's responses for a wrong cell and for a nearby one.
 SHIMS = [
     {"name": "tf5", "state": "applied", "reason": "transformers 5"},
     {"name": "torch2_11", "state": "not needed", "reason": "needs torch 2.11"},
@@ -57,11 +57,11 @@ NEAREST = WRONG | {
 class Service:
     """
     Attributes:
-        answer: what it says, as JSON or as bytes.
-        status: with which it says so.
-        slow: seconds before it does.
-        drip: seconds between the bytes of an answer.
-        asked: the parameters of each question, with the path and the headers.
+        answer: the body of the response, as JSON or as bytes.
+        status: the status of the response.
+        slow: seconds before the response.
+        drip: seconds between the bytes of the response.
+        asked: the path, the parameters and the headers of each request.
     """
 
     def __init__(self, answer: Any = PASSED) -> None:
@@ -86,7 +86,7 @@ class Service:
                         self.wfile.write(piece)
                         self.wfile.flush()
                         time.sleep(service.drip)
-                except OSError:  # the client has gone
+                except OSError:  # the client has disconnected
                     pass
 
             def log_message(self, *_: object) -> None:

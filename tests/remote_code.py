@@ -1,4 +1,4 @@
-"""A model with remote code as it was written for older releases: the legacy flag alone, attention through the interface."""
+"""A model with remote code in the style of older releases: only the legacy flag, and attention through the interface."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class LegacyForCausalLM(PreTrainedModel):
 
 
 def saved_remote_code(folder: Path, change: Callable[[str], str] = lambda code: code) -> Path:
-    """A folder that ``from_pretrained(folder, trust_remote_code=True)`` loads; imports nothing of it.
+    """A folder that ``from_pretrained(folder, trust_remote_code=True)`` loads; the code is not imported.
 
     Args:
-        change: of the modeling file.
+        change: applied to the source of the modeling file.
     """
     folder.mkdir()
     (folder / "configuration_legacy.py").write_text(CONFIGURATION)

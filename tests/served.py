@@ -1,4 +1,4 @@
-"""A service in a thread of its own, over real HTTP."""
+"""A service in its own thread, over real HTTP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from compat_matrix.service.head_timeout import HeadTimeout
 
 @contextmanager
 def served(app: FastAPI, root_path: str = "") -> Iterator[str]:
-    """Its address."""
+    """Serve the app; yields its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, http=HeadTimeout, log_level="warning", root_path=root_path))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not (server.started and app.state.warming.done()):  # what a test stores then is newer than any page
+    while not (server.started and app.state.warming.done()):  # results stored later are newer than any page
         assert thread.is_alive()
         time.sleep(0.01)
     try:

@@ -1,4 +1,4 @@
-"""A store in which every page of the service has something to show."""
+"""Fill a store so that every page of the service has data."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ _WHY: dict[str, tuple[Kind, str]] = {
 
 
 class Demo(NamedTuple):
-    """The ids of its runs by what they are, and the queue of the one that goes on."""
+    """The ids of the demo's runs by kind, and the queue of the unfinished run."""
 
     runs: dict[str, str]
     queue: Queue
 
 
 def fill(store: Store, folder: Path) -> Demo:
-    """Four runs, one of which goes on, with workers, a late result and an atlas."""
+    """Store four runs, one of them unfinished, with workers, a late result and an atlas."""
     axes = write_axes(folder)
     now = datetime.now(timezone.utc)
     every = axes.cells
@@ -102,7 +102,7 @@ def fill(store: Store, folder: Path) -> Demo:
 
 
 def _add(store: Store, run: str, results: Iterable[CellResult]) -> None:
-    """In one transaction, which takes half the time."""
+    """Add the results in one transaction, which takes half the time."""
     with store.writing() as connection:
         key = inserts.key(connection, run)
         for one in results:
@@ -110,7 +110,7 @@ def _add(store: Store, run: str, results: Iterable[CellResult]) -> None:
 
 
 def write_axes(folder: Path) -> Axes:
-    """An axes file, and a project for it."""
+    """Write an axes file and its project."""
     (folder / "pyproject.toml").write_text("[project]\nname = 'tested'\nversion = '1'\n")
     (folder / "axes.toml").write_text(AXES)
     return load(folder / "axes.toml")
@@ -122,7 +122,7 @@ def machine(name: str, fingerprint: str, **values: Any) -> Machine:
 
 
 def lease(queue: Queue, worker: str, only: str | None = None, **values: Any) -> Leased:
-    """The next cell, for a worker."""
+    """Lease the next cell to a worker."""
     wanted = Wanted(machine=machine(worker, queue.fingerprint, **values), free_memory=64.0, only=only)
     found = queue.lease(wanted, "ci")
     assert found is not None
@@ -135,7 +135,7 @@ def report(queue: Queue, leased: Leased, result: CellResult) -> bool:
 
 
 def _queue(store: Store, axes: Axes, now: datetime) -> tuple[Queue, str]:
-    """A run that goes on: one cell is done, five are leased, and one came too late."""
+    """An unfinished run: one cell is done, five are leased, and one result came too late."""
     clock = [now - timedelta(minutes=20)]
     queue = Queue(store, axes, Settings(lease_seconds=600), fingerprint=of_axes(axes), now=lambda: clock[0])
     cells = [
@@ -146,7 +146,7 @@ def _queue(store: Store, axes: Axes, now: datetime) -> tuple[Queue, str]:
     ]
     run = queue.submit(Submission(cells=cells, label="watch: transformers 5.23")).run
     gpus = [{"name": "NVIDIA H200", "capability": "9.0", "memory": 139.8}] * 4
-    one = "python==3.12 and transformers==5.22 and torch==2.10"  # of several, PostgreSQL takes any
+    one = "python==3.12 and transformers==5.22 and torch==2.10"  # names one cell: PostgreSQL may lease any of several
     lost = lease(queue, "h200-4", one, gpus=gpus, memory=512.0, jobs=8, labels=["gpu"])
     clock[0] = now - timedelta(minutes=4)
     late = CellResult(parse(lost.cell), "failed", "crash", "killed by signal 9", now - timedelta(minutes=18), 480.0)
@@ -269,7 +269,7 @@ ATLAS = {
             "distribution": "transformers",
             "target": "transformers.modeling_utils:PreTrainedModel._supports_flash_attn_2",
             "shims": ["tf4_loader"],
-            "history": [],  # it was gone before the first release
+            "history": [],  # removed before the first release
         },
         {
             "distribution": "torch",

@@ -1,4 +1,4 @@
-"""A small project with a matrix of its own, whose cells cost a fraction of a second: its transformers and torch are a few lines each."""
+"""A small project with its own matrix, whose cells take a fraction of a second: its transformers and torch are stubs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from compat_matrix.store import Store
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 TAG = f"py{PYTHON.replace('.', '')}"
 
-#: What cells have of this process' environment: pytest, and as little besides as a short start needs.
+#: The packages of this environment that cells see: pytest, and little else, so that they start fast.
 SEEN = (
     *("pytest", "pluggy", "iniconfig", "packaging", "pygments", "pytest-reportlog", "pytest-xdist", "execnet"),
-    *("exceptiongroup", "tomli", "typing-extensions"),  # of pytest before Python 3.11
+    *("exceptiongroup", "tomli", "typing-extensions"),  # pytest needs these before Python 3.11
 )
 
-#: Builds without anything from an index.
+#: A build backend that needs nothing from an index.
 BACKEND = """
 import os
 import zipfile
@@ -54,10 +54,10 @@ def get_requires_for_build_editable(config_settings=None):
 
 @dataclass
 class Small:
-    """The project in `folder`: `axes`, `run` and `store` are what a user has.
+    """The project in `folder`; `axes`, `run` and `store` are those of a user.
 
     Attributes:
-        uv_cache: a folder that projects share, in which uv keeps what it has found out about a Python.
+        uv_cache: a folder that projects share, where uv caches its queries of a Python.
     """
 
     folder: Path
@@ -88,7 +88,7 @@ class Small:
         return small
 
     def commit(self) -> None:
-        """Keep the tests in git, as they are."""
+        """Commit the tests."""
         author = ("-c", "user.name=a", "-c", "user.email=a@b")
         for words in (("init", "-q"), ("add", "test_it.py"), (*author, "commit", "-qm", "tests")):
             subprocess.run(["git", *words], cwd=self.folder, check=True)
@@ -111,7 +111,7 @@ class Small:
         more: str = "",
         axes: str = "",
     ) -> Axes:
-        """Write the axes file, and empty pins for all of its parts that have none."""
+        """Write the axes file, and empty pins for each of its parts without any."""
         self.write(
             "matrix/axes.toml",
             f"""
@@ -140,7 +140,7 @@ minutes = {minutes}
     def wheel(
         self, name: str, version: str, files: dict[str, str], part: str | None = None, requires: Sequence[str] = ()
     ) -> None:
-        """A wheel in `wheels`, and the pin of a part."""
+        """Build a wheel in `wheels`, and write the pin of a part."""
         (self.folder / "wheels").mkdir(exist_ok=True)
         path = self.folder / "wheels" / f"{name}-{version}-py3-none-any.whl"
         info = f"{name}-{version}.dist-info"
@@ -160,7 +160,7 @@ minutes = {minutes}
             self.write(f"matrix/pins/{part}.txt", f"{name}=={version} --hash=sha256:{digest}")
 
     def environment(self, **more: str) -> dict[str, str]:
-        # Where pytest finds itself on CI, it says more of what failed.
+        # pytest's output is longer if it detects CI.
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -170,7 +170,7 @@ minutes = {minutes}
             **inherited,
             "KERNEL_COMPAT_MATRIX_CACHE": str(self.folder / "cache"),
             "CUDA_VISIBLE_DEVICES": "",
-            # The wheels and nothing else; and of pytest's plugins those that cells need.
+            # Cells see only the wheels and, of pytest's plugins, those that they need.
             "UV_FIND_LINKS": str(self.folder / "wheels"),
             "UV_OFFLINE": "1",
             "UV_CACHE_DIR": str(self.uv_cache or self.folder / "cache" / "uv"),
@@ -183,7 +183,7 @@ minutes = {minutes}
         return [sys.executable, "-m", "compat_matrix", *arguments]
 
     def start(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
-        # Tests that run in a shell's background ignore Ctrl-C, and so would what they start.
+        # Tests in the background of a shell ignore Ctrl-C, and child processes would inherit that.
         return subprocess.Popen(
             ["env", "--default-signal=INT", *self.command(*arguments)],
             cwd=self.folder,
@@ -195,7 +195,7 @@ minutes = {minutes}
         )
 
     def fork(self, *arguments: str, **more: str) -> Forked:
-        """As `start`, from a process that has imported the command."""
+        """Like `start`, but forked from a process that has imported the command."""
         return self.python("-m", "compat_matrix", *arguments, **more)
 
     def python(self, *arguments: str, **more: str) -> Forked:
@@ -203,7 +203,7 @@ minutes = {minutes}
         return Forked(*arguments, folder=self.folder, environment=self.environment(**more), output=output)
 
     def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """The command as a user types it in the project's folder, in this process: starting another takes longer than a cell."""
+        """Run the command in the project's folder, in this process: starting another one takes longer than a cell."""
         output, errors = StringIO(), StringIO()
         old, folder = {**os.environ}, Path.cwd()
         os.environ.clear()
@@ -225,14 +225,14 @@ minutes = {minutes}
         return Store.open(str(self.folder / "matrix.sqlite"), create=False)
 
     def results(self, run: str = "latest") -> dict[str, CellResult]:
-        """The results of a run, by cell."""
+        """The results of a run by cell."""
         with self.store as store:
             name = store.resolve(run)
             found = [cell for cell, one in store.summary(name).items() if one.verdict]
             return {cell.name: store.result(name, cell) for cell in found}
 
     def processes(self) -> list[psutil.Process]:
-        """Those that work in the project's folder: of its cells and of its runner."""
+        """The processes whose working directory or arguments are in the project: those of its cells and its runner."""
         found = []
         for process in psutil.process_iter():
             try:

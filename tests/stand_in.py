@@ -1,8 +1,8 @@
-"""A CPU kernel for torch's own flash attention, in plain torch, so that everything above it runs without a GPU.
+"""A CPU kernel in plain torch for torch's own flash attention, so that everything above it runs without a GPU.
 
-Real are the whole of ``torch.nn.attention.varlen`` and its autograd; stood in for is what the CUDA kernel computes below
-them: `aten::_flash_attention_forward` and its backward. It refuses what the CUDA kernel refuses and leaves unwritten
-what that one does.
+``torch.nn.attention.varlen`` and its autograd are the real ones; the stand-in replaces the CUDA kernels below them,
+`aten::_flash_attention_forward` and its backward. It raises the errors of the CUDA kernels and leaves the same outputs
+unwritten.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @contextmanager
 def cpu_flash_attention() -> Iterator[list[dict[str, Any]]]:
-    """Give the CPU a kernel for the length of a block; answers the list of what it is asked for, a call an entry."""
+    """Register the CPU kernel within a block; yields a list with the arguments of each call."""
     calls: list[dict[str, Any]] = []
 
     def forward(
@@ -46,7 +46,7 @@ def cpu_flash_attention() -> Iterator[list[dict[str, Any]]]:
         assert not return_debug_mask
         _require(query, key, value, cum_seq_q, max_q)
         block_table = paging.get("block_table")
-        assert cum_seq_k is not None  # also beside pages (seen with torch 2.13)
+        assert cum_seq_k is not None  # torch passes it with pages, too (seen with torch 2.13)
         assert cum_seq_k.dtype == torch.int32
         if block_table is None:
             assert seqused_k is None
@@ -63,7 +63,7 @@ def cpu_flash_attention() -> Iterator[list[dict[str, Any]]]:
             output[at] = (weights @ v).transpose(0, 1)
             lse[:, at] = scores.logsumexp(-1)
         if block_table is not None and paging.get("num_splits") != 1:
-            output *= float("nan")  # as wrong as torch 2.13 where it splits
+            output *= float("nan")  # torch 2.13 computes wrong results when it splits the keys
         rng, unused = torch.zeros(2, dtype=torch.uint64), torch.empty(0)
         return output.to(query.dtype), lse, rng, unused, torch.empty(0, dtype=query.dtype)
 
@@ -92,7 +92,7 @@ def cpu_flash_attention() -> Iterator[list[dict[str, Any]]]:
         return _gradients(grad_out, query, key, value, logsumexp, cum_seq_q, cum_seq_k, is_causal, window, scale)
 
     library = torch.library.Library("aten", "IMPL")
-    exact = torch.autocast("cpu", enabled=False)  # which would compute the products in half precision
+    exact = torch.autocast("cpu", enabled=False)  # autocast would compute the products in half precision
     library.impl("_flash_attention_forward", exact(forward), "CPU")
     library.impl("_flash_attention_backward", exact(backward), "CPU")
     try:
@@ -176,13 +176,13 @@ def _sequences(
     window: tuple[int, int],
     scale: float | None,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Of each sequence where its queries and keys are, the scores (the least number where hidden) and the weights."""
+    """For each sequence: the slices of its queries and keys, the scores (the lowest float where hidden) and the weights."""
     assert cum_seq_q is not None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     offsets, k_offsets = cum_seq_q.tolist(), cum_seq_k.tolist()
     assert len(offsets) == len(k_offsets)
     for begin, end, k_begin, k_end in zip(offsets, offsets[1:], k_offsets, k_offsets[1:], strict=False):
-        # The kernel takes a negative length for none.
+        # The kernel treats a negative length as 0.
         q_len, kv_len = end - begin, max(k_end - k_begin, 0)
         at, k_at = slice(begin, end), slice(k_begin, k_begin + kv_len)
         distance = torch.arange(q_len)[:, None] + (kv_len - q_len) - torch.arange(kv_len)[None]
@@ -197,7 +197,7 @@ def _sequences(
         yield at, k_at, scores, scores.softmax(-1) * ~hidden
 
 
-#: The maximum lengths that `fa4_forward` was told of, a call an entry.
+#: The maximum lengths passed to each call of `fa4_forward`.
 fa4_lengths: list[tuple[int | None, int | None]] = []
 
 
@@ -220,7 +220,7 @@ def fa4_forward(
     num_splits: int = 1,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, None, None, None]:
-    """flash-attn-4's varlen forward as torch calls it, with the five results it has had since 4.0.0b19."""
+    """flash-attn-4's varlen forward as torch calls it; since 4.0.0b19 it returns five results."""
     assert return_lse
     assert seqused_k is page_table is out is None
     fa4_lengths.append((max_seqlen_q, max_seqlen_k))
@@ -252,7 +252,7 @@ def fa4_backward(
     max_seqlen_k: int | None = None,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its backward, wrong as on sm_90 where the head dimension is no multiple of 32."""
+    """flash-attn-4's backward; as on sm_90 it is wrong if the head dimension is no multiple of 32."""
     assert cu_seqlens_k is not None
     window = _fa4_window(window_size_left, window_size_right)
     dq, dk, dv = _gradients(dout, q, k, v, lse, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale)
@@ -260,7 +260,7 @@ def fa4_backward(
 
 
 def _fa4_window(left: int | None, right: int | None) -> tuple[int, int]:
-    if left == right == -1:  # none; but one of them alone hides everything
+    if left == right == -1:  # no window; with a single -1 flash-attn-4 hides every key
         left = right = None
     assert left is None or left >= 0
     assert right is None or right >= 0

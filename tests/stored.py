@@ -1,4 +1,4 @@
-"""Cells and results that tests of the store and of its views share."""
+"""Cells and results for the tests of the store and its views."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def not_run(cell: Cell) -> CellResult:
 
 
 def stored(store: Store, results: Iterable[CellResult], label: str = "", state: str = "finished") -> str:
-    """A run of just these."""
+    """Store a run with exactly these results."""
     results = [*results]
     run = store.new_run([*dict.fromkeys(one.cell for one in results)], label=label, command="kernel-compat-matrix run")
     for one in results:

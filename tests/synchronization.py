@@ -1,4 +1,4 @@
-"""Where the host waits for the device."""
+"""Detect when the host waits for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def no_synchronization() -> Iterator[None]:
-    """Within it, what has the host wait for the device is an error."""
+    """Raise an error within the block when an operation makes the host wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Tiny models, built from configs and saved: small enough for a second on a CPU, large enough to tell wrong from right."""
+"""Tiny models, built from configs and saved: small enough to run in a second on a CPU, large enough to tell wrong from right."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _gpt_oss() -> Any:
         head_dim=16,
         sliding_window=WINDOW,
         num_local_experts=4,
-        num_experts_per_tok=4,  # all: which ones a token gets would hang on rounding
+        num_experts_per_tok=4,  # all experts: otherwise rounding would decide the routing
         rope_scaling=None,
         layer_types=["sliding_attention", "full_attention"],
     )
@@ -112,7 +112,7 @@ def _gemma3() -> Any:
 
 
 def _qwen3_5_moe() -> Any:
-    """Norms with an offset and with a gate, linear attention beside full, rotation of a part of the channels."""
+    """Norms with an offset and with a gate, linear attention beside full attention, partial rotary embeddings."""
     return transformers.Qwen3_5MoeTextConfig(
         **SHAPE,
         head_dim=16,
@@ -130,11 +130,11 @@ def _qwen3_5_moe() -> Any:
 
 
 def there(models: Sequence[tuple[str, Callable[[], Any], str]]) -> dict[str, Callable[[], Any]]:
-    """Of models with the names of their configs, those that the installed release has."""
+    """Filter models by their config's name: keep those that the installed release has."""
     return {name: build for name, build, config in models if hasattr(transformers, config)}
 
 
-#: Models for kernel selection, with an op of each variant among them.
+#: Models for kernel selection, which together have every variant of each op.
 OPS_MODELS = there(
     (
         ("llama", _llama_gqa, "LlamaConfig"),
@@ -149,7 +149,7 @@ OPS_MODELS = there(
     )
 )
 
-#: Decoder-only models by name, those that the installed release has.
+#: Decoder-only models by name, if the installed release has them.
 CAUSAL_LMS = there(
     (
         ("llama", _llama, "LlamaConfig"),
@@ -183,7 +183,7 @@ def bart() -> Any:
 
 
 def modernbert() -> Any:
-    """An encoder: one layer attends to all, the other to a window to both sides."""
+    """An encoder: one layer attends to all tokens, the other to a window on both sides."""
     return transformers.ModernBertConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -197,7 +197,7 @@ def modernbert() -> Any:
 
 
 def llava() -> Any:
-    """A composite model: a vision tower and a text model with attention names of their own."""
+    """A composite model: a vision tower and a text model with their own attention names."""
     return transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(
             hidden_size=32,
@@ -213,7 +213,7 @@ def llava() -> Any:
     )
 
 
-#: The tokens of a Qwen2-VL and a Qwen2.5-VL, and the text model of both.
+#: The special tokens and the text config of both Qwen2-VL and Qwen2.5-VL.
 QWEN_VL: dict[str, Any] = {
     "text_config": {
         **SHAPE,
@@ -227,7 +227,7 @@ QWEN_VL: dict[str, Any] = {
 
 
 def two_images() -> dict[str, torch.Tensor]:
-    """A prompt with images of different sizes for either of them: 1 x 40 tokens, 112 patches of 4 x 4 pixels."""
+    """A prompt with two images of different sizes for both models: 1 x 40 tokens, 112 patches of 4 x 4 pixels."""
     grid = torch.tensor([[1, 8, 12], [1, 4, 4]])
     first, second = [92, *[90] * 24, 93], [92, *[90] * 4, 93]
     ids = torch.tensor([[5, 6, *first, 7, *second, 8, 9]])
@@ -241,7 +241,7 @@ def two_images() -> dict[str, torch.Tensor]:
 
 
 def randomize(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights far from the tiny initial ones, so that attention patterns are sharp and mistakes visible."""
+    """Set weights far from the tiny initial ones, so that attention is sharp and mistakes are visible."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -254,7 +254,7 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def save(folder: Path, name: str, auto: Any, config: Any, soften: float = 1.0) -> Path:
-    """Save a tiny model of this class and config, once a folder; its attention scores multiplied by `soften`."""
+    """Save a tiny model of this class and config once per folder; `soften` scales its attention scores."""
     path = folder / name
     if not path.exists():
         torch.manual_seed(0)
@@ -269,12 +269,12 @@ def save(folder: Path, name: str, auto: Any, config: Any, soften: float = 1.0) -
 
 
 def saved(folder: Path, name: str) -> Path:
-    """Save the tiny decoder of this name, once a folder."""
+    """Save the tiny decoder of this name once per folder."""
     return save(folder, name, transformers.AutoModelForCausalLM, CAUSAL_LMS[name]())
 
 
 def load(path: Path, attn_implementation: Any, auto: Any = None, **options: Any) -> Any:
-    """`from_pretrained` in float32, whichever release calls that argument what."""
+    """`from_pretrained` in float32 on every release, whose names for the dtype argument differ."""
     auto = auto or transformers.AutoModelForCausalLM
     name = "dtype" if Version("4.56") <= TRANSFORMERS else "torch_dtype"
     model = auto.from_pretrained(path, attn_implementation=attn_implementation, **{name: torch.float32, **options})
@@ -286,13 +286,13 @@ def accepts(function: Callable[..., Any], parameter: str) -> bool:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, relative to the expected norm."""
+    """The norm of the difference, relative to the norm of `expected`."""
     found, expected = found.detach().double(), expected.detach().double()
     return float((found - expected).norm() / expected.norm())
 
 
 def gradients(model: Any, logits: Tensor) -> Tensor:
-    """All parameters' gradients of a loss that every logit counts in, one after the other."""
+    """The gradients of all parameters, concatenated, for a loss that depends on every logit."""
     model.zero_grad()
     logits.square().sum().backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])

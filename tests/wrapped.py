@@ -1,4 +1,4 @@
-"""Tiny models whose logits have a loss of their own, alone and as DistributedDataParallel and FSDP2 wrap them."""
+"""Tiny models with an additional loss on their logits, alone and wrapped by DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNKED = ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss")
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    # Of experts, float64 knows upstream's loop alone.
+    # Only upstream's own loop of experts supports float64.
     options = {"experts_implementation": "eager"} if TRANSFORMERS.major >= 5 else {}
     model = transformers.AutoModelForCausalLM.from_config(OPS_MODELS[name](), attn_implementation="eager", **options)
     return randomize(model).to(dtype).train()
@@ -32,7 +32,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: flo
 
 
 def with_a_loss_of_the_logits(model: Any, batch: dict[str, Tensor], around: Any = None) -> dict[str, Tensor]:
-    """The gradients of a model's loss and of another loss, computed from its logits."""
+    """The gradients of a model's loss plus another loss on its logits."""
     model.zero_grad()
     outputs = (around or model)(**batch)
     loss, logits = outputs if isinstance(outputs, tuple) else (outputs.loss, outputs.logits)
@@ -43,7 +43,7 @@ def with_a_loss_of_the_logits(model: Any, batch: dict[str, Tensor], around: Any 
 
 
 def spread(rank: int, store: str, batch: dict[str, Tensor]) -> None:
-    """One of two ranks, each with a sequence of its own."""
+    """Run as one of two ranks, each with its own sequence."""
     parts = [{name: rows[i : i + 1] for name, rows in batch.items()} for i in range(2)]
     distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
     try:
@@ -51,7 +51,7 @@ def spread(rank: int, store: str, batch: dict[str, Tensor]) -> None:
             ("gemma2", "ddp"),
             ("gemma2", "ddp with unused parameters"),
             ("gemma2", "fsdp2"),
-            ("llama", "fsdp2, the head by itself"),  # which Gemma's can't be: it is tied
+            ("llama", "fsdp2, the head by itself"),  # impossible for Gemma's tied head
         ):
             model = build(name)
             each = [with_a_loss_of_the_logits(model, part) for part in parts]

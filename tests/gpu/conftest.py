@@ -1,4 +1,4 @@
-"""The kernels that need a GPU. Skipped where there is none; run by hand on one (see CONTRIBUTING.md)."""
+"""Fixtures for kernels that need a GPU. Tests are skipped without one; run them by hand on a GPU (see CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import transformers
 
 import kernel_compat
 
-#: By name, and torch's with each backend that it can run on besides its own.
+#: The kernels by name; torch's also with each backend besides its default.
 KERNELS = (
     "flash_attention_2",
     "flash_attention_3",
@@ -21,7 +21,7 @@ KERNELS = (
 
 
 def require(kernel: str) -> None:
-    """Skip the test where a kernel can't run, and say why."""
+    """Skip the test with the reason if a kernel can't run."""
     reasons = kernel_compat.known_kernels()[kernel].unavailable_because(kernel_compat.Environment.detect())
     if reasons:
         pytest.skip(f"{kernel}: {'; '.join(reasons)}")
@@ -50,7 +50,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def name(kernel: str) -> Iterator[str]:
-    """A private name for the kernel, installed."""
+    """A private name for the kernel, with the library installed."""
     transformers.logging.set_verbosity_error()
     private = f"mine_{kernel}"
     kernel_compat.register_attention(private, kernel=kernel)

@@ -1,4 +1,4 @@
-"""transformers' own names where their packages are: the legacy flag, the ladder, and SDPA's backends."""
+"""transformers' own names where their packages are installed: the legacy flag, the ladder, and SDPA's backends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens() -> torch.Tensor:
 
 
 def assert_right(path: Path, model: Any, **options: Any) -> None:
-    """Against eager in float32, by twice eager's own error in bfloat16."""
+    """Assert that the error against eager in float32 is at most twice eager's own in bfloat16."""
     with torch.no_grad():
         truth, yardstick = (
             load(path, "eager", **options).to("cuda", dtype)(input_ids=tokens()).logits.float()
@@ -66,7 +66,7 @@ def test_the_best_that_is_available_loads_and_is_right(models: Path) -> None:
 
 @pytest.mark.parametrize("lengths", ["position_ids", "tensors", "integers"])
 def test_the_best_varlen_kernel_takes_packed_sequences(models: Path, lengths: str) -> None:
-    """Under its own name, transformers' where it has one."""
+    """The best usable kernel, under transformers' name for it if there is one."""
     path, parts = saved(models, "llama"), (17, 20, 3)
     ids = tokens()[:1]
     packed: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in parts])[None].to("cuda")}
@@ -86,7 +86,7 @@ def test_the_best_varlen_kernel_takes_packed_sequences(models: Path, lengths: st
 
 
 def test_falling_back_to_what_is_installed(models: Path) -> None:
-    """From a kernel that isn't here to the next that is, with what each device and package allows."""
+    """The ladder falls back from a missing kernel to the next one that the device and the installed packages allow."""
     steps = kernel_compat.policy.ladder("flash_attention_3")
     if steps[0].usable:
         pytest.skip("flash_attention_3 is usable here")
@@ -114,7 +114,7 @@ def operators(run: Callable[[], object]) -> dict[str, int]:
 
 
 def inputs() -> dict[str, Any]:
-    """With a mask of ones: up to 4.57 transformers looks for packed sequences where there is none, and hands SDPA a 4D one."""
+    """Inputs with a mask of ones: without a mask transformers up to 4.57 looks for packed sequences and passes SDPA a 4D mask."""
     return {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens()), "use_cache": False}
 
 
@@ -122,7 +122,7 @@ class TestSdpaBackends:
     @pytest.mark.parametrize("backend", [*OPERATORS, None])
     @pytest.mark.parametrize("reentrant", [None, True, False])
     def test_forward_and_recomputation(self, models: Path, backend: str | None, reentrant: bool | None) -> None:
-        """Each layer runs the backend that was chosen, also when checkpointing runs it again from autograd's thread."""
+        """Each layer runs the chosen backend, also when a checkpoint recomputes it in autograd's thread."""
         model = load(saved(models, "llama"), "sdpa").to("cuda", torch.bfloat16).train()
         if reentrant is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -140,7 +140,7 @@ class TestSdpaBackends:
         )
 
     def test_the_order_in_a_process_that_has_not_chosen_yet(self) -> None:
-        """torch sets its own order as it chooses for the first time: it must not replace ours."""
+        """torch sets its own order at the first choice of a kernel; it must not replace ours."""
         code = """
             import torch
             from kernel_compat.models import use_sdpa_backends
@@ -162,7 +162,7 @@ class TestSdpaBackends:
         assert used == {"math", "cudnn_attention"}
 
     def test_a_backend_that_can_not(self, models: Path) -> None:
-        """Flash has no float32: torch says so, and nothing else is taken instead."""
+        """Flash attention doesn't support float32: torch raises an error instead of choosing another backend."""
         model = load(saved(models, "llama"), "sdpa").to("cuda")
         with use_sdpa_backends(model, "flash_attention"), pytest.raises(RuntimeError, match="No available kernel"):
             model(**inputs())

@@ -1,6 +1,6 @@
-"""torch's own kernel and the backends it can run on, held against the reference in float32.
+"""torch's own kernel on each of its backends, compared with the reference in float32.
 
-The tolerance is that of `check`: with 16 bits a right kernel is off by about one unit roundoff, and four are allowed.
+The tolerance is that of `check`: in 16 bits a correct kernel is off by about one unit roundoff, and four are allowed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernel_compat.kernels import reference
 pytestmark = pytest.mark.gpu
 
 TORCH = Version(torch.__version__)
-#: (queries, keys) of each sequence.
+#: The (query, key) lengths of each sequence.
 SAME = ((33, 33), (1, 1), (64, 64), (129, 129))
 SHORTER = ((1, 33), (7, 70), (64, 65), (0, 5), (128, 300))
 LONGER = ((33, 20), (5, 1), (200, 130))
@@ -57,7 +57,7 @@ def compare(
     function: Any = varlen,
     **options: Any,
 ) -> None:
-    """Forward and backward, against the reference kernel in float32."""
+    """Compare the forward and backward pass with the reference kernel in float32."""
     generator = torch.Generator("cuda").manual_seed(0)
     q_total, k_total = (sum(n[i] for n in lengths) for i in (0, 1))
 
@@ -109,7 +109,7 @@ def test_heads_and_dtypes(backend: str | None, heads: tuple[int, int], dtype: to
 )
 def test_masks(backend: str | None, lengths: tuple[tuple[int, int], ...], options: dict[str, Any]) -> None:
     if lengths is LONGER and options.get("window_size") == (3, -1):
-        # FlashAttention-2 is wrong there (the next test), and the name refuses it whatever it runs on.
+        # FlashAttention-2 is wrong there (see the next test), so the name refuses it on every backend.
         with pytest.raises(kernel_compat.UnsupportedFeatureError, match="without a limit to the right"):
             compare(lengths, **options)
     else:
@@ -117,7 +117,7 @@ def test_masks(backend: str | None, lengths: tuple[tuple[int, int], ...], option
 
 
 def test_a_window_to_the_left_alone_is_wrong_upstream() -> None:
-    """FlashAttention-2, in torch and by itself, over more queries than keys."""
+    """FlashAttention-2, both torch's and its own package, with more queries than keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     def left_alone(*args: Any, window_size: tuple[int, int]) -> Tensor:
@@ -128,7 +128,7 @@ def test_a_window_to_the_left_alone_is_wrong_upstream() -> None:
         compare(LONGER, heads=(4, 4), function=left_alone, window_size=(3, -1))
     flash_attn = pytest.importorskip("flash_attn")
     if not hasattr(flash_attn, "flash_attn_varlen_func"):
-        return  # FlashAttention-4 alone
+        return  # only FlashAttention-4 is installed
     with pytest.raises(AssertionError, match="output is off by"):
         compare(LONGER, heads=(4, 4), function=flash_attn.flash_attn_varlen_func, window_size=(3, -1))
 
@@ -139,7 +139,7 @@ def test_scales(backend: str | None, scale: float) -> None:
 
 
 def test_deterministic(backend: str | None) -> None:
-    """Under torch's switch the gradients repeat bit by bit."""
+    """With torch's deterministic switch the gradients are bitwise reproducible."""
     q = torch.randn(2048, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     offsets = torch.tensor([0, 1000, 2048], device="cuda", dtype=torch.int32)
     before = torch.are_deterministic_algorithms_enabled()
@@ -157,7 +157,7 @@ def test_deterministic(backend: str | None) -> None:
 @pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_scaled_dot_product_attention(backend: str | None, dim: int, causal: bool) -> None:
-    """SDPA runs on the same backend."""
+    """SDPA runs on the chosen backend."""
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any, causal: bool) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -169,7 +169,7 @@ def test_scaled_dot_product_attention(backend: str | None, dim: int, causal: boo
 
 
 def test_varlen_attn_itself(backend: str | None) -> None:
-    """Somebody else's call of torch's function, with the head dimension that FA4's backward gets wrong by itself."""
+    """A direct call of torch's function by other code, with a head dimension that FA4's own backward computes wrong."""
     from torch.nn.attention.varlen import varlen_attn
 
     def theirs(*args: Any, causal: bool) -> Tensor:
@@ -196,7 +196,7 @@ def test_which_kernel_runs(backend: str | None) -> None:
 
 
 def paged(function: Any, heads: tuple[int, int], q_len: int) -> float:
-    """The error of `function(q, k_cache, v_cache, lengths, block_table)` over four sequences, the worst of them."""
+    """The largest error of `function(q, k_cache, v_cache, lengths, block_table)` over four sequences."""
     generator = torch.Generator("cuda").manual_seed(0)
     lengths, size, width, dim = (6, 13, 300, 700), 256, 4, 64
 
@@ -255,7 +255,7 @@ def test_flash_attention_3_forward_alone_is_not_enough() -> None:
 
 
 def run(code: str) -> str:
-    """In a process of its own: what goes wrong there goes wrong for good."""
+    """Run code in a separate process, because its changes of the process can't be undone."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_SDPA) + textwrap.dedent(code)],

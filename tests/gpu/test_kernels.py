@@ -1,4 +1,4 @@
-"""Each kernel by itself against float64, in every case its features promise."""
+"""Each kernel called directly and compared with float64, in every case that its features declare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_check_finds_it_right(name: str) -> None:
 
 
 def test_gradients_of_sinks(kernel: str) -> None:
-    """The sinks' too, where the features say so; else an error, and the other gradients with frozen sinks."""
+    """The sinks' gradients too if the features declare them; otherwise an error, and with frozen sinks the other gradients."""
     found = kernel_compat.known_kernels()[kernel]
     functions, features = found.load(), found.features
     if not features.sinks:

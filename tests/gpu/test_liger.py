@@ -1,7 +1,7 @@
-"""Tiny models in bfloat16 with liger-kernel's Triton kernels, held against the same weights in float32 without them.
+"""Tiny models in bfloat16 with liger-kernel's Triton kernels, compared with the same weights in float32 without them.
 
-The bound is upstream's own error in bfloat16: Liger rounds where upstream does, or less often, so it may not be farther
-off than twice that.
+The bound is upstream's own error in bfloat16: Liger rounds where upstream does, or less often, so its error may be at most
+twice that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 BATCH, LENGTH = 3, 40
 NAMES = ("llama", "llama_gqa", "qwen2_window", "mistral_window", "gemma2_softcap")
 
-#: Each by its own way to the loss: fused with the head, Liger's in the place of torch's, and torch's.
+#: One way to compute the loss each: fused with the head, Liger's cross entropy instead of torch's, and torch's.
 OPTIONS = {
     "fused": {},
     "cross_entropy": {"cross_entropy": True, "fused_linear_cross_entropy": False},
@@ -40,14 +40,14 @@ class Result(NamedTuple):
 
 
 def build(name: str) -> Any:
-    """With weights that bfloat16 holds exactly."""
+    """A model with weights that bfloat16 holds exactly."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CAUSAL_LMS[name](), attn_implementation="eager")
     return randomize(model).to(torch.bfloat16).float().to("cuda").train()
 
 
 def batch() -> dict[str, Tensor]:
-    """Padded on the right, with labels that are partly ignored."""
+    """A batch that is padded on the right, with some labels ignored."""
     torch.manual_seed(0)
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), device="cuda")
     mask = torch.ones_like(ids)
@@ -66,7 +66,7 @@ def run(model: Any) -> Result:
     labels = inputs.pop("labels")
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
-    counted = labels[:, 1:] != -100  # each position is for the next one's label
+    counted = labels[:, 1:] != -100  # each position predicts the next one's label
     return Result(loss.detach().float(), gradient, logits[:, :-1][counted].float())
 
 
@@ -83,7 +83,7 @@ def test_loss_and_gradients(name: str, options: str) -> None:
 
     assert distance(ours.logits, truth.logits) <= 2 * distance(yardstick.logits, truth.logits)
     assert distance(ours.gradient, truth.gradient) <= 2 * distance(yardstick.gradient, truth.gradient)
-    # A logit that is off by d moves the cross entropy by no more than 2 d.
+    # An error of d in a logit changes the cross entropy by at most 2 d.
     allowed = 2 * 2 * (yardstick.logits - truth.logits).abs().max()
     assert (ours.loss - truth.loss).abs() <= allowed
     assert not torch.equal(ours.gradient, yardstick.gradient), "Liger's kernels have not run"
@@ -100,7 +100,7 @@ def kernels_of(call: Callable[[], Any]) -> set[str]:
 
 
 def test_another_model_while_one_is_patched() -> None:
-    """A teacher beside a student, as in distillation, computes what it did, to the bit, with its own kernels."""
+    """As in distillation: while the student is patched, the teacher runs its own kernels and gives bitwise the same results."""
     model, other = build("llama"), build("llama")
     expected = run(other)
     before = kernels_of(lambda: run(other))
@@ -113,7 +113,7 @@ def test_another_model_while_one_is_patched() -> None:
 
 
 def test_a_model_that_is_patched_before_it_is_moved() -> None:
-    """As the Trainer does it."""
+    """As the Trainer does."""
     model = build("llama")
     expected = run(model)
     model.cpu()

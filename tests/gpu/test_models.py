@@ -1,7 +1,7 @@
-"""Tiny models in bfloat16 under each kernel, held against the same weights in float32 under eager attention.
+"""Tiny models in bfloat16 under each kernel, compared with the same weights in float32 under eager attention.
 
 The bound is eager's own error in bfloat16: a kernel computes the softmax in float32 and rounds its output once, so
-it may not be farther off than twice that.
+its error may be at most twice that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 BATCH, LENGTH = 3, 40
 LENGTHS = (17, 20, 3)
 
-#: What each model asks of a kernel besides causal attention.
+#: The features that each model needs of a kernel besides causal attention.
 NEEDS = {
     "qwen2_window": ("window",),
     "mistral_window": ("window",),
@@ -35,7 +35,7 @@ NEEDS = {
 
 
 class Three:
-    """The same weights thrice: float32 eager (the truth), bfloat16 eager (the yardstick), bfloat16 under test."""
+    """The same weights three times: float32 eager (the truth), bfloat16 eager (the yardstick), bfloat16 under test."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class Three:
         return model.to("cuda", dtype)
 
     def judge(self, run: Callable[[Any], Tensor], backward: bool) -> None:
-        """`run` gives the logits that count, (tokens, vocabulary)."""
+        """Compare the three models. `run` returns the logits to compare, (tokens, vocabulary)."""
         results: list[tuple[Tensor, ...]] = []
         for model in (self.truth, self.yardstick, self.ours):
             with torch.set_grad_enabled(backward):
@@ -69,7 +69,7 @@ class Three:
 
 @pytest.fixture(params=list(CAUSAL_LMS))
 def three(request: pytest.FixtureRequest, models: Path, kernel: str, name: str) -> Three:
-    """Where the kernel lacks what the model needs, the test is that it says so."""
+    """If the kernel lacks a feature that the model needs, this asserts the error and skips the test."""
     features = kernel_compat.known_kernels()[kernel].features
     three = Three(saved(models, request.param), name)
     missing = [feature for feature in NEEDS.get(request.param, ()) if not getattr(features, feature)]
@@ -108,7 +108,7 @@ def test_padded(three: Three, kernel: str, side: str) -> None:
 
 @pytest.mark.parametrize("lengths", ["position_ids", "cu_seq_lens", "cu_seq_lens and tensors"])
 def test_packed(three: Three, kernel: str, lengths: str) -> None:
-    """The design's FlashAttention-4 failure: packed position_ids die in every forward under upstream's own name."""
+    """The FlashAttention-4 failure in the design: packed position_ids fail in every forward under upstream's own name."""
     ids = tokens(1)
     inputs: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()}
     if lengths != "position_ids":
@@ -154,7 +154,7 @@ def test_generate(three: Three) -> None:
     mask[0, :5] = 0
     for options in ({}, {"cache_implementation": "static", "disable_compile": True}):
         if options and three.ours.config.model_type == "deepseek_v3":
-            continue  # transformers sizes the static cache by one head dimension; deepseek_v3 has two
+            continue  # transformers allocates the static cache with one head dimension; deepseek_v3 has two
         out = three.ours.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -166,7 +166,7 @@ def test_generate(three: Three) -> None:
             output_logits=True,
             **options,
         )
-        # What it wrote, read again in one go by the float32 model.
+        # The float32 model recomputes the generated tokens in one forward.
         whole = torch.cat([mask, mask.new_ones(len(ids), 6)], 1)
         positions = (whole.cumsum(1) - 1).clamp(min=0)
         inputs = {"input_ids": out.sequences, "attention_mask": whole, "position_ids": positions, "use_cache": False}
@@ -177,7 +177,7 @@ def test_generate(three: Three) -> None:
 
 
 def test_fa4_packed_position_ids_die_upstream(models: Path, usable: Callable[[str], None]) -> None:
-    """The failure our names don't have; from 5.4, when upstream got the name."""
+    """Upstream has this failure from 5.4 on, when it added the name; our names don't."""
     usable("flash_attention_4")
     if TRANSFORMERS.release < (5, 4):
         pytest.skip("upstream has no flash_attention_4 before 5.4")
@@ -189,7 +189,7 @@ def test_fa4_packed_position_ids_die_upstream(models: Path, usable: Callable[[st
 
 
 def test_names_take_turns(models: Path, usable: Callable[[str], None]) -> None:
-    """FlashAttention-2, FlashAttention-4 and the reference, forward by forward, and each by its own kernel."""
+    """FlashAttention-2, FlashAttention-4 and the reference in turns; each name calls its own kernel."""
     names = ("flash_attention_2", "flash_attention_4")
     for kernel in names:
         usable(kernel)
@@ -218,7 +218,7 @@ def test_names_take_turns(models: Path, usable: Callable[[str], None]) -> None:
 
 @pytest.mark.parametrize("batch", ["padded", "position_ids", "cu_seq_lens"])
 def test_synchronisations_do_not_grow_with_the_layers(name: str, batch: str) -> None:
-    """Lengths are read off the device once a forward. Upstream: twice a layer for padding, five times for position_ids."""
+    """Lengths are read from the device once per forward. Upstream: twice per layer for padding, five times for position_ids."""
     counts = []
     for layers in (2, 8):
         config = CAUSAL_LMS["llama"]()
@@ -233,13 +233,13 @@ def test_synchronisations_do_not_grow_with_the_layers(name: str, batch: str) -> 
 
 @pytest.mark.parametrize(("batch", "most"), [("position_ids", 2), ("cu_seq_lens", 1)])
 def test_synchronisations_of_mixers(name: str, batch: str, most: int) -> None:
-    """Convolutions beside attention; upstream's own, of one sequence, are not ours to count."""
+    """Convolutions beside attention; synchronisations of upstream's own code for one sequence are subtracted."""
     config = transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
     assert _synchronisations(config, name, batch) - _synchronisations(config, name, "one") <= most
 
 
 def _synchronisations(config: Any, name: str, batch: str) -> int:
-    """Those of a forward over tensors of which nothing is known yet."""
+    """The synchronisations of a forward over new tensors, whose lengths haven't been read yet."""
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
     model = randomize(model).to("cuda", torch.bfloat16).eval()
     with torch.no_grad():
@@ -272,7 +272,7 @@ def _inputs(batch: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("batch", ["one", "padded", "cu_seq_lens"])
 def test_fullgraph(models: Path, usable: Callable[[str], None], batch: str) -> None:
-    """FlashAttention-2's functions are operators torch.compile knows: nothing of ours may break the graph."""
+    """torch.compile traces FlashAttention-2's functions as operators, so the library must not break the graph."""
     usable("flash_attention_2")
     kernel_compat.register_attention("compiled_flash", kernel="flash_attention_2")
     try:
@@ -305,7 +305,7 @@ def test_fullgraph(models: Path, usable: Callable[[str], None], batch: str) -> N
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 0), reason="generate_batch with a private name needs paged|NAME")
 @pytest.mark.parametrize("pages", ["gathered", "in pages", "by default"])
 def test_continuous_batching(models: Path, kernel: str, name: str, pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate_batch` gives what `generate` does, prompt by prompt; with the block table where the kernel has pages."""
+    """For each prompt `generate_batch` and `generate` give the same tokens; kernels with a paged cache get the block table."""
     functions = kernel_compat.known_kernels()[kernel].load()
     kvcache = functions.flash_attn_with_kvcache
     in_pages: list[int] = []
@@ -332,7 +332,7 @@ def test_continuous_batching(models: Path, kernel: str, name: str, pages: str, m
         ids = torch.tensor([prompt], device="cuda")
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=options)
         expected.append(out[0, len(prompt) :].tolist())
-    # Small: each of the processes that share the GPU would take most of its memory for itself.
+    # A small cache: by default each process that shares the GPU would take most of its memory.
     page = "page_size" if TRANSFORMERS.release >= (5, 18) else "block_size"
     settings: dict[str, Any] = {"num_blocks": 8, page: 256, "max_batch_tokens": 512}
     batching: dict[str, Any] = {}

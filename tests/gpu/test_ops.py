@@ -1,7 +1,6 @@
-"""Every kernel that a config can choose, on tiny models in bfloat16, held against the same weights in float32 without it.
+"""Every kernel that a config can choose, on tiny bfloat16 models, compared with the same weights in float32 without kernels.
 
-The bound is eager's own error in bfloat16: a kernel rounds where eager does, or less often, so it may not be farther off than
-twice that.
+The bound is eager's own error in bfloat16: a kernel rounds where eager does, or less often, so its error may be at most twice that.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Result(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def linear_attention_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which fla, where it is installed, refuses to differentiate on Hopper with the Triton that torch 2.11 has."""
+    """Use torch's linear attention: fla refuses its backward on Hopper with the Triton of torch 2.11."""
     if "qwen3_5_moe" in OPS_MODELS:
         module = importlib.import_module("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
         plain = inspect.unwrap(module.torch_chunk_gated_delta_rule)
@@ -63,9 +62,9 @@ def linear_attention_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(name: str) -> Any:
-    """With weights that bfloat16 holds exactly, and experts as upstream's own loop computes them.
+    """A model with weights that bfloat16 holds exactly, and experts computed by upstream's own loop.
 
-    Every token goes to every expert: to how many it goes else would depend on how the router's inputs were rounded.
+    Every token goes to every expert: otherwise the routing would depend on how the router's inputs are rounded.
     """
     torch.manual_seed(0)
     options = {"experts_implementation": "eager"} if TRANSFORMERS.major >= 5 else {}
@@ -77,7 +76,7 @@ def build(name: str) -> Any:
 
 
 def run(model: Any, **inputs: Any) -> Result:
-    """Padded on the right, with labels that are partly ignored."""
+    """Run a forward and backward on a batch that is padded on the right, with some labels ignored."""
     torch.manual_seed(0)
     ids = torch.randint(3, VOCAB, (3, 40), device="cuda")
     mask = torch.ones_like(ids)
@@ -97,7 +96,7 @@ def values(logits: Any) -> Tensor:
 
 
 def directions(model: Any) -> Tensor:
-    """Every gradient, flat, as if it were of length 1."""
+    """All gradients flattened, each normalised to length 1."""
     gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat([gradient / gradient.norm().clamp_min(1e-12) for gradient in gradients])
 
@@ -122,7 +121,7 @@ def test_a_kernel_is_as_close_as_eager(op: str, value: str, name: str) -> None:
     for what in ("gradient", "logits"):
         require_as_close(getattr(found, what), getattr(rough, what), getattr(exact, what))
     off, own = abs(float(found.loss - exact.loss)), abs(float(rough.loss - exact.loss))
-    assert off <= 2 * own + 1e-3 * abs(float(exact.loss))  # a mean over rounding errors is small by chance
+    assert off <= 2 * own + 1e-3 * abs(float(exact.loss))  # own may be small by chance
 
 
 @pytest.mark.parametrize("name", list(OPS_MODELS))
@@ -140,7 +139,7 @@ def test_the_best_set_is_as_close_as_eager(name: str) -> None:
 
 
 def test_logits_never_take_memory() -> None:
-    """Peak memory of a loss over a large vocabulary, without and with them: at most a fifth."""
+    """Peak memory of a loss over a large vocabulary is at most a fifth of eager's, which stores the logits."""
     config = OPS_MODELS["llama"]()
     config.vocab_size = 32_000
     peaks = {}
@@ -220,7 +219,7 @@ def test_liger_s_rotation_leaves_the_projections_as_they_are() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 def test_liger_s_norm_leaves_gradients_as_they_are(shared: bool) -> None:
-    """Gemma 2 norms what it then adds to the residual: both have the sum's gradient."""
+    """As in Gemma 2, the norm's output is added to the residual: both share the gradient of the sum."""
     module = importlib.import_module("transformers.models.llama.modeling_llama")
     kept: list[tuple[Tensor, Tensor]] = []
 
@@ -230,7 +229,7 @@ def test_liger_s_norm_leaves_gradients_as_they_are(shared: bool) -> None:
             self.norm = module.LlamaRMSNorm(256)
 
         def forward(self, x: Tensor) -> Tensor:
-            residual = x * 3  # whose backward is the later one
+            residual = x * 3  # its backward runs after the norm's
             normed = self.norm(x * 2)
             normed.register_hook(lambda gradient: kept.append((gradient, gradient.clone())) or None)
             return (residual + normed if shared else normed * residual).square().sum()
@@ -241,12 +240,12 @@ def test_liger_s_norm_leaves_gradients_as_they_are(shared: bool) -> None:
     expected = torch.autograd.grad(layer(x), [x, layer.norm.weight])
     with ops.apply_ops(layer, ops.OpsConfig(rms_norm_implementation="liger_kernel")):
         found = torch.autograd.grad(layer(x), [x, layer.norm.weight])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32; sums of 64
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32 sums of 64 terms
     assert all(torch.equal(now, before) for now, before in kept)
 
 
 def gated(product: Callable[[Tensor, Tensor], Tensor], how: str = "") -> tuple[list[Tensor], bool]:
-    """Gradients of a SwiGLU's inputs; and whether the gate's values are the same afterwards."""
+    """Gradients of a SwiGLU's inputs, and whether the gate's values are unchanged afterwards."""
     torch.manual_seed(0)
     gate, up = torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(64, 128)
     layers, x = torch.nn.ModuleList([gate, up]).to("cuda"), torch.randn(2, 8, 64, device="cuda", requires_grad=True)
@@ -255,7 +254,7 @@ def gated(product: Callable[[Tensor, Tensor], Tensor], how: str = "") -> tuple[l
     def call(x: Tensor) -> Tensor:
         first, second = gate(x), up(x)
         kept.append((first.detach(), first.clone()))
-        regularizer = first.pow(3).sum() if "saved" in how else 0.0  # its gradient is computed after the product's
+        regularizer = first.pow(3).sum() if "saved" in how else 0.0  # its backward runs after the product's
         return product(first, second).sin().sum() + regularizer
 
     loss = checkpoint(call, x, use_reentrant=False) if "checkpointed" in how else call(x)
@@ -277,12 +276,12 @@ def kernel(op: str, value: str) -> Callable[..., Any]:
 def test_liger_s_swiglu_leaves_the_gate_as_it_is(how: str) -> None:
     found, unchanged = gated(kernel("swiglu_mlp", "liger_kernel"), how)
     expected, _ = gated(lambda gate, up: functional.silu(gate) * up, how)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32; sums of 16
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32 sums of 16 terms
     assert unchanged
 
 
 def test_liger_s_own_swiglu_writes_over_what_others_have() -> None:
-    """Which ours doesn't."""
+    """Liger's SwiGLU writes into tensors that autograd has saved; ours doesn't."""
     library = pytest.importorskip("liger_kernel.transformers.functional")
     found, unchanged = gated(library.liger_swiglu, "saved")
     expected, _ = gated(lambda gate, up: functional.silu(gate) * up, "saved")
@@ -304,12 +303,12 @@ def test_the_backward_of_liger_s_loss_does_not_wait_for_the_device(factor: float
         return torch.autograd.grad(loss * factor, (hidden, weight, bias))
 
     expected = gradients(functional.cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction))
-    gradients(loss(hidden, weight, labels, bias=bias, reduction=reduction))  # compiles
+    gradients(loss(hidden, weight, labels, bias=bias, reduction=reduction))  # compile the kernels
     out = loss(hidden, weight, labels, bias=bias, reduction=reduction)
     with no_synchronization():
         found = gradients(out)
     for one, other in zip(found, expected, strict=True):
-        assert float((one - other).norm() / other.norm()) < 1e-5  # float32
+        assert float((one - other).norm() / other.norm()) < 1e-5  # float32 rounding
 
     library = importlib.import_module("liger_kernel.transformers.functional")
     theirs = library.liger_fused_linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)
@@ -326,11 +325,11 @@ def test_a_head_that_is_trained_alone_is_trained() -> None:
     for one in (model, other):
         run(one)
     found, expected = model.lm_head.weight.grad, other.lm_head.weight.grad
-    assert float((found - expected).norm() / expected.norm()) < 1e-4  # float32
+    assert float((found - expected).norm() / expected.norm()) < 1e-4  # float32 rounding
 
 
 def beside(op: str, kernel: Callable[..., Any], x: Tensor) -> Tensor:
-    """What a kernel gives in a sum, whose other part has the same gradient, of what autograd has saved before."""
+    """A kernel's output plus a tensor that shares its gradient, plus a function that saved the kernel's inputs for its backward."""
     *parts, other = (x * factor for factor in (2, 3, 5))
     saved = sum(part.pow(3).sum() for part in parts)
     if op == "rms_norm":
@@ -349,7 +348,7 @@ def beside(op: str, kernel: Callable[..., Any], x: Tensor) -> Tensor:
     ("op", "value"), [one for one in VALUES if one[0] in ("rms_norm", "swiglu_mlp", "rotary_pos_emb")]
 )
 def test_what_others_have_stays(op: str, value: str, compiled: bool) -> None:
-    """A gradient that goes two ways, and what is saved for another function's."""
+    """A kernel changes neither a gradient that another function shares nor a tensor saved for another function's backward."""
     formulas: dict[str, Callable[..., Any]] = {
         "rms_norm": lambda x, weight, eps, *, casting: norms.reference(x, weight, eps, False, casting),
         "swiglu_mlp": lambda gate, up: functional.silu(gate) * up,
@@ -360,11 +359,11 @@ def test_what_others_have_stays(op: str, value: str, compiled: bool) -> None:
     x = torch.randn(2, 8, 256, device="cuda", requires_grad=True)
     (expected,) = torch.autograd.grad(beside(op, formulas[op], x), x)
     (found,) = torch.autograd.grad((torch.compile(call, fullgraph=True) if compiled else call)(x), x)
-    assert float((found - expected).norm() / expected.norm()) < 1e-5  # float32
+    assert float((found - expected).norm() / expected.norm()) < 1e-5  # float32 rounding
 
 
 def test_gated_rms_norm_by_fla() -> None:
-    """By itself: where fla is installed, transformers takes its class, too."""
+    """The kernel called directly: transformers may use fla's class as well if fla is installed."""
     try:
         config = ops.OpsConfig(rms_norm_gated_implementation="fla")
     except KernelUnavailableError as error:
@@ -396,7 +395,7 @@ def test_gated_rms_norm_by_fla() -> None:
     ids=["liger_kernel", "triton", "triton, items"],
 )
 def test_compiled(value: str, inputs: dict[str, Any]) -> None:
-    """As without torch.compile, but for what inductor rounds less often."""
+    """The same results as without torch.compile, except that inductor rounds less often."""
     fields = {"rms_norm": value, "rotary_pos_emb": value, "cross_entropy_loss": "chunk_loss"}
     if value == "liger_kernel":
         fields |= {"swiglu_mlp": value, "cross_entropy_loss": value}
@@ -430,7 +429,7 @@ class Squared(torch.autograd.Function):
 @pytest.mark.parametrize("value", ["chunk_loss", "liger_kernel"])
 @pytest.mark.parametrize("call", [Squared.apply, lambda x: x.float().square().mean()], ids=["function", "methods"])
 def test_a_loss_of_the_logits_has_its_gradients(value: str, call: Callable[..., Any]) -> None:
-    """Which are computed in another thread than the forward."""
+    """The backward pass runs in another thread than the forward."""
     if value == "liger_kernel":
         pytest.importorskip(value)
     truth = build("llama")

@@ -1,6 +1,6 @@
-"""The kernels for mixtures of experts in bfloat16, held against the same numbers in float32 by transformers' eager code.
+"""The kernels for mixtures of experts in bfloat16, compared with the same inputs in float32 under transformers' eager code.
 
-The bound is eager's own error in bfloat16, twice, and one rounding more: a kernel may add up what it rounded before.
+The bound is twice eager's own error in bfloat16, plus one rounding: a kernel may sum values that it has rounded before.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def build(name: str = "mixtral") -> Any:
 
 
 def step(layer: Any, dtype: torch.dtype, sentinels: bool = False) -> dict[str, Tensor]:
-    """The output, and the gradients of the hidden states, of the weights of the experts, and of the parameters."""
+    """The output, and the gradients of the hidden states, the experts' weights and the parameters."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16().to(dtype).requires_grad_()
-    weights = torch.rand(TOKENS, K, device="cuda").requires_grad_()  # of the routers in float32
-    # Of the last expert nobody asks anything.
+    weights = torch.rand(TOKENS, K, device="cuda").requires_grad_()  # routers give float32
+    # No token selects the last expert.
     index = torch.stack([torch.randperm(EXPERTS - 1)[:K] for _ in range(TOKENS)]).cuda()
     if sentinels:
         index[::3, 1] = EXPERTS
@@ -93,7 +93,7 @@ def test_ids_of_other_ranks_experts(config: ops.OpsConfig) -> None:
     with ops.apply_ops(layer.bfloat16(), config):
         nothing = layer(torch.randn(4, HIDDEN, device="cuda").bfloat16(), index, torch.ones(4, 1, device="cuda"))
     assert torch.equal(nothing, torch.zeros_like(nothing))
-    if Version(transformers.__version__) >= Version("5.12"):  # whose eager code knows of them
+    if Version(transformers.__version__) >= Version("5.12"):  # older eager code doesn't support sentinel ids
         check(layer.float(), config, sentinels=True)
 
 
@@ -117,6 +117,6 @@ def test_quack_reads_nothing_back() -> None:
     hidden = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weights = torch.rand(TOKENS, K, device="cuda", requires_grad=True)
     with ops.apply_ops(layer, ops.OpsConfig(moe_implementation="fused_quack")):
-        layer(hidden, index, weights).sum().backward()  # compiles
+        layer(hidden, index, weights).sum().backward()  # compile the kernels
         with no_synchronization():
             layer(hidden, index, weights).sum().backward()

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, held against eager; what they compute is tested in more detail in tests/unit."""
+"""The Triton kernels on a GPU, compared with eager; tests/unit tests their results in more detail."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rms_norm(dtype: torch.dtype, hidden: int, offset: bool, casting: str) -
     grad = randn(300, hidden, dtype=dtype)
     found = rms_norm(x, weight, 1e-6, offset=offset, casting=casting)
     expected = eager_rms_norm(x, weight, 1e-6, offset, casting)
-    # The sums of squares differ in their last bits, and where they do, now and then what is rounded.
+    # The sums of squares differ in their last bits, which sometimes changes how a value rounds.
     assert (found == expected).float().mean() > (0.99 if dtype != torch.float32 else 0)
     exact = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
     tolerance = max(torch.finfo(dtype).eps, 1e-6)
@@ -87,7 +87,7 @@ def test_rms_norm_of_a_row_does_not_depend_on_the_others(dtype: torch.dtype, hid
 @pytest.mark.parametrize("cos_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rotary", [128, 64])
 def test_rotary(dtype: torch.dtype, cos_dtype: torch.dtype | None, rotary: int) -> None:
-    """To the bit, gradients too."""
+    """The outputs and the gradients are bitwise equal."""
     query = randn(2, 77, 32, 128, dtype=dtype).transpose(1, 2).requires_grad_()
     key = randn(2, 77, 8, 128, dtype=dtype).transpose(1, 2).requires_grad_()
     cos, sin = randn(2, 1, 77, rotary, dtype=cos_dtype or dtype)
@@ -108,7 +108,7 @@ def test_rotary(dtype: torch.dtype, cos_dtype: torch.dtype | None, rotary: int) 
 def truth(
     logits: Sequence[Tensor], experts: int, top_k: int, mask: Tensor | None, rounded: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """In float64, of the probabilities that are, and the choices of those rounded; of equal ones the first."""
+    """The loss in float64 from exact probabilities, with the experts chosen by rounded ones; of equal ones the first is chosen."""
     leaves = tuple(one.detach().double().requires_grad_() for one in logits)
     probabilities = torch.cat(leaves).softmax(-1)
     compared = torch.cat([one.detach().to(rounded).softmax(-1) for one in logits]).double()
@@ -127,7 +127,7 @@ def truth(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_load_balancing(dtype: torch.dtype, experts: int, top_k: int, masked: bool, autocast: bool) -> None:
-    """With logits as they come: in half precision many probabilities are equal."""
+    """Random logits: in half precision many probabilities are equal."""
     logits = tuple(randn(2 * 300, experts, dtype=dtype).requires_grad_() for _ in range(3))
     mask = (torch.rand(2, 300, device="cuda") > 0.2).long() if masked else None
 
@@ -140,7 +140,7 @@ def test_load_balancing(dtype: torch.dtype, experts: int, top_k: int, masked: bo
     found, grads = run(load_balancing_loss)
     expected, theirs = run(load_balancing_loss_func)
     true, exact = truth(logits, experts, top_k, mask, torch.float32 if autocast else dtype)
-    # Upstream rounds before the softmax's backward, and until 5.15 each expert's mean probability.
+    # Upstream rounds before the softmax's backward, and until 5.15 also each expert's mean probability.
     assert found.dtype == expected.dtype
     rounding = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert distance(found, true) < max(rounding, 2 * distance(expected, true))
@@ -185,7 +185,7 @@ def _load_balancing(first: Tensor, second: Tensor) -> Tensor:
     ],
 )
 def test_compiled(function: Callable[..., Tensor], shapes: Sequence[Sequence[int]]) -> None:
-    """By inductor, into one graph. It may round less around the kernel, which is why these are integers and float32."""
+    """Compiled by inductor into one graph. It may round less around the kernel, so the inputs are integers or float32."""
     inputs = [torch.randint(-9, 10, shape, device="cuda").float().requires_grad_() for shape in shapes]
     plain, compiled = function(*inputs), torch.compile(function, fullgraph=True)(*inputs)
     assert torch.equal(plain, compiled)

@@ -1,4 +1,4 @@
-"""Tiny models of many decoder types on the real kernels: padded and packed, as close as twice eager's own rounding error."""
+"""Tiny models of many decoder types on the real kernels, padded and packed: at most twice as far off as eager in bfloat16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (37, 20, 64, 7)
 
-#: Decoders that keep what attention needs from it on some release, decoders that everybody uses, and hybrids.
+#: Decoders that on some release don't pass attention all it needs, widely used decoders, and hybrids.
 TYPES = [
     "afmoe", "aya_vision", "bamba", "bitnet", "cohere", "cohere2", "ctrl", "deepseek_v2", "deepseek_v3", "ernie4_5",
     "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "granite",
@@ -35,7 +35,7 @@ TYPES = [
 
 @pytest.fixture(params=TYPES)
 def models(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any, Any]:
-    """The same weights thrice on the GPU: float32 and bfloat16 with eager attention, bfloat16 under the name."""
+    """The same weights three times on the GPU: float32 and bfloat16 with eager attention, bfloat16 under the name."""
     model_type = request.param
     if model_type not in CONFIG_MAPPING:
         pytest.skip("this release doesn't have it")
@@ -55,7 +55,7 @@ def models(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any, Any]:
     try:
         ours = build(model_class, config, name)
     except KernelCompatError as error:
-        if model_type not in ("mamba", "mamba2"):  # which have no attention, and mixers under every name
+        if model_type not in ("mamba", "mamba2"):  # these have mixers only, no attention
             pytest.skip(str(error))
         ours = build(model_class, config, "eager")
     ours.load_state_dict(truth.state_dict())
@@ -100,7 +100,7 @@ def test_gradients_of_packed(models: tuple[Any, Any, Any], kernel: str) -> None:
     except UnsupportedFeatureError as error:
         pytest.skip(str(error))
     except RuntimeError as error:
-        if "Triton" not in str(error):  # fla refuses its own backward where Triton would compute it wrong
+        if "Triton" not in str(error):  # fla refuses its own backward with Triton releases that compute it wrong
             raise
         pytest.skip(str(error))
     judge(found, *(gradients(model, alone(model, ids).float()) for model in (yardstick, truth)))

@@ -1,4 +1,4 @@
-"""Real transformers, with the library installed for the length of a test."""
+"""Fixtures with the real transformers and the library installed during a test."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def installed() -> Iterator[kernel_compat.Report]:
 
 @pytest.fixture(scope="module")
 def installed_for_all() -> Iterator[None]:
-    """The same, once for a module whose tests leave it as it is."""
+    """The library installed once for a module whose tests don't change it."""
     with _installed():
         yield
 
 
 @pytest.fixture(scope="module")
 def loaded(installed_for_all: None) -> Callable[..., Any]:
-    """`tiny.load`, once in a module for the same arguments: loading takes longer than most tests. It is to stay as it is."""
+    """`tiny.load`, cached per module and arguments: loading takes longer than most tests. Tests must not change the model."""
     return functools.cache(load)
 
 

@@ -1,4 +1,4 @@
-"""Models whose attention is not a decoder's: cross-attention, 4D masks, vision towers, parts with names of their own."""
+"""Models that are not plain decoders: cross-attention, 4D masks, vision towers, parts with their own attention names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 
 
 class TestBart:
-    """S8: up to 4.57 BART compares the name with a literal, and makes 4D masks for every other name."""
+    """S8: up to 4.57 BART compares the attention's name with literals, and makes 4D masks for all other names."""
 
     @pytest.fixture
     def pair(self, models: Path, loaded: Callable[..., Any]) -> tuple[Any, Any]:
@@ -69,13 +69,13 @@ class TestBart:
         assert distance(gradient, expected_gradient) < 10 * TOLERANCE
 
     def test_without_masks(self, pair: tuple[Any, Any]) -> None:
-        """More keys than queries in cross-attention, and nothing that says which."""
+        """Cross-attention with more keys than queries, and neither masks nor lengths."""
         inputs = {k: v for k, v in self.inputs().items() if not k.endswith("mask")}
         expected, found = (model(**inputs, use_cache=False).logits for model in pair)
         assert distance(found, expected) < TOLERANCE
 
     def test_masks_reach_the_forward_as_upstream_makes_them(self, models: Path, pair: tuple[Any, Any]) -> None:
-        """What makes this a test of S8: 4D masks before 5.0, none since."""
+        """The premise of S8: upstream makes 4D masks before 5.0, and none since."""
         from kernel_compat.attention import forward as attention
 
         seen: list[int] = []
@@ -105,12 +105,12 @@ class TestBart:
         reduce = mask_reduction._reduce
         monkeypatch.setattr(mask_reduction, "_reduce", lambda *a: (proved.append(1), reduce(*a))[1])
         pair[1](**self.inputs(), use_cache=False)
-        # One for the encoder, the decoder and the cross-attention, whose layers are two each.
+        # One proof each for the encoder, the decoder and the cross-attention, although each has two layers.
         assert len(proved) == (3 if TRANSFORMERS.major < 5 else 0)
 
 
 class TestQwen25VL:
-    """A vision tower with windows, given by cu_seqlens, and a text model with three-dimensional positions."""
+    """A vision tower with windows given by cu_seqlens, and a text model with three-dimensional positions."""
 
     @pytest.fixture
     def pair(self, models: Path, loaded: Callable[..., Any]) -> tuple[Any, Any]:
@@ -144,7 +144,7 @@ class TestQwen25VL:
 
 
 class TestParts:
-    """A composite model whose parts have attention names of their own."""
+    """A composite model whose parts have their own attention names."""
 
     @pytest.fixture
     def path(self, models: Path) -> Path:
@@ -193,7 +193,7 @@ class TestParts:
 
 
 def test_a_mask_no_flash_kernel_has_is_refused(models: Path) -> None:
-    """A prefix that sees itself in full: transformers' own flash attention would drop it."""
+    """A bidirectional prefix: transformers' own flash attention would drop it."""
     visible = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     visible[..., :4, :4] = True
     ids = torch.randint(3, VOCAB, (1, 8))
@@ -218,7 +218,7 @@ def test_a_4d_mask_of_padding_and_causality_is_honoured(models: Path) -> None:
 
 
 def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -> None:
-    """An `or` of another pattern: built in full, proved or refused."""
+    """An `or` with another pattern: the mask is built in full, then proved or refused."""
     from transformers import masking_utils
 
     from kernel_compat.attention.mask_function import attention_mask_function
@@ -238,7 +238,7 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
     assert mask.shape == (1, 1, 6, 6)
     assert mask[0, 0, 0].tolist() == [True, True, True, False, False, False]
     plain = masking_utils.sliding_window_causal_mask_function(3)
-    windowed = attention_mask_function(mask_function=plain, **arguments)  # a mask of its own, by which it is recognised
+    windowed = attention_mask_function(mask_function=plain, **arguments)  # its own mask marks the window
     assert windowed is not None
     assert windowed.tolist() == [[True] * 6]
     assert attention_mask_function(mask_function=masking_utils.causal_mask_function, **arguments) is None
@@ -262,7 +262,7 @@ def test_an_encoder_with_windows_to_both_sides(models: Path, side: str) -> None:
 
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 4), reason="Qwen2-MoE passes its window")
 def test_a_window_the_model_does_not_pass(models: Path) -> None:
-    """Upstream's own flash attention computes these layers without a window."""
+    """Upstream's own flash attention runs these layers without the window."""
     config = transformers.Qwen2MoeConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -286,7 +286,7 @@ def test_a_window_the_model_does_not_pass(models: Path) -> None:
 
 
 def test_a_mask_as_long_as_a_static_cache(models: Path) -> None:
-    """Its zeros for tokens to come are no padding."""
+    """The mask's zeros for future tokens are not padding."""
     path = saved(models, "llama")
     ids = torch.randint(3, VOCAB, (1, 10))
     expected = load(path, "eager")(input_ids=ids, use_cache=False).logits
@@ -307,7 +307,7 @@ def test_a_mask_as_long_as_a_static_cache(models: Path) -> None:
 
 
 class TestConvolutionalBackbone:
-    """It has no attention that could ignore a name; neither has it sdpa."""
+    """The backbone has no attention that could ignore the name, and no sdpa either."""
 
     def config(self) -> Any:
         sizes = {"d_model": 32, "encoder_hidden_dim": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
@@ -361,7 +361,7 @@ _OPT = {"vocab_size": VOCAB, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_
 @pytest.mark.parametrize(
     ("name", "settings", "how"),
     [
-        ("LlamaConfig", SHAPE, "config"),  # passes the argument on
+        ("LlamaConfig", SHAPE, "config"),  # forwards the argument
         *(
             (name, settings, how)
             for how in ("argument", "config")

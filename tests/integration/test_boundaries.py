@@ -1,4 +1,4 @@
-"""Every attention layer knows where sequences begin, whatever its model passes on; masks override the layers' arguments."""
+"""Every attention layer knows where sequences begin, even if its model doesn't pass it on; masks override the layers' arguments."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _deepseek_v2() -> Any:
     )
 
 
-#: Decoders that on some release keep positions or lengths from their attention, or call a causal layer bidirectional.
+#: Decoders that on some release don't pass positions or lengths to their attention, or call a causal layer bidirectional.
 DECODERS = there(
     (
         ("gpt2", _gpt2, "GPT2Config"),
@@ -95,12 +95,12 @@ DECODERS = there(
 
 @pytest.fixture(params=list(DECODERS))
 def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Any, Any]:
-    """The same tiny decoder twice: eager, and under the registered name."""
+    """The same tiny decoder twice: with eager attention, and under the registered name."""
     try:
         path = save(models, request.param, transformers.AutoModelForCausalLM, DECODERS[request.param]())
         return load(path, "eager"), load(path, NAME)
     except Exception as error:
-        if "StrictDataclass" in type(error).__name__:  # 5.4's configs refuse their own defaults
+        if "StrictDataclass" in type(error).__name__:  # 5.4's strict configs reject their own defaults
             pytest.skip(str(error))
         raise
 
@@ -124,18 +124,18 @@ def lengths() -> dict[str, Any]:
 
 
 def numbered() -> Tensor:
-    """[1, 1, 2, 2, 2, ...]: the mask of NeMo's and LLaMA-Factory's packing."""
+    """The mask that NeMo and LLaMA-Factory pack with: [1, 1, 2, 2, 2, ...]."""
     return torch.cat([torch.full((length,), number) for number, length in enumerate(LENGTHS, 1)])[None]
 
 
 def apart(model: Any, ids: Tensor) -> Tensor:
-    """The logits of the packed sequences, each computed by itself."""
+    """The logits of the packed sequences, each computed separately."""
     return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded(pair: tuple[Any, Any], side: str) -> None:
-    """W1: gpt2 says is_causal=False beside a causal mask, up to 4.57."""
+    """W1: gpt2 passes is_causal=False with a causal mask, up to 4.57."""
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[0, :6] = 0
     mask = mask if side == "left" else mask.flip(1)
@@ -153,7 +153,7 @@ def test_padded(pair: tuple[Any, Any], side: str) -> None:
 )
 @pytest.mark.parametrize("compute", ["forward", "non-reentrant", "reentrant", "composable", "a framework's"])
 def test_packed(pair: tuple[Any, Any], given_as: str, compute: str) -> None:
-    """W3 and W9: the gradients too, where a layer is computed again in the backward pass."""
+    """W3 and W9: the gradients too, when the backward pass recomputes a layer."""
     eager, ours = pair
     ids, real = tokens(), torch.ones(1, TOKENS, dtype=torch.bool)
     given: dict[str, Any] = {"position_ids": positions()}
@@ -198,7 +198,7 @@ def test_rows_packed_each_its_own_way(pair: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_lengths_in_a_graph_with_a_mask_of_ones(pair: tuple[Any, Any], compiled: bool) -> None:
-    """W9b: VeOmni's collator always makes one."""
+    """W9b: VeOmni's collator always adds a mask of ones."""
     if compiled and pair[0].config.model_type == "deepseek_v2":
         pytest.skip("its experts depend on values")
     if compiled and pair[0].config.model_type == "opt" and TRANSFORMERS.release < (5, 3):
@@ -236,7 +236,7 @@ def test_a_cache_of_packed_sequences_is_not_continued(pair: tuple[Any, Any]) -> 
 
 
 def test_two_threads_and_an_error(pair: tuple[Any, Any]) -> None:
-    """Each thread has its own forward in progress, and one that fails leaves nothing behind."""
+    """Each thread tracks its own forward in progress, and a failed forward leaves no state behind."""
     eager, ours = pair
     ids = tokens()
     with pytest.raises(ValueError, match="other values"):
@@ -261,7 +261,7 @@ def test_two_threads_and_an_error(pair: tuple[Any, Any]) -> None:
 
 
 class TestWindowsToBothSides:
-    """W6: of a bidirectional window of W upstream's masks show W keys to each side."""
+    """W6: for a bidirectional window of W, upstream's masks show W keys on each side."""
 
     @pytest.mark.skipif(TRANSFORMERS.release < (5, 16), reason="a decoder's is_causal=False is newer")
     def test_a_decoder_that_is_not_causal(self, models: Path) -> None:
@@ -287,7 +287,7 @@ class TestWindowsToBothSides:
         path = save(models, "t5gemma", transformers.AutoModelForSeq2SeqLM, config)
         ids, mask = tokens(2), torch.ones(2, TOKENS, dtype=torch.long)
         mask[1, 11:] = 0
-        for targets in (7, TOKENS):  # as many as there are keys of the encoder, too
+        for targets in (7, TOKENS):  # the second has as many queries as the encoder has keys
             given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": tokens(2)[:, :targets]}
             expected, found = (
                 load(path, name, transformers.AutoModelForSeq2SeqLM)(**given, use_cache=False).logits
@@ -301,7 +301,7 @@ class TestWindowsToBothSides:
     TRANSFORMERS.release < (4, 56) or TRANSFORMERS.release[:2] == (5, 4), reason="static caches are made in another way"
 )
 def test_a_static_cache_without_a_mask(models: Path) -> None:
-    """W8: where a model makes no mask, as Fuyu and Mllama on 5.0, its keys end nowhere."""
+    """W8: without a mask, as in Fuyu and Mllama on 5.0, nothing marks the end of a static cache's keys."""
     text = {**SHAPE, "hidden_size": 32, "num_key_value_heads": 4}
     config = transformers.FuyuConfig(**text, text_config={"model_type": "persimmon", **text})
     path = save(models, "fuyu", transformers.AutoModelForCausalLM, config)
@@ -327,7 +327,7 @@ def test_a_static_cache_without_a_mask(models: Path) -> None:
 
 
 def test_a_window_that_is_in_no_mask(models: Path) -> None:
-    """GPT-Neo's local layers have it in a buffer, and its class for FlashAttention-2 ignores it."""
+    """GPT-Neo's local layers keep the window in a buffer, and its class for FlashAttention-2 ignores it."""
     config = transformers.GPTNeoConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -348,7 +348,7 @@ def test_a_window_that_is_in_no_mask(models: Path) -> None:
 
 
 def test_padding_that_a_model_keeps_from_its_attention(models: Path) -> None:
-    """W7: SigLIP's text model drops the mask for every name with flash in it, on 4.57."""
+    """W7: on 4.57 SigLIP's text model drops the mask for every name that contains "flash"."""
     config = transformers.SiglipTextConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -371,7 +371,7 @@ def test_padding_that_a_model_keeps_from_its_attention(models: Path) -> None:
 
 
 def test_a_layer_that_does_not_say_whether_it_is_causal() -> None:
-    """Over keys of others, eager attention without a mask is not causal, whatever a flash kernel's default."""
+    """In cross-attention, eager attention without a mask is not causal, whatever a flash kernel's default is."""
     attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME]
     layer, states = torch.nn.Linear(4, 4), torch.randn(1, 2, 3, 4)
     with pytest.raises(ValueError, match="neither the layer nor a mask of its model says whether it is causal"):
@@ -382,7 +382,7 @@ def test_a_layer_that_does_not_say_whether_it_is_causal() -> None:
 
 
 def test_a_4d_mask_of_packed_sequences(pair: tuple[Any, Any]) -> None:
-    """With and without lengths beside it, which must agree."""
+    """With and without matching lengths."""
     eager, ours = pair
     ids, number = tokens(), numbered()[0]
     mask = (number[:, None] == number[None]) & torch.ones(TOKENS, TOKENS).tril().bool()

@@ -1,4 +1,4 @@
-"""torch.compile without graph breaks, where the kernel can: the reference kernel."""
+"""torch.compile without graph breaks, with a traceable kernel: the reference kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 
 def compiled(model: Any) -> Any:
-    # The graph is what is tested; inductor would spend a minute on compiling C++ for it.
+    # This tests the graph; inductor would spend a minute on compiling C++ for it.
     return torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
 
 
@@ -50,7 +50,7 @@ def test_fullgraph(models: Path, name: str, batch: str) -> None:
 
 
 def test_packed_position_ids_are_refused_where_they_cannot_be_told(models: Path) -> None:
-    """Their sequences are values, which can't decide anything in a graph: an error, never one long sequence."""
+    """Sequences depend on tensor values, which a graph can't branch on: an error, never attention over one long sequence."""
     model = compiled(load(saved(models, "llama"), NAME))
     ids = torch.randint(3, VOCAB, (1, 12))
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]

@@ -1,7 +1,7 @@
-"""Continuous batching under registered names: `generate_batch` gives what `generate` does, prompt by prompt.
+"""Continuous batching under registered names: for each prompt `generate_batch` gives the same tokens as `generate`.
 
-From transformers 5.4 on a kernel with a paged cache gets the block table, and computes each new token in place. Upstream's
-continuous batching runs on a CPU, but gives the block table where CUDA is: here CUDA is there for that decision alone.
+From transformers 5.4 on, a kernel with a paged cache gets the block table and computes each new token in the cache's pages. Upstream's
+continuous batching runs on a CPU, but passes the block table only with CUDA: the tests fake CUDA for that check.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ torch_pages = pytest.mark.skipif(TORCH < (2, 12), reason="varlen_attn takes a bl
 
 
 class InPages:
-    """A user's kernel with a paged cache, in plain torch, which takes block tables with any torch."""
+    """A user's kernel with a paged cache, in plain torch, which accepts block tables on every torch release."""
 
     __name__ = "in_pages"
     flash_attn_func = staticmethod(reference.flash_attn_func)
@@ -60,7 +60,7 @@ class InPages:
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
     ) -> Tensor:
-        """Row by row. Padding has a negative length and no pages; nothing of it is read or written."""
+        """Compute row by row. Padding has a negative length and no pages; it is neither read nor written."""
         assert cache_seqlens.dtype == block_table.dtype == torch.int32
         self.lengths.append(cache_seqlens.tolist())
         output, page_size = torch.zeros_like(q), k_cache.shape[1]
@@ -80,14 +80,14 @@ class InPages:
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    if RELEASE < (5, 1):  # which knows no memory but a GPU's
+    if RELEASE < (5, 1):  # 5.0 measures the memory of a GPU only
         module = "transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown"
         monkeypatch.setattr(module, lambda: (torch.device("cpu"), 1 << 33, 0, 0))
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA device, as far as upstream's decision is concerned."""
+    """Fake a CUDA device for upstream's decision."""
 
     def is_available() -> bool:
         return sys._getframe(1).f_code.co_name.endswith("ensure_decode_fast_path_is_available")
@@ -103,7 +103,7 @@ def calls() -> Iterator[list[dict[str, Any]]]:
 
 @contextmanager
 def registered(**kernels: Any) -> Iterator[None]:
-    """Names for the length of a block; a kernel, or a pair of a kernel and a forward."""
+    """Register names within a block; each value is a kernel, or a pair of a kernel and a forward."""
     for name, kernel in kernels.items():
         kernel_compat.register_attention(name, *kernel if isinstance(kernel, tuple) else (kernel,))
     try:
@@ -113,7 +113,7 @@ def registered(**kernels: Any) -> Iterator[None]:
             kernel_compat.unregister_attention(name)
 
 
-# What upstream decides
+# Upstream's decision
 
 
 def config(name: str, **changes: Any) -> Any:
@@ -125,7 +125,7 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def decided(name: str, requested: int | None = 4, page_size: int = 256, **changes: Any) -> int:
-    """For how many blocks a request upstream makes a block table, if `requested` are requested; 0 is none."""
+    """The number of blocks per request in upstream's block table if `requested` are requested; 0 if it makes none."""
     from transformers.generation import continuous_batching
 
     if RELEASE < (5, 9):
@@ -148,7 +148,7 @@ def decided(name: str, requested: int | None = 4, page_size: int = 256, **change
 @block_tables
 @pytest.mark.usefixtures("cuda")
 class TestUpstreamAsksTheName:
-    """By itself it gives the block table to names with a 3 in them, and from 5.13 on with a 2."""
+    """Without the shim, names with a 3 get the block table, and from 5.13 on names with a 2."""
 
     @pytest.fixture(autouse=True)
     def without_the_shim(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class TestUpstreamAsksTheName:
         assert decided("pages_flash_2") == (4 if RELEASE >= (5, 13) else 0)
 
     def test_pages_it_cannot_use(self) -> None:
-        """256 is the least FlashAttention-2 takes, also torch's; it dies of 32."""
+        """FlashAttention-2, also torch's, needs pages of at least 256 tokens; it fails with 32."""
         with registered(torch_flash_3="flash_attention_torch"):
             assert decided("torch_flash_3", page_size=32) == (4 if TORCH >= (2, 12) else 0)
 
@@ -179,7 +179,7 @@ class TestUpstreamAsksTheName:
 
 @pytest.mark.usefixtures("cuda")
 class TestDecision:
-    """A registered name gets the block table exactly if its kernel can use it."""
+    """A registered name gets the block table if and only if its kernel can use it."""
 
     @pytest.fixture(autouse=True)
     def names(self, installed: kernel_compat.Report) -> Iterator[None]:
@@ -271,7 +271,7 @@ class TestDecision:
 
     @block_tables
     def test_forward_of_the_users_own(self) -> None:
-        """Nothing says whether it takes block tables: it gets those that upstream makes."""
+        """The library can't know whether a user's forward takes block tables: upstream's rule applies."""
         assert decided("forward_flash") == 0
         assert decided("forward_flash_3") == 4
 
@@ -294,11 +294,11 @@ class TestDecision:
         assert loaded == ([name] if there else [])
 
 
-# What it generates
+# Generated tokens
 
 
 def made(kind: str, name: str, dtype: torch.dtype) -> Any:
-    """A tiny model; the same weights for every name, rounded to bfloat16."""
+    """A tiny model with the same weights for every name, rounded to bfloat16."""
     shape = CAUSAL_LMS[kind]()
     shape.max_position_embeddings = 512
     model = randomize(transformers.AutoModelForCausalLM.from_config(shape, attn_implementation=name))
@@ -307,7 +307,7 @@ def made(kind: str, name: str, dtype: torch.dtype) -> Any:
 
 @pytest.fixture(autouse=(5, 3) <= RELEASE < (5, 4))
 def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5.3 pins the memory of a CPU, whether or not there is a driver that can."""
+    """5.3 pins CPU memory even without a driver that supports it."""
     if not torch.cuda.is_available():
         empty = torch.empty
 
@@ -331,15 +331,15 @@ def batched(model: Any, prompts: list[list[int]], **options: Any) -> dict[str, A
 
 
 def written(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    """The new tokens of each prompt, all of them generated at once."""
+    """The new tokens of each prompt, generated in one batch."""
     results = batched(model, prompts, **options).values()
     assert [result.error for result in results] == [None] * len(prompts)
-    tokens = {tuple(result.prompt_ids): result.generated_tokens for result in results}  # 5.0 reorders them
+    tokens = {tuple(result.prompt_ids): result.generated_tokens for result in results}  # 5.0 reorders the results
     return [tokens[tuple(prompt)] for prompt in prompts]
 
 
 def alone(model: Any, prompt: list[int]) -> Any:
-    """`generate` of one prompt, with logits."""
+    """`generate` for one prompt, with logits."""
     ids = torch.tensor([prompt])
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(
@@ -353,9 +353,9 @@ def alone(model: Any, prompt: list[int]) -> Any:
 
 @cache
 def clear_prompts(dtype: torch.dtype) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and the tokens that follow, by eager attention, such that rounding can't choose others.
+    """Prompts and the tokens that eager attention generates for them, where rounding can't change any token.
 
-    The best token is ahead of the next by more than twice the error of eager in `dtype`, so that two computations with that
+    The best token leads the next by more than twice eager's error in `dtype`, so that two computations with that
     error agree. The last prompt grows from one page into a second.
     """
     truth, rough = made("llama_gqa", "eager", torch.float32), made("llama_gqa", "eager", dtype)
@@ -391,8 +391,8 @@ def test_as_prompt_by_prompt(
     assert written(model, prompts) == expected
     new = calls[before:]
     if name == "flash_attention_torch":
-        assert len(new) >= NEW * model.config.num_hidden_layers  # 5.0 takes one step more
-    assert all(call.get("block_table") is None for call in new)  # there is no CUDA
+        assert len(new) >= NEW * model.config.num_hidden_layers  # 5.0 runs one more step
+    assert all(call.get("block_table") is None for call in new)  # without CUDA
     assert all(call["heads"] == (8, 2) for call in new)
 
 
@@ -400,7 +400,7 @@ def test_as_prompt_by_prompt(
 def paged(
     request: pytest.FixtureRequest, installed: kernel_compat.Report, calls: list[dict[str, Any]], cuda: None
 ) -> Iterator[tuple[str, Callable[[], int]]]:
-    """A name whose kernel has a paged cache, and how often the kernel was called with a block table."""
+    """A name whose kernel has a paged cache, and a function that counts the kernel's calls with a block table."""
     if request.param == "flash_attention_torch":
         yield request.param, lambda: sum(call.get("block_table") is not None for call in calls)
         return
@@ -425,7 +425,7 @@ def test_in_pages(paged: tuple[str, Callable[[], int]], dtype: torch.dtype, requ
     prompts, expected = clear_prompts(dtype)
     model = made("llama_gqa", name, dtype)
     assert written(model, prompts, **({"max_blocks_per_request": 4} if requested else {})) == expected
-    assert count() == (NEW - 1) * model.config.num_hidden_layers  # every step but the prompts' own
+    assert count() == (NEW - 1) * model.config.num_hidden_layers  # every step except the prefill
 
 
 @pytest.mark.slow
@@ -442,7 +442,7 @@ def test_in_pages(paged: tuple[str, Callable[[], int]], dtype: torch.dtype, requ
 def test_in_padded_batches(
     paged: tuple[str, Callable[[], int]], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch.compile and CUDA graphs need them: rows behind the last request have a negative length and no pages."""
+    """torch.compile and CUDA graphs need padded batches: padding rows have a negative length and no pages."""
     name, count = paged
     prompts, expected = clear_prompts(torch.bfloat16)
     model = made("llama_gqa", name, torch.bfloat16)
@@ -474,9 +474,9 @@ def test_padded_without_pages(
 
 @pytest.mark.parametrize("name", ["flash_attention_torch", NAME])
 def test_windows_that_layers_pass(installed: kernel_compat.Report, calls: list[dict[str, Any]], name: str) -> None:
-    """Up to 5.18 upstream's paged forward asks the layer for its window, which Mistral's has not.
+    """Up to 5.18 upstream's paged forward reads the window from the layer, and Mistral's layers have no such attribute.
 
-    The first token alone: up to 5.15 upstream's cache reads the wrong tokens once a window is full, under any name.
+    Only the first token is compared: up to 5.15 upstream's cache reads the wrong tokens once a window is full, under any name.
     """
     if TORCH < (2, 11) and name == "flash_attention_torch":
         pytest.skip("varlen_attn has windows from torch 2.11 on")
@@ -486,13 +486,13 @@ def test_windows_that_layers_pass(installed: kernel_compat.Report, calls: list[d
     outputs = [alone(model, prompt) for prompt in prompts]
     for out in outputs:
         first, second = out.logits[0][0].float().topk(2).values
-        assert first - second > 0.1  # far more than the roundoff of float16, 2^-11, makes of logits below 8
+        assert first - second > 0.1  # far more than the roundoff of float16, 2^-11, changes logits below 8
     expected = [out.sequences[0, len(prompt)].item() for prompt, out in zip(prompts, outputs, strict=True)]
     assert [tokens[0] for tokens in written(model, prompts)] == expected
 
 
 def padding_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[int]]:
-    """The lengths of padding, a call an entry, that a name's kernel is called with from now on."""
+    """Record the padding rows' lengths of every call of a name's kernel."""
     entry = kernel_compat.registered_attention()[name]
     functions = entry.kernel.load()
     original = functions.flash_attn_with_kvcache
@@ -513,7 +513,7 @@ def padding_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[int]]:
     "lengths", [(300, -1, 7, -1), (-38, -1, 5, 255), (256, 0, -38, -1), (-38, -1, -1, -1)], ids=str
 )
 def test_padding_rows(calls: list[dict[str, Any]], lengths: tuple[int, ...]) -> None:
-    """Each row as the plain kernel has it, and nothing of padding in the cache. 5.4's first such row is as long as -38."""
+    """Each row equals the plain kernel's, and padding writes nothing to the cache. The first padding row has length -38 on 5.4."""
     kernel = kernel_compat.known_kernels()["flash_attention_torch"]
     generator = torch.Generator().manual_seed(0)
     k_cache, v_cache = (torch.randn(9, 256, 2, 16, generator=generator).bfloat16() for _ in range(2))
@@ -527,7 +527,7 @@ def test_padding_rows(calls: list[dict[str, Any]], lengths: tuple[int, ...]) -> 
     function = kernel.load().flash_attn_with_kvcache
     assert function is not None
     found = function(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, window_size=(-1, -1), **options)
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)  # each is rounded to bfloat16 once
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)  # each result is rounded to bfloat16 once
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
 

@@ -1,4 +1,4 @@
-"""Decoder-only models: logits and gradients of a registered name against eager, for every shape of batch."""
+"""Decoder-only models: logits and gradients under a registered name against eager, for every shape of batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
-#: Variants of a test whose other variants distinguish releases just as well.
+#: For slow variants: the other variants of the test distinguish the releases as well.
 MORE = pytest.mark.slow
 
-# Both compute in float32: only the order of sums differs, by a few units in the last place a layer.
+# Both compute in float32: the order of sums differs, by a few units in the last place per layer.
 LOGITS, GRADIENTS = 1e-5, 1e-4
 
 BATCH, LENGTH = 3, 14
@@ -27,7 +27,7 @@ LENGTHS = (5, 6, 3)
 
 @pytest.fixture(params=[pytest.param(name, marks=MORE) if name == "llama" else name for name in CAUSAL_LMS])
 def pair(request: pytest.FixtureRequest, models: Path, loaded: Callable[..., Any]) -> tuple[Any, Any]:
-    """The same tiny model twice: eager, and under the registered name."""
+    """The same tiny model twice: with eager attention, and under the registered name."""
     path = saved(models, request.param)
     ours = loaded(path, NAME)
     assert ours.config._attn_implementation == NAME
@@ -65,7 +65,7 @@ def test_padded(pair: tuple[Any, Any], side: str) -> None:
 
 
 def apart(model: Any, ids: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
-    """The logits of packed sequences, each computed by itself: some eager models mix packed ones (gpt-oss)."""
+    """The logits of packed sequences, each computed separately: some eager models mix packed ones (gpt-oss)."""
     return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
 
 
@@ -114,7 +114,7 @@ def test_generate(pair: tuple[Any, Any], batch: str, cache: str) -> None:
 
 
 def test_continued_with_a_cache(pair: tuple[Any, Any]) -> None:
-    """Several new tokens against cached keys: causality is aligned to the bottom right."""
+    """Several new tokens with cached keys: causality is aligned to the bottom right."""
     ids = tokens()
     expected = pair[0](input_ids=ids, use_cache=False).logits[:, 9:]
     first = pair[1](input_ids=ids[:, :9], use_cache=True)
@@ -132,7 +132,7 @@ def test_activation_checkpointing(pair: tuple[Any, Any]) -> None:
 
 
 def test_two_names_take_turns(models: Path) -> None:
-    """Each keeps its kernel, forward by forward, whatever else was loaded in the process."""
+    """Each model keeps its kernel in every forward, whatever else the process has loaded."""
     import kernel_compat
     from kernel_compat.kernels import reference
 
@@ -160,7 +160,7 @@ def test_two_names_take_turns(models: Path) -> None:
         for name in (*names, *names[::-1]):
             calls.clear()
             pair[name](input_ids=ids)
-            assert calls == [name] * 2  # layers
+            assert calls == [name] * 2  # one call per layer
     finally:
         for name in names:
             kernel_compat.unregister_attention(name)
@@ -168,7 +168,7 @@ def test_two_names_take_turns(models: Path) -> None:
 
 @pytest.fixture
 def npu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers' functions for an NPU, over the reference in the place of torch_npu's."""
+    """transformers' functions for an NPU, with the reference kernel instead of torch_npu's."""
     from transformers.integrations import npu_flash_attention
 
     from kernel_compat.kernels import reference
@@ -191,7 +191,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", CAUSAL_LMS)
 def test_a_kernel_that_ignores_what_it_does_not_name(name: str, models: Path, npu: Any) -> None:
-    """It has ``**kwargs``, and neither windows nor softcap nor sinks."""
+    """The function takes ``**kwargs``, but supports neither windows nor softcap nor sinks."""
     import kernel_compat
 
     kernel = SimpleNamespace(flash_attn_varlen_func=npu.npu_flash_attn_varlen_func)

@@ -24,7 +24,7 @@ from kernel_compat.choosing import loading
 from kernel_compat.choosing.support import needs
 from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
 
-#: Before, sdpa drops softcap silently.
+#: Earlier releases run sdpa without the softcap, and don't warn.
 SDPA_REFUSES_SOFTCAP = Version("5.21") <= TRANSFORMERS
 
 
@@ -68,7 +68,7 @@ class TestSteps:
     def test_a_name_that_can_not_be_used(
         self, name: str, in_force: bool, models: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """With the library installed and without: whatever this release of transformers raises means the same."""
+        """With the library installed and without: every error that a release raises for an unusable name leads to the fallback."""
         if torch.cuda.is_available():
             pytest.skip("asks for names that a machine without a GPU doesn't have")
         if name.startswith("my_"):
@@ -91,7 +91,7 @@ class TestSteps:
         torch.testing.assert_close(logits(model), logits(load(loader.path, "eager")))
 
     def test_a_model_without_flash_attention(self, remote: Path) -> None:
-        """A registered name whose kernel would run; it is the model that can't."""
+        """The registered name's kernel can run here, but the model doesn't support flash attention."""
         path = saved_remote_code(
             remote / "plain", lambda code: code.replace("_supports_flash_attn_2 = True", "_supports_sdpa = True")
         )
@@ -109,7 +109,7 @@ class TestSteps:
         loader = Loader(saved_remote_code(remote / "legacy"), trust_remote_code=True)
         with caplog.at_level(logging.WARNING, "kernel_compat"):
             model = load_with_fallback(loader, "sdpa")
-        if TRANSFORMERS.release[:2] == (4, 55):  # takes eager by itself
+        if TRANSFORMERS.release[:2] == (4, 55):  # this release falls back to eager by itself
             assert loader.asked == ["sdpa"]
             assert "was loaded with 'eager' instead of 'sdpa'" in caplog.text
         else:
@@ -138,7 +138,7 @@ class TestSteps:
 
     @pytest.mark.skipif("hrm_text" not in transformers.CONFIG_MAPPING, reason="this release has no HRM-Text")
     def test_a_config_that_refuses_for_its_values(self, tmp_path: Path) -> None:
-        """HRM-Text's refuses flash attention for prefix language models."""
+        """HRM-Text's config refuses flash attention for prefix language models."""
         config = transformers.CONFIG_MAPPING["hrm_text"]()
         config.save_pretrained(tmp_path)
         asked = []
@@ -170,9 +170,9 @@ def llava(text: str, **names: Any) -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
-@pytest.mark.usefixtures("installed")  # 4.54 and 4.55 take dicts of names with it alone
+@pytest.mark.usefixtures("installed")  # 4.54 and 4.55 take dicts of names only with the library installed
 class TestCompositeModels:
-    """Each part of the model counts, with the attention that it runs."""
+    """Every part of a composite model is checked with its own attention."""
 
     def test_softcap_in_a_part(self) -> None:
         asked = []
@@ -186,7 +186,7 @@ class TestCompositeModels:
         assert model.config.text_config._attn_implementation == "eager"
 
     def test_a_part_that_needs_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
-        """The text has softcap under eager; the vision tower is loaded with sdpa."""
+        """The text model has softcap and runs eager attention; only the vision tower is loaded with sdpa."""
         with caplog.at_level(logging.WARNING, "kernel_compat"):
             model = load_with_fallback(
                 lambda name: llava("gemma2_softcap", **{"text_config": "eager", "vision_config": name}), "sdpa"
@@ -204,9 +204,9 @@ class TestCompositeModels:
 
 class TestWhatIsReturned:
     def test_nothing_keeps_it_alive(self, models: Path) -> None:
-        """Not even until the next collection of cycles: the memory of a model on a GPU is wanted at once."""
+        """The model is freed at once, without waiting for the garbage collector: its memory on a GPU may be needed immediately."""
         loader = Loader(saved(models, "llama"))
-        load_with_fallback(loader, "nothing")  # imports stay in memory
+        load_with_fallback(loader, "nothing")  # warm up: imported modules keep references
         gc.collect()
         gc.disable()
         try:
@@ -226,7 +226,7 @@ class TestWhatIsReturned:
         assert not info["missing_keys"]
 
     def test_a_name_that_transformers_has_no_function_for(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """As 5.4 returns it when a hub kernel that could not be loaded is requested again."""
+        """5.4 returns such a model when a hub kernel that failed to load is requested again."""
 
         def attempt(name: str) -> Any:
             model = load(saved(models, "llama"), "sdpa" if name == "org/flash" else name)
@@ -241,7 +241,7 @@ class TestWhatIsReturned:
 
 
 class TestOtherErrors:
-    """None of them has to do with attention: each is raised at the first name, as it is."""
+    """Errors unrelated to attention are raised unchanged at the first name."""
 
     def check(self, loader: Loader, error: type[Exception] | tuple[type[Exception], ...], says: str) -> None:
         for name in ("flash_attention_reference", "sdpa"):
@@ -295,7 +295,7 @@ class TestVerify:
                 verify_flash_support(model, "flash_attention_2")
 
     def test_wrapped_models(self, models: Path) -> None:
-        """torch.compile's wrapper, and one that forwards attributes as PEFT's does."""
+        """torch.compile's wrapper, and one that forwards attributes like PEFT's."""
 
         class Peft(torch.nn.Module):
             def __init__(self, model: Any) -> None:
@@ -356,7 +356,7 @@ class TestVerify:
 @pytest.mark.parametrize("name", ["llama_gqa", "qwen2_window", "mistral_window", "deepseek_value_dim"])
 @pytest.mark.parametrize("training", [False, True])
 def test_packed_sequences_on_sdpa(name: str, training: bool, models: Path) -> None:
-    """Where `resolve_preload` leaves them: with position_ids alone and without a cache each is computed by itself."""
+    """The batches that `resolve_preload` allows: with position_ids alone and no cache, each sequence is computed separately."""
     model = load(saved(models, name), "sdpa").train(training)
     ids, lengths = torch.randint(3, VOCAB, (1, 20)), (7, 9, 4)
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -366,7 +366,7 @@ def test_packed_sequences_on_sdpa(name: str, training: bool, models: Path) -> No
     torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
-#: Decoders with layers that aren't full causal attention, by model type, and a pattern of the error.
+#: Decoders with layers other than full causal attention, by model type: config values and a pattern of the error.
 UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
     "bamba": ({"num_hidden_layers": 2, "attn_layer_indices": [1]}, "BambaMixer|linear_attention"),
     "falcon_h1": ({"num_hidden_layers": 2, "use_cache": None}, "FalconH1Mixer|hybrid"),
@@ -390,14 +390,14 @@ def empty(model_type: str, **values: Any) -> Any:
 
 
 class Mixer(torch.nn.Module):
-    """Mixes tokens in a way that is unknown to the library."""
+    """Mixes tokens in a way that the library doesn't know."""
 
     def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         return hidden_states.cumsum(1), None
 
 
 class Mask(Mixer):
-    """Attention by a softmax of its own."""
+    """Attention that computes its own softmax."""
 
     is_causal = True
 
@@ -407,7 +407,7 @@ class Mask(Mixer):
 
 
 class Silent(Mixer):
-    """Takes nothing that would tell."""
+    """Its signature has no argument of attention."""
 
     def forward(self, hidden_states: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         return hidden_states.cumsum(1), None
@@ -421,7 +421,7 @@ class Convolved(torch.nn.Module):
 
 
 class TestContextParallelism:
-    """It drops masks, and reaches scaled_dot_product_attention alone."""
+    """It drops masks and replaces only scaled_dot_product_attention."""
 
     @pytest.mark.parametrize("name", ["qwen2_window", "mistral_window"])
     def test_windows(self, name: str, models: Path) -> None:
@@ -497,10 +497,10 @@ class TestContextParallelism:
 
 
 class TestModelsAreChecked:
-    """Each part of a model, as it is built: `PreTrainedModel.__init__` is replaced while a model is loaded."""
+    """Each part of a model is checked when it is built: `PreTrainedModel.__init__` is patched during loading."""
 
     def test_before_its_weights(self) -> None:
-        """Softcap is in the config: under sdpa not even the layers are built."""
+        """Softcap is in the config: under sdpa no layer is built."""
         built = []
 
         class Watched(transformers.Gemma2ForCausalLM):
@@ -513,7 +513,7 @@ class TestModelsAreChecked:
         assert built == ["eager"]
 
     def test_a_name_that_is_set_later(self, models: Path) -> None:
-        """4.54 warns where later releases raise; the model keeps the name that it was loaded with."""
+        """4.54 warns where later releases raise; the model keeps the name it was loaded with."""
 
         def attempt(name: str) -> Any:
             model = load(saved(models, "llama"), "eager")
@@ -537,7 +537,7 @@ class TestModelsAreChecked:
         assert (model_class.__init__, model_class.set_attn_implementation) == before
 
     def test_two_threads(self, models: Path) -> None:
-        """Each notes its own refusals; a thread that loads by itself gets upstream's error."""
+        """Each thread records its own refusals; a thread outside `load_with_fallback` gets upstream's error."""
         path, started, go = saved(models, "llama"), Event(), Event()
 
         def attempt(name: str) -> Any:

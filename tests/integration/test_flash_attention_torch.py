@@ -51,9 +51,10 @@ pytestmark = [
 has_windows = pytest.mark.skipif(TORCH < (2, 11), reason=f"varlen_attn of torch {torch.__version__} has no windows")
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
-#: How the kernel below `varlen_attn` is told of causality, and that there is nothing to tell.
+#: The window `varlen_attn` passes to its kernel for a causal call, and for a call without a window.
 CAUSAL, NO_WINDOW = ((-1, 0), (-1, -1)) if TORCH >= (2, 11) else ((None, None), (None, None))
-#: What a head dimension of 20 is padded to: a multiple of 8. Without a scale, to one whose own scale is a half of it.
+#: The head dimension that 20 is padded to: the next multiple of 8. Before torch 2.11 `varlen_attn` takes no scale: there
+#: 80, whose default scale is half of that of 20.
 PADDED_20 = 24 if TORCH >= (2, 11) else 80
 
 BATCH, LENGTH = 3, 14
@@ -70,19 +71,19 @@ def in_force() -> Iterator[None]:
 
 @pytest.fixture
 def calls() -> Iterator[list[dict[str, Any]]]:
-    """A kernel for the CPU; what it was asked for."""
+    """A stand-in kernel for the CPU; yields the arguments of its calls."""
     with cpu_flash_attention() as calls:
         yield calls
 
 
 def load_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has been warned of yet: a kernel warns once from the time it is loaded."""
+    """Reset the kernel's warnings: each is logged once after the kernel is loaded."""
     monkeypatch.setattr(kernel_compat.known_kernels()[NAME], "_functions", None)
 
 
 @pytest.fixture
 def noise() -> Iterator[list[str]]:
-    """Every warning, and what transformers and the library log as one."""
+    """Every Python warning, and every warning that transformers and the library log."""
     found: list[str] = []
 
     class Handler(logging.Handler):
@@ -95,7 +96,7 @@ def noise() -> Iterator[list[str]]:
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.WARNING)
-    for once in ("warning_once", "warning_advice"):  # each message once a process
+    for once in ("warning_once", "warning_advice"):  # these log each message once a process
         getattr(getattr(transformers.utils.logging, once, None), "cache_clear", lambda: None)()
 
     def show(message: Any, *details: Any, **more: Any) -> None:
@@ -116,7 +117,7 @@ def asked(calls: list[dict[str, Any]]) -> list[tuple[bool, Any]]:
     return [(call["causal"], call["window"]) for call in calls]
 
 
-# The models.
+# Models.
 
 
 def _granite(scale: float) -> Any:
@@ -124,7 +125,7 @@ def _granite(scale: float) -> Any:
 
 
 def _gemma2(scalar: int) -> Any:
-    """Gemma-2 without softcap and windows, whose scale is not that of the head dimension, 16."""
+    """Gemma-2 without softcap and windows, whose scale doesn't follow from its head dimension of 16."""
     return transformers.Gemma2Config(
         **SHAPE,
         head_dim=16,
@@ -159,7 +160,7 @@ def decoder(models: Path, name: str) -> Path:
 
 
 def text_generation(models: Path) -> Any:
-    """A pipeline; its words are ``<0>`` to ``<96>``."""
+    """A text-generation pipeline with the vocabulary ``<0>`` to ``<96>``."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -203,7 +204,7 @@ def plain(ids: Tensor) -> Callable[[Any], Tensor]:
 
 
 class TestLoading:
-    """Every way to a model under the name; the kernel is asked for each layer once."""
+    """Every way to load a model under the name; each layer calls the kernel once."""
 
     def test_from_pretrained(self, models: Path, calls: list[Any]) -> None:
         three = Three(saved(models, "llama_gqa"), NAME)
@@ -244,7 +245,7 @@ class TestLoading:
 
     @pytest.mark.parametrize("batch", ["even", "padded", "packed"])
     def test_a_forward_over_transformers_own(self, models: Path, calls: list[Any], batch: str) -> None:
-        """As sequence-parallel frameworks write it: their own function, which calls `_flash_attention_forward`."""
+        """A sequence-parallel framework's attention function that calls `_flash_attention_forward`."""
 
         def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
             options.pop("is_causal", None)
@@ -275,7 +276,7 @@ class TestLoading:
         assert pipeline.model.config._attn_implementation == NAME
         assert pipeline.model.dtype == torch.bfloat16
         ids = tokens(2, 6)
-        ids[0, :2] = 0  # what the shorter prompt is padded with
+        ids[0, :2] = 0  # the shorter prompt's padding
         options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
         texts = [" ".join(f"<{token}>" for token in row if token) for row in ids.tolist()]
         answers = pipeline(texts, batch_size=2, return_tensors=True, **options)
@@ -331,7 +332,7 @@ class TestParts:
 
     @without_a_gpu
     def test_without_a_kernel(self, path: Path, run: Any) -> None:
-        """The part that needs one says so; the other runs."""
+        """The part that needs a kernel raises; with another attention for that part, the model runs."""
         llava = transformers.LlavaForConditionalGeneration
         model = load(path, {"text_config": "eager", "vision_config": NAME}, llava, **{DTYPE: torch.bfloat16})
         with pytest.raises(KernelUnavailableError, match=f"{NAME} is not usable here: it has no kernel for tensors"):
@@ -349,7 +350,7 @@ class TestParts:
 
 @without_a_gpu
 class TestWithoutAKernel:
-    """No device that has one: models load, for a device they may be moved to, and their first forward says what is wrong."""
+    """Without a device that the kernel supports, models load, since they may be moved later; the first forward raises."""
 
     MESSAGE = f"{NAME} is not usable here: it has no kernel for tensors on 'cpu'.*flash_attention_reference"
 
@@ -367,7 +368,7 @@ class TestWithoutAKernel:
         assert model.config._attn_implementation == NAME
         with pytest.raises(KernelUnavailableError, match=self.MESSAGE):
             model(input_ids=tokens())
-        with cpu_flash_attention() as calls:  # asked anew, tensor by tensor
+        with cpu_flash_attention() as calls:  # the kernel's availability is checked again for each tensor
             model(input_ids=tokens())
             assert len(calls) == LAYERS
         with pytest.raises(KernelUnavailableError, match=self.MESSAGE):
@@ -385,7 +386,7 @@ class TestWithoutAKernel:
             torch.compile(model, backend="eager")(input_ids=tokens(), use_cache=False)
 
     def test_float32_is_not_what_it_complains_of(self, models: Path) -> None:
-        """Casting the model would not help."""
+        """Casting the model would not help, so the error is about the device."""
         with pytest.raises(KernelUnavailableError, match=self.MESSAGE):
             load(saved(models, "llama_gqa"), NAME)(input_ids=tokens())
 
@@ -442,7 +443,7 @@ class TestWithoutAKernel:
 
 
 def judge_batch(three: Three, batch: str, backward: bool = True, ours: Callable[..., Any] | None = None) -> None:
-    """One of the shapes a batch can have. `ours` is what is called in the place of the model under test."""
+    """Compare one shape of batch. `ours` is called instead of the model under test."""
     ids = tokens(1 if batch in ("packed", "cu_seq_lens") else BATCH)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     real = torch.ones(ids.shape, dtype=torch.bool)
@@ -460,7 +461,7 @@ def judge_batch(three: Three, batch: str, backward: bool = True, ours: Callable[
     def run(model: Any) -> Tensor:
         if model is three.ours:
             return (model if ours is None else ours)(**inputs).logits[real]
-        if "position_ids" in inputs:  # each sequence by itself
+        if "position_ids" in inputs:  # run each sequence by itself
             parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
             return torch.cat(parts, 1)[real]
         return model(**inputs).logits[real]
@@ -470,7 +471,7 @@ def judge_batch(three: Three, batch: str, backward: bool = True, ours: Callable[
 
 @pytest.mark.usefixtures("calls")
 class TestBatches:
-    """Logits and gradients, for every shape of batch."""
+    """Logits and gradients for every shape of batch."""
 
     @pytest.fixture(params=DECODERS)
     def three(self, request: pytest.FixtureRequest, models: Path) -> Three:
@@ -495,7 +496,7 @@ class TestBatches:
 
     @pytest.mark.parametrize("padded", [False, True])
     def test_chunks_with_a_cache(self, three: Three, padded: bool) -> None:
-        """A prefix, more tokens than one behind it, single ones: causality is aligned to the bottom right."""
+        """A prefix, then a chunk of several tokens, then single tokens: causality is aligned to the bottom right."""
         ids = tokens()
         mask = padding("left") if padded else torch.ones_like(ids)
 
@@ -513,7 +514,7 @@ class TestBatches:
             assert begin == LENGTH
             return torch.cat(parts, 1)[mask.bool()]
 
-        three.judge(run)  # gradients too: they flow through the cache
+        three.judge(run)  # compares gradients too: they flow through the cache
 
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     @pytest.mark.parametrize("padded", [False, True])
@@ -536,7 +537,7 @@ class TestBatches:
         assert out.sequences.shape == whole.shape
 
     def test_a_prefill_in_chunks(self, three: Three) -> None:
-        """`generate`'s own; 5.0 does it with a cache that it is given alone."""
+        """The chunked prefill of `generate`; on 5.0 it works only with a cache that the caller passes."""
         ids = tokens(length=9)
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -550,7 +551,7 @@ class TestBatches:
 
 
 class TestEncoders:
-    """Attention that isn't causal, alone and below a decoder that attends to it."""
+    """Attention that isn't causal: encoders alone, and below a decoder with cross-attention."""
 
     @pytest.mark.skipif(TRANSFORMERS.major < 5, reason="BERT declares no flash attention before 5.0")
     @pytest.mark.parametrize("side", ["left", "right", "none"])
@@ -602,10 +603,10 @@ def judge_encoder(three: Three, side: str) -> None:
 
 
 class TestEncoderDecoders:
-    """Cross-attention: as many keys as the encoder has tokens, none of them hidden by the order of the queries.
+    """Cross-attention: the encoder's tokens are the keys, and no query is limited by causality.
 
-    Their attention is softer than the others': which of two equal keys of a sharp one wins is for rounding to decide, and
-    gradients through six attentions would tell of little else.
+    The attention is softened: with sharp attention, rounding decides which of two nearly equal keys wins, and gradients through six
+    attention layers would mostly measure that.
     """
 
     SOFTEN = 0.25
@@ -618,7 +619,7 @@ class TestEncoderDecoders:
     @pytest.mark.parametrize("targets", [6, LENGTH, 20])
     @pytest.mark.parametrize("padded", [False, True])
     def test_bart(self, bart: Three, calls: list[Any], targets: int, padded: bool) -> None:
-        """Fewer queries than keys, as many, more."""
+        """Fewer queries than keys, as many, and more."""
         real = torch.ones(BATCH, targets, dtype=torch.bool)
         inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(length=targets)}
         if padded:
@@ -680,9 +681,9 @@ class TestEncoderDecoders:
 
 
 class TestVisionTower:
-    """Qwen2-VL: images of different sizes in one row of patches, told apart by cu_seqlens, and three-dimensional positions."""
+    """Qwen2-VL: images of different sizes packed in one row of patches with cu_seqlens, and three-dimensional positions."""
 
-    #: Calls of the tower: up to 4.57 it takes one for each image, under every name but its own two.
+    #: Kernel calls of the vision tower: up to 4.57 one for each image, except under upstream's own two names.
     TOWER = LAYERS if TRANSFORMERS.major >= 5 else 2 * LAYERS
 
     @pytest.fixture
@@ -714,7 +715,7 @@ class TestVisionTower:
     def test_generate(self, three: Three, inputs: dict[str, Tensor], calls: list[Any]) -> None:
         length, new = inputs["input_ids"].shape[1], 4
         options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        options["suppress_tokens"] = [90, 91]  # an image written would need its pixels
+        options["suppress_tokens"] = [90, 91]  # generated image tokens would need pixels
 
         def read(model: Any, written: Tensor) -> Tensor:
             longer = {**inputs, "input_ids": written, "attention_mask": torch.ones_like(written)}
@@ -740,7 +741,7 @@ class TestTraining:
         three.ours.train()
         three.ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         judge_batch(three, batch)
-        assert len(calls) == 2 * LAYERS  # once more for the backward
+        assert len(calls) == 2 * LAYERS  # the backward pass recomputes each layer
 
     @pytest.mark.parametrize("name", ["llama_gqa", "head_dim_20", pytest.param("mistral_window", marks=has_windows)])
     @pytest.mark.parametrize("batch", ["even", "padded left", "packed"])
@@ -766,7 +767,7 @@ class TestTraining:
         assert scale != 16**-0.5
         if TORCH >= (2, 11):
             assert {(call["scale"], call["head_dim"]) for call in calls} == {(scale, 16)}
-        else:  # zeros behind the head dimension change the kernel's scale, where that makes it exact
+        else:  # padding the head dimension with zeros changes the kernel's default scale; used where the result is exact
             padded = {"gemma2_24": 24, "gemma2_144": 144}.get(name, 16)
             assert {(call["scale"], call["head_dim"]) for call in calls} == {(None, padded)}
 
@@ -785,13 +786,13 @@ class TestTraining:
 
 @pytest.mark.slow
 class TestCompiled:
-    """No graph break and no guard on values, forward and backward."""
+    """No graph break and no guard on tensor values, forward and backward."""
 
     @pytest.mark.parametrize("name", ["head_dim_20", pytest.param("mistral_window", marks=has_windows)])
     @pytest.mark.parametrize("batch", ["even", "padded right", "cu_seq_lens"])
     def test_fullgraph(self, models: Path, calls: list[Any], name: str, batch: str) -> None:
         three = Three(decoder(models, name), NAME)
-        # The graph is what is tested; inductor would spend a minute on compiling C++ for it.
+        # This tests the graph; inductor would spend a minute on compiling C++ for it.
         compiled = torch.compile(three.ours, fullgraph=True, backend="aot_eager", dynamic=False)
         judge_batch(three, batch, ours=compiled)
         assert len(calls) == LAYERS
@@ -799,7 +800,7 @@ class TestCompiled:
     @pytest.mark.usefixtures("calls")
     @pytest.mark.parametrize("padded", [False, True])
     def test_lengths_that_vary(self, models: Path, padded: bool) -> None:
-        """One graph for all of them."""
+        """A single graph serves all lengths."""
         three = Three(decoder(models, "one_layer"), NAME)
         compiled = torch.compile(three.ours, fullgraph=True, backend="aot_eager", dynamic=True)
         for length in (9, 14, 23):
@@ -819,7 +820,7 @@ class TestCompiled:
 
 @pytest.mark.usefixtures("calls")
 class TestRefusals:
-    """What torch's kernel hasn't is an error that says which kernels have it."""
+    """A feature that torch's kernel lacks raises an error that lists the kernels with it."""
 
     HAVE = "Kernels that do: .*flash_attention_reference"
 
@@ -848,7 +849,7 @@ class TestRefusals:
         with pytest.raises(UnsupportedFeatureError, match=message) as caught:
             judge_batch(three, batch)
         assert "flash_attention_2" in str(caught.value)
-        assert len(calls) == (1 if name == "qwen2_window" else 0)  # the layers before the one with a window
+        assert len(calls) == (1 if name == "qwen2_window" else 0)  # the layers before the first one with a window
 
     @pytest.mark.parametrize("name", WINDOWED)
     def test_windows_that_hide_nothing_are_none(self, models: Path, name: str) -> None:
@@ -891,7 +892,7 @@ class TestWhatTheKernelIsAskedFor:
     @has_windows
     @pytest.mark.parametrize("batch", ["even", "padded left", "packed", "cu_seq_lens"])
     def test_windows(self, models: Path, calls: list[Any], batch: str) -> None:
-        window = (False, (WINDOW - 1, 0))  # itself and the ones before
+        window = (False, (WINDOW - 1, 0))  # the query's own key and those before it
         judge_batch(Three(decoder(models, "mistral_window"), NAME), batch, backward=False)
         assert asked(calls) == [window] * LAYERS
         calls.clear()
@@ -902,7 +903,7 @@ class TestWhatTheKernelIsAskedFor:
     def test_determinism(
         self, models: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch, how: str, noise: list[str]
     ) -> None:
-        """No split over the keys, where torch lets it be asked for. The backward is torch's to make so, and it is told."""
+        """The forward doesn't split the keys where torch has that option; for the backward the library warns to use torch's switch."""
         three, ids = Three(saved(models, "llama_gqa"), NAME), tokens()
         argument = {"deterministic": True} if how == "argument" else {}
         if how == "environment":
@@ -924,7 +925,7 @@ class TestWhatTheKernelIsAskedFor:
         assert all("torch.use_deterministic_algorithms(True)" in message for message in told)
 
     def test_nothing_is_warned_of(self, models: Path, calls: list[Any], noise: list[str]) -> None:
-        """Of what nobody asked for: a paged cache that is missing, a dtype, a model that isn't on a GPU yet."""
+        """No warning about a missing paged cache, a dtype, or a model that isn't on a GPU yet."""
         three = Three(saved(models, "llama_gqa"), NAME)
         for batch in ("even", "padded left", "packed", "cu_seq_lens"):
             judge_batch(three, batch)

@@ -1,4 +1,4 @@
-"""Models that set `_supports_flash_attn_2` alone, as remote code does that was written for older releases."""
+"""Models that set only `_supports_flash_attn_2`, as remote code written for older releases does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ids() -> torch.Tensor:
 
 
 class TestRemoteCode:
-    """`trust_remote_code=True` from a folder with `auto_map`, checked by upstream and by us."""
+    """`trust_remote_code=True` from a folder with `auto_map`, checked by upstream and by the library."""
 
     @only_bridged
     def test_upstream_refuses_flash_attention_2(self, legacy_model: Path) -> None:
@@ -46,7 +46,7 @@ class TestRemoteCode:
 
     @pytest.mark.usefixtures("installed")
     def test_upstream_finds_no_fault_with_the_model(self, legacy_model: Path) -> None:
-        """What is left is the package, which isn't here; tests/gpu loads it where it is."""
+        """Only the missing package is an error; tests/gpu loads the model with the package."""
         with pytest.raises(ImportError, match="flash_attn|FlashAttention2 has been toggled on"):
             load(legacy_model, "flash_attention_2", trust_remote_code=True)
 
@@ -84,7 +84,7 @@ def plain(name: str, **flags: Any) -> type:
 
 
 def family(case: str) -> Any:
-    """A model class; what its bases and itself set is in the name of the case."""
+    """A model class; the case's name says which flags it and its bases set."""
     P = PreTrainedModel
     old, old_not = plain("Old", **legacy(True)), plain("OldNot", **legacy(False))
     newer, newer_not = plain("Newer", **new(True)), plain("NewerNot", **new(False))
@@ -157,7 +157,7 @@ class TestRule:
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.parametrize("case", EXPECTED)
     def test_nearest_class_decides(self, case: str, when: str) -> None:
-        """Whether the class is made before `install()` or after, on the class and on an instance; and taken back."""
+        """For a class made before `install()` or after, read on the class and on an instance; undone by uninstalling."""
         if when == "before":
             made = family(case)
             own, before = dict(vars(made)), made._supports_flash_attn
@@ -175,7 +175,7 @@ class TestRule:
             assert set(vars(made)) == set(vars(family(case)))
 
     def test_set_later(self) -> None:
-        """As a framework does that switches a model class on or off."""
+        """A framework may switch the flag of a model class on or off."""
         with kernel_compat.installed():
             made = family("legacy")
             made._supports_flash_attn_2 = False
@@ -194,7 +194,7 @@ class TestRule:
             assert model._supports_flash_attn is True
 
     def test_property(self) -> None:
-        """A property is asked on the instance; on the class, where it would be true as an object, it says nothing."""
+        """A property is evaluated on an instance; on a class the property object, which is truthy, is ignored."""
 
         def says(self: Any) -> bool:
             return self.answer
@@ -207,7 +207,7 @@ class TestRule:
             assert made._supports_flash_attn is False
 
     def test_a_property_that_asks_a_part_which_is_not_built_yet(self) -> None:
-        """transformers reads the flag before the parts are there, whatever attention was asked for."""
+        """transformers reads the flag before the parts are built, under every attention."""
         with kernel_compat.installed():
 
             class Composite(PreTrainedModel):
@@ -236,7 +236,7 @@ class TestRule:
             assert family("legacy False")._supports_flash_attn is False
 
     def test_own_init_subclass(self) -> None:
-        """A hook of the model's own is still called, with its arguments."""
+        """The model's own `__init_subclass__` is still called with its arguments."""
         seen = []
 
         class Hooked(PreTrainedModel):
@@ -275,7 +275,7 @@ class TestRule:
 
 
 def rule(made: type) -> bool:
-    """The rule, said otherwise: sort what classes say by their distance and take the first."""
+    """A second implementation of the rule: sort the flags of all classes by distance and take the first."""
     base = made.__mro__.index(PreTrainedModel)
     said = []
     for distance, ancestor in enumerate(made.__mro__):
@@ -295,7 +295,7 @@ def rule(made: type) -> bool:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_hierarchy(data: st.DataObject) -> None:
-    """Random classes, some made before `install()`; each reads by the rule, and as before once it is gone."""
+    """Random classes, some made before `install()`; each reads by the rule, and after uninstalling as before."""
     flags = st.fixed_dictionaries(
         {}, optional={"_supports_flash_attn": st.booleans(), "_supports_flash_attn_2": st.booleans()}
     )
@@ -310,7 +310,7 @@ def test_any_hierarchy(data: st.DataObject) -> None:
             try:
                 made.append(type(f"Model{len(made)}", tuple(parents), data.draw(flags)))
             except TypeError:
-                continue  # no consistent order of its bases
+                continue  # the bases have no consistent order
 
     grow(4)
     plainly = {one: one._supports_flash_attn for one in made}
@@ -325,7 +325,7 @@ def test_any_hierarchy(data: st.DataObject) -> None:
 @pytest.mark.slow
 @only_bridged
 def test_native_models_read_the_same() -> None:
-    """Every model class of the release, imported before and after `install()`."""
+    """Every model class of the release reads the same, imported before or after `install()`."""
     code = """
         import importlib, pkgutil
         import transformers.models

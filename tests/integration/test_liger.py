@@ -1,7 +1,7 @@
-"""`use_liger_kernel` and `liger_support`, on the CPU: Liger's Triton kernels are bound, and not run (see tests/gpu).
+"""`use_liger_kernel` and `liger_support` on the CPU: Liger's Triton kernels are bound but not run (tests/gpu runs them).
 
-Most tests have the real liger-kernel, and an environment with a GPU. Where it is missing or doesn't import, those are skipped,
-and the errors are tested all the same.
+Most tests use the real liger-kernel and an environment with a GPU; they are skipped where it is missing or doesn't import. The errors
+are tested everywhere.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def by_liger(module: Any) -> bool:
-    """Whether a module has one of Liger's kernels."""
+    """Whether all of a module's ops are bound to Liger's kernels."""
     return set(ops_of(module).values()) == {"liger_kernel"}
 
 
 def is_patched(model: Any) -> bool:
-    """Whether the model itself is, in all of its parts, or in none."""
+    """Whether the model is patched; asserts that all of its parts are, or none."""
     layers = model.model.layers
     parts = [
         model,
@@ -77,7 +77,7 @@ def is_patched(model: Any) -> bool:
 
 
 class Scene:
-    """Everything that Liger could have changed: of some models, and of transformers and torch.nn as imported."""
+    """A snapshot of everything that Liger could change: some models, and the imported modules of transformers and torch.nn."""
 
     def __init__(self, *models: Any) -> None:
         self.models = models
@@ -126,7 +126,7 @@ class Scene:
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment with one, as far as kernels ask for it."""
+    """An environment with a GPU, as far as the registry of kernels can see."""
     found = registry.detect()
     environment = Environment(packages=found.packages, devices=(Device("NVIDIA H200", (9, 0)),))
     monkeypatch.setattr(registry, "detect", lambda: environment)
@@ -134,7 +134,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def the_process_stays_as_it_is() -> Iterator[None]:
-    """No test changes anything but its models."""
+    """No test changes transformers or torch, only its models."""
     from transformers.models.llama import modeling_llama
 
     owners = (modeling_llama, modeling_llama.LlamaRMSNorm, torch.nn, torch.nn.functional)
@@ -145,7 +145,7 @@ def the_process_stays_as_it_is() -> Iterator[None]:
         assert not [name for name in vars(owner).keys() - names.keys() if "kernel_compat" in name or "liger" in name]
 
 
-# With the real one.
+# With the real liger-kernel.
 
 
 @real
@@ -158,7 +158,7 @@ def test_there_and_back(name: str) -> None:
     assert handle.active
     assert is_patched(model)
     assert not is_patched(other)
-    assert {key[0] for key in scene.changes()} == {0}  # the first model alone
+    assert {key[0] for key in scene.changes()} == {0}  # only the first model changed
     handle.undo()
     assert not handle.active
     assert scene.changes() == []
@@ -167,7 +167,7 @@ def test_there_and_back(name: str) -> None:
 
 @real
 def test_the_teacher_of_a_distillation_keeps_its_own_classes() -> None:
-    """Built before or after the student is patched, and kept where the student is undone."""
+    """Whether the teacher is built before or after the student is patched, and also after the student is undone."""
     student, early = build(), build()
     expected = logits(early)
     with use_liger_kernel(student):
@@ -251,7 +251,7 @@ def test_support_is_answered_without_raising() -> None:
 
 
 class Interrupt(KeyboardInterrupt):
-    """Nothing else raises it."""
+    """An interrupt that only this test raises."""
 
 
 @real
@@ -276,11 +276,11 @@ def test_failing_half_way(monkeypatch: pytest.MonkeyPatch, call: int, error: typ
         patched.setattr(swap, "_write", fail)
         with pytest.raises(error, match="half way"):
             use_liger_kernel(model)
-    assert calls == 2 * call - 1  # it restored what it had set
+    assert calls == 2 * call - 1  # each change before the failure was restored
     assert scene.changes() == []
     undisturbed.undo()
     assert torch.equal(logits(model), expected)
-    with use_liger_kernel(model):  # nothing is left that would be in the way of a second try
+    with use_liger_kernel(model):  # the failure doesn't block a second try
         assert is_patched(model)
 
 
@@ -303,7 +303,7 @@ def test_again() -> None:
     scene = Scene(model)
     first = use_liger_kernel(model)
     patched = Scene(model)
-    second = use_liger_kernel(model, rope=True)  # which is the default
+    second = use_liger_kernel(model, rope=True)  # the default
     assert patched.changes() == []
     with pytest.raises(ValueError, match="patched already, with .*rope=True.* before patching it with .*rope=False"):
         use_liger_kernel(model, rope=False)
@@ -355,7 +355,7 @@ def test_a_model_that_is_collected_takes_its_patch_along() -> None:
     gone = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None  # though there is a handle
+    assert gone() is None  # freed although the handle exists
     handle.undo()
 
 
@@ -458,7 +458,7 @@ def test_a_forward_of_another_s_is_called_or_refused(whose: str) -> None:
     if whose == "an instance":
         model.forward = MethodType(halved, model)
     expected, scene = logits(model), Scene(model)
-    if whose == "a subclass":  # whose labels aren't seen
+    if whose == "a subclass":  # its signature doesn't show the labels
         with pytest.raises(UnsupportedFeatureError, match="Mine.*Pass fused_linear_cross_entropy=False"):
             use_liger_kernel(model)
         assert scene.changes() == []
@@ -469,7 +469,7 @@ def test_a_forward_of_another_s_is_called_or_refused(whose: str) -> None:
 
 
 def own_llama() -> type:
-    """A model class of its own with Llama's model type and parts, as remote code has: its logits are scaled."""
+    """A model class with Llama's model type and parts and scaled logits, as in remote code."""
 
     class OwnForCausalLM(transformers.PreTrainedModel):
         config_class = transformers.LlamaConfig
@@ -499,7 +499,7 @@ def test_a_class_of_its_own_with_the_model_type() -> None:
         use_liger_kernel(model)
     assert scene.changes() == []
     assert torch.equal(logits(model), expected)
-    with use_liger_kernel(model, fused_linear_cross_entropy=False):  # its parts are transformers'
+    with use_liger_kernel(model, fused_linear_cross_entropy=False):  # its parts are transformers' own classes
         assert by_liger(model.model.norm)
     assert scene.changes() == []
 
@@ -513,7 +513,7 @@ def test_a_class_of_its_own_with_the_model_type() -> None:
         ("llama", {"mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}, "swiglu"),
         ("mistral_window", {"hidden_act": "gelu"}, "swiglu"),
         ("gemma2_softcap", {"hidden_activation": "silu"}, "geglu"),
-        ("gemma2_softcap", {"hidden_activation": "gelu"}, "geglu"),  # without tanh
+        ("gemma2_softcap", {"hidden_activation": "gelu"}, "geglu"),  # Liger has only gelu's tanh approximation
     ],
 )
 def test_another_activation(name: str, values: dict[str, Any], option: str) -> None:
@@ -560,7 +560,7 @@ class HalvedRMSNorm(Halved):
 def test_a_norm_with_another_formula() -> None:
     model = build()
     model.model.norm = Halved(model.model.norm)
-    with use_liger_kernel(model):  # not proven, and so left alone
+    with use_liger_kernel(model):  # not proven, so not replaced
         assert not by_liger(model.model.norm)
         assert by_liger(model.model.layers[0].input_layernorm)
     model.model.norm = HalvedRMSNorm(model.model.norm)
@@ -587,7 +587,7 @@ def test_the_loss_of_a_head_with_a_bias_and_another_loss() -> None:
 
 @real
 def test_experts_under_swiglu() -> None:
-    """Before transformers 5 they are modules of their own, and MLPs; since then the fused mixture of experts is theirs."""
+    """Before transformers 5 each expert is an MLP module; since then the fused mixture-of-experts kernel is bound."""
     config = transformers.MixtralConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         num_local_experts=4, vocab_size=VOCAB,
@@ -628,7 +628,7 @@ def test_every_option_of_liger_is_bound_or_named(option: str) -> None:
 
 @real
 def test_the_hooks_of_accelerate() -> None:
-    """They are on every module of a model that was loaded with a quantization or onto several devices."""
+    """accelerate hooks every module of a model that is quantized or spread over several devices."""
     hooks = pytest.importorskip("accelerate.hooks")
     model = build()
     for module in model.modules():
@@ -685,12 +685,12 @@ def test_threads() -> None:
     assert scene.changes() == []
 
 
-# Without it, or with a stand-in.
+# Without liger-kernel, or with a stand-in.
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Makes a liger_kernel with this source for its monkey_patch."""
+    """Returns a function that writes a stand-in liger_kernel whose monkey_patch module has the given source."""
     names = [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]
     kept = {name: sys.modules.pop(name) for name in names}
     monkeypatch.syspath_prepend(tmp_path)
@@ -776,7 +776,7 @@ def test_undone_in_either_order_with_sdpa_backends_over_it(name: str, first: str
     handles = {"liger": use_liger_kernel(model), "sdpa": use_sdpa_backends(model, "math")}
     handles.pop(first).undo()
     if first == "liger":
-        torch.testing.assert_close(logits(model), before)  # runs upstream's forward, under SDPA's backends
+        torch.testing.assert_close(logits(model), before)  # upstream's forward, with the SDPA backends
         assert inspect.signature(model.forward) == inspect.signature(type(model).forward.__get__(model))
     else:
         assert is_patched(model)

@@ -1,6 +1,6 @@
-"""The README's lines for Liger on a tiny model of every type in Liger's own table.
+"""The README's example for Liger on a tiny model of every type in Liger's own table.
 
-Here three types, whose kernels are bound and not run. `test_every_type` runs this file again under Triton's interpreter: there
+This process tests three types, whose kernels are bound but not run. `test_every_type` runs this file under Triton's interpreter, where
 each type's loss and gradients are compared with those of the model without the kernels.
 """
 
@@ -35,11 +35,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment with one, and in the interpreter the functions of a GPU's library that it doesn't have."""
+    """An environment with a GPU; under the interpreter also the functions of the GPU library that the interpreter lacks."""
     environment = Environment(packages=registry.detect().packages, devices=(Device("NVIDIA H200", (9, 0)),))
     monkeypatch.setattr(registry, "detect", lambda: environment)
     if INTERPRETED:
-        import interpreter  # noqa: F401  # repaired
+        import interpreter  # noqa: F401  # apply the repairs
         import triton.language as tl
 
         for module in ("rms_norm", "layer_norm"):
@@ -49,8 +49,8 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(model_type: str) -> tuple[Any, dict[str, Any]]:
-    """A tiny model of the type, with six tokens and labels for it, or with other inputs if it takes no tokens."""
-    if model_type == "mllama_text_model":  # is in none of transformers' tables
+    """A tiny model of the type, and its inputs: six tokens and labels, or other inputs if it takes no tokens."""
+    if model_type == "mllama_text_model":  # transformers' tables lack it
         module = importlib.import_module("transformers.models.mllama.modeling_mllama")
         config_class, model_class = module.MllamaTextConfig, module.MllamaForCausalLM
     elif model_type in CONFIG_MAPPING:
@@ -70,7 +70,7 @@ def build(model_type: str) -> tuple[Any, dict[str, Any]]:
 
 
 def results(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The loss and all gradients."""
+    """The loss, and all gradients in one tensor."""
     model.zero_grad()
     output = model(**inputs)
     loss = main_output(output).square().mean() if output.get("loss") is None else output.loss

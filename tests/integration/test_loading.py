@@ -1,4 +1,4 @@
-"""Where a name is checked: loading, switching, refusing, in any order of import and installation."""
+"""Names are checked when models are loaded and switched, in any order of import and installation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_from_config_and_pipeline(models: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_autocast_casts_float32_inputs(models: Path) -> None:
-    """The dtype the kernel sees is autocast's, not that of the float32 weights."""
+    """The kernel gets tensors in autocast's dtype, although the weights are float32."""
     from kernel_compat.kernels import reference
 
     seen: list[torch.dtype] = []
@@ -55,7 +55,7 @@ def test_autocast_casts_float32_inputs(models: Path) -> None:
         assert set(seen) == {torch.bfloat16}
         seen.clear()
         model.to(torch.bfloat16)
-        for layer in model.model.layers:  # as PEFT leaves norms, so that attention's inputs are float32
+        for layer in model.model.layers:  # as with PEFT's float32 norms, so that attention's inputs are float32
             layer.self_attn.q_proj.register_forward_hook(lambda m, a, out: out.float())
             layer.self_attn.k_proj.register_forward_hook(lambda m, a, out: out.float())
         model.model.rotary_emb.float()
@@ -89,7 +89,7 @@ def test_an_unusable_kernel_fails_when_the_model_is_loaded(models: Path, kernel:
 
 @pytest.mark.usefixtures("installed")
 def test_flash_attention_4_is_a_name_on_every_release(models: Path) -> None:
-    """Upstream has it from 5.4 on; before, the library does."""
+    """Upstream defines the name from 5.4 on; before, the library does."""
     assert "flash_attention_4" in ALL_ATTENTION_FUNCTIONS.valid_keys()
     with pytest.raises(ImportError):
         load(saved(models, "llama"), "flash_attention_4")
@@ -103,7 +103,7 @@ def test_the_reference_kernel_has_a_name_of_its_own(models: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_model_without_flash_attention_refuses_the_name() -> None:
-    """GPT-J's attention knows no interface on these releases, or it does: it never ignores the name."""
+    """The error is raised when the model is built; the name is never ignored."""
 
     class Plain(transformers.PreTrainedModel):
         config_class = transformers.LlamaConfig
@@ -135,7 +135,7 @@ def plain_model(**flags: Any) -> Any:
 @pytest.mark.parametrize("flag", ["_supports_flash_attn", "_supports_flash_attn_2"])
 @pytest.mark.parametrize("sdpa", [True, False])
 def test_a_model_that_says_it_has_no_flash_attention_is_believed(sdpa: bool, flag: str) -> None:
-    """Even if its attention calls the interface; the error advises sdpa only if the model declares it."""
+    """Even if its attention calls the interface; the error suggests sdpa only if the model declares it."""
     says_no = plain_model(**{flag: False}, _supports_attention_backend=True, _supports_sdpa=sdpa)
     advice = "Use 'sdpa' or 'eager'," if sdpa else "Use 'eager',"
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match=f"Plain does not support.*{NAME}.*says. {advice}"):
@@ -171,7 +171,7 @@ def test_a_model_with_an_indexer_is_refused() -> None:
         model.set_attn_implementation(NAME)
 
 
-#: Models with explicit flags or an indexer: the shape that they need besides `tiny.SHAPE`, and whether they take sdpa.
+#: Models with explicit flags or an indexer: their config values besides `tiny.SHAPE`, and whether they support sdpa.
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("name", [name for name in REFUSED if hasattr(transformers, name)])
 def test_upstreams_sparse_models_are_refused(name: str) -> None:
-    """They got as far as a TypeError or an IndexError in their first forward, DeepSeek-V4 to attention to the future."""
+    """Unrefused, they raised a TypeError or an IndexError in their first forward, and DeepSeek-V4 attended to future tokens."""
     shape, sdpa = REFUSED[name]
     config = getattr(transformers, name)(**{**SHAPE, **shape})
     advice = "Use 'sdpa' or 'eager'," if sdpa else "Use 'eager',"
@@ -232,7 +232,7 @@ def test_names_are_withdrawn() -> None:
 @pytest.mark.skipif(not (5, 0) <= TRANSFORMERS.release < (5, 19), reason="no paged|NAME")
 @pytest.mark.usefixtures("installed")
 def test_the_paged_alias_drops_nothing() -> None:
-    """Upstream's forward for it drops softcap, and would take the place of a user's own."""
+    """Upstream's paged forward drops softcap, and would replace the user's own forward."""
     paged = ALL_ATTENTION_FUNCTIONS[f"paged|{NAME}"]
     q = torch.randn(1, 2, 4, 16)
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match="softcap in continuous batching"):
@@ -263,7 +263,7 @@ def test_upstreams_loader_keeps_nothing_of_ours(models: Path) -> None:
             finally:
                 logger.setLevel(level)
                 logger.removeHandler(handler)
-            assert records == []  # no warning of a paged cache that nobody asked for
+            assert records == []  # no warning about a missing paged cache
             assert upstream.lazy_import_flash_attention(NAME) is upstream.lazy_import_flash_attention(NAME)
     finally:
         kernel_compat.unregister_attention(NAME)
@@ -294,7 +294,7 @@ def test_every_seam_is_the_original_object_again() -> None:
         )
     after = seams()
     assert all(after[target] is before[target] for target in before)
-    # The names that others had imported them under, too. Attributes of classes are not bound to any.
+    # The functions are also restored where other modules imported them. Class attributes are not imported by name.
     assert all(id(before[t]) in names for t in before if "." not in t.partition(":")[2])
 
 

@@ -1,4 +1,4 @@
-"""Packed sequences through linear attention, SSMs, recurrences and convolutions: as each sequence by itself."""
+"""Packed sequences through linear attention, SSMs, recurrences and convolutions give the results of separate sequences."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
-#: Between chunks, upstream's torch path of Nemotron-H sums over the wrong axis up to 5.16: its tokens see later ones, packed or
-#: alone. That of xLSTM is an error on 4.57.
+#: Upstream's torch path of Nemotron-H sums over the wrong axis between chunks up to 5.16, so that tokens see later ones, packed or
+#: alone. xLSTM's path raises an error on 4.57.
 _ONE_CHUNK = 32
 _EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -52,7 +52,7 @@ def _config(name: str, **options: Any) -> Any:
     return lambda: getattr(transformers, name)(**options)
 
 
-#: A model for each way of mixing tokens, as far as the installed release has them. All experts compute every token.
+#: A model for each kind of mixer that the installed release has. All experts compute every token.
 MODELS = there(
     tuple(
         (name, _config(config, **options), config)
@@ -87,14 +87,14 @@ def path(request: pytest.FixtureRequest, models: Path) -> Path:
     try:
         return save(models, f"mixer_{request.param}", transformers.AutoModelForCausalLM, MODELS[request.param]())
     except Exception as error:
-        if "StrictDataclass" in type(error).__name__ or isinstance(error, KeyError):  # 5.4's configs refuse much
+        if "StrictDataclass" in type(error).__name__ or isinstance(error, KeyError):  # 5.4's configs are strict
             pytest.skip(str(error))
         raise
 
 
 def loaded(path: Path, name: str) -> Any:
-    """In float64: rounding in float32 moves the gradients of these weights by up to 3e-4."""
-    options = {"experts_implementation": "eager"} if TRANSFORMERS.major > 4 else {}  # torch's own take no float64
+    """Load in float64: rounding in float32 changes the gradients of these weights by up to 3e-4."""
+    options = {"experts_implementation": "eager"} if TRANSFORMERS.major > 4 else {}  # torch's take no float64
     try:
         return load(path, name, **options).double()
     except (UnsupportedFeatureError, ValueError) as error:
@@ -141,7 +141,7 @@ def test_in_a_batch_beside_padding_and_checkpointed(path: Path) -> None:
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("padding", ["left", "holes"])
 def test_tokens_behind_padding(path: Path, batch: int, cache: bool, padding: str) -> None:
-    """Up to 5.16 the padding of a batch of one runs into its tokens; RWKV and xLSTM take no mask at all."""
+    """Up to 5.16 the padding of a batch of one leaks into its tokens; RWKV and xLSTM take no mask at all."""
     model, ids = load(path, "eager"), torch.randint(3, VOCAB, (batch, TOKENS))
     kind = model.config.model_type
     mask = torch.ones(batch, TOKENS, dtype=torch.long)
@@ -155,12 +155,12 @@ def test_tokens_behind_padding(path: Path, batch: int, cache: bool, padding: str
         found = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=cache).logits[0, real]
     else:
         found = model(input_ids=ids, attention_mask=mask, use_cache=cache).logits[0, real]
-    assert distance(found, expected) < IN_FLOAT32  # upstream's masks of float64 are infinite in its softmax of float32
+    assert distance(found, expected) < IN_FLOAT32  # in upstream's softmax float64 masks become infinite
 
 
 def test_generated_behind_padding(path: Path) -> None:
     model, ids = load(path, "eager"), torch.randint(3, VOCAB, (1, TOKENS))
-    if model.config.model_type in ("minimax", "xlstm"):  # MiniMax's masks a new token as the first of its row
+    if model.config.model_type in ("minimax", "xlstm"):  # MiniMax masks a new token as if it were the first of its row
         pytest.skip("upstream's own state")
     mask = torch.ones_like(ids)
     mask[:, :5] = 0
@@ -185,7 +185,7 @@ def test_a_graph_with_given_lengths(models: Path) -> None:
 
 
 def test_left_alone_by_name_and_put_back(models: Path) -> None:
-    """W4: upstream's state runs on from one sequence into the next."""
+    """W4: upstream carries the state from one sequence into the next."""
     path = save(models, "mixer_mamba", transformers.AutoModelForCausalLM, MODELS["mamba"]())
     model, ids = loaded(path, "eager"), torch.randint(3, VOCAB, (1, TOKENS))
     expected = alone(model, ids)
@@ -202,7 +202,7 @@ def test_left_alone_by_name_and_put_back(models: Path) -> None:
 @pytest.mark.parametrize("given", [(), ("lengths",)])
 @pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
 def test_many_chunks(model_type: str, given: tuple[str, ...]) -> None:
-    """Up to 5.16 padding changes earlier tokens in the torch path of these two (transformers#47250)."""
+    """Up to 5.16 padding changes earlier tokens in the torch path of these two types (transformers#47250)."""
     options = {**_HEADS, "n_groups": 1, "chunk_size": 4}
     configs = {
         "zamba2": ("Zamba2Config", {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "num_key_value_heads": 4}),

@@ -1,4 +1,4 @@
-"""Kernel selection on real models: what is bound computes the same, everything else stays what it was."""
+"""Kernel selection on real models: bound kernels compute the same results, and nothing else in the model changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, ops
 from kernel_compat.ops.losses.causal import causal_loss
 from kernel_compat.ops.losses.lazy import LazyLogits
 
-#: Every op whose kernels run here.
+#: Every op that has a kernel on the CPU.
 VALUES: dict[str, Any] = {
     "rms_norm_implementation": PLAIN,
     "rms_norm_gated_implementation": PLAIN,
@@ -33,7 +33,7 @@ VALUES: dict[str, Any] = {
 }
 EVERYTHING = ops.OpsConfig(**VALUES)
 
-#: What a tiny model of each kind has, and with which variant. Gemma's MLPs go through gelu.
+#: The ops found in a tiny model of each kind, with their variants. Gemma's MLPs use gelu.
 EXPECTED = {
     "llama": {"rms_norm": "standard", "swiglu_mlp": "standard", "rotary_pos_emb": "full"},
     "qwen2": {"rms_norm": "standard", "swiglu_mlp": "standard", "rotary_pos_emb": "full"},
@@ -88,7 +88,7 @@ def left_as_it_was(model: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", list(OPS_MODELS))
 def test_loss_and_every_gradient_are_those_of_eager(name: str) -> None:
-    """In float64, where eager's loss is too: upstream's rounds its logits to float32."""
+    """In float64, as is the eager loss: upstream's own rounds the logits to float32."""
     model = build(name, torch.float64)
     model.loss_function = causal_loss
     eager, expected = step(model)
@@ -98,7 +98,7 @@ def test_loss_and_every_gradient_are_those_of_eager(name: str) -> None:
 
     variants = {binding.op: binding.variant for binding in report.bindings}
     assert variants == {**EXPECTED[name], "cross_entropy_loss": "causal"}
-    # Upstream's load-balancing loss has its sums in float32, Qwen3.5's linear attention everything.
+    # Upstream computes the sums of its load-balancing loss in float32, and all of Qwen3.5's linear attention.
     tolerance = 1e-4 if name == "qwen3_5_moe" else 1e-6 if "load_balancing_loss" in variants else 1e-10
     torch.testing.assert_close(bound.loss, eager.loss, rtol=tolerance, atol=0, check_dtype=False)
     assert_same(found, expected, tolerance)
@@ -170,7 +170,7 @@ def test_with_gradients_off_logits_are_ordinary(context: Any) -> None:
     model = build("gemma2")
     eager = model(**BATCH)
     with context():
-        ops.apply_ops(model, CHUNKED)  # whose probe has them on
+        ops.apply_ops(model, CHUNKED)  # its probe enables gradients
         bound = model(**BATCH)
 
     assert type(bound.logits) is torch.Tensor
@@ -297,7 +297,7 @@ def test_another_model_of_the_class_stays_as_it_was() -> None:
 def test_undone_a_model_is_what_it_was() -> None:
     model = build("qwen3_moe")
     module = transformers.models.qwen3_moe.modeling_qwen3_moe
-    step(model)  # upstream notes what it has prepared
+    step(model)  # upstream caches some preparations on the first call
     model.zero_grad()
 
     with left_as_it_was(model):
@@ -388,12 +388,12 @@ def test_what_somebody_put_over_it_stays() -> None:
 
     assert norm(torch.ones(1, 64)).eq(1).all()
     assert "forward" not in vars(model)
-    norm.forward = ours  # undone in another order than made
+    norm.forward = ours  # the patches are undone in another order than they were made
     report.undo()
     assert "forward" not in vars(norm)
 
 
-# With what else is done to models ------------------------------------------------------------------------------------
+# Together with other changes to models -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_fsdp2_wraps_before_or_after(tmp_path: Path, when: str, head: str) -> No
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_loss_of_the_logits_has_its_gradients(name: str) -> None:
-    """Of Gemma 2 behind a softcap, and with the weight of the embeddings."""
+    """Gemma 2's logits have a softcap, and its head is tied to the embeddings."""
     model = build(name)
     expected = with_a_loss_of_the_logits(model, BATCH)
     ops.apply_ops(model, CHUNKED)
@@ -490,7 +490,7 @@ def test_a_checkpoint_around_a_model_leaves_the_logits_their_gradient(reentrant:
         return outputs.loss, outputs.logits
 
     def around(**inputs: Any) -> Any:
-        # A reentrant one asks for an input that has a gradient.
+        # A reentrant checkpoint needs an input that requires gradients.
         return checkpoint(forward, IDS, torch.ones((), requires_grad=True), use_reentrant=reentrant)
 
     expected = with_a_loss_of_the_logits(model, BATCH)
@@ -517,7 +517,7 @@ def test_a_backward_hook_on_the_head_is_not_passed_over(kind: str, compiled: boo
     with pytest.raises(UnsupportedFeatureError, match="a backward hook on the head, since no gradient of logits"):
         run(input_ids=IDS, labels=LABELS)
     hook.remove()
-    torch._dynamo.reset()  # it doesn't look for hooks that go
+    torch._dynamo.reset()  # dynamo doesn't notice removed hooks
     run(input_ids=IDS, labels=LABELS).loss.backward()
 
 
@@ -598,7 +598,7 @@ def test_a_hook_of_accelerate_comes_and_goes_in_any_order(order: str, recwarn: p
         assert report is None or report.replaced == ()
         torch.testing.assert_close(model(input_ids=IDS).logits, eager)
 
-    forward = vars(norm).get("forward")  # accelerate leaves the class's, bound
+    forward = vars(norm).get("forward")  # accelerate leaves the class's forward on the instance, as a bound method
     assert forward is None or forward.__func__ is type(norm).forward
     assert not [warning for warning in recwarn if "replaced since" in str(warning.message)]
 
@@ -672,7 +672,7 @@ def test_attention_is_chosen_with_the_rest() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-# Models that are built -----------------------------------------------------------------------------------------------
+# Models built in a block ---------------------------------------------------------------------------------------------
 
 
 def test_models_built_in_a_block_have_the_kernels(tmp_path: Path) -> None:
@@ -727,14 +727,14 @@ def test_what_somebody_put_over_post_init_stays(monkeypatch: pytest.MonkeyPatch)
             patched.setattr(transformers.PreTrainedModel, "post_init", lambda self: None)
             theirs = transformers.PreTrainedModel.post_init
         assert transformers.PreTrainedModel.post_init is theirs
-    assert transformers.PreTrainedModel.post_init is ours  # their undo has put it back
+    assert transformers.PreTrainedModel.post_init is ours  # their undo has restored our function
     assert ops.applied(build("llama")) is None
     with ops.use(CHUNKED):
         pass
     assert transformers.PreTrainedModel.post_init is before
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Refusals ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -912,7 +912,7 @@ def test_a_part_of_a_bound_model_keeps_what_it_has() -> None:
 
 def test_a_model_that_changes_its_logits_in_place_is_refused_however_it_is_bound() -> None:
     class Masking(transformers.LlamaForCausalLM):
-        """As Chameleon, which masks the tokens of images."""
+        """Changes its logits in place, like Chameleon, which masks image tokens."""
 
         def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
             outputs = self.model(input_ids=input_ids)
@@ -969,7 +969,7 @@ def test_logits_read_late_are_those_of_the_forward_or_an_error() -> None:
         bound = model(input_ids=IDS, labels=LABELS)
         other = {name: parameter * 2 for name, parameter in model.named_parameters()}
         doubled = torch.func.functional_call(model, other, (), {"input_ids": IDS, "labels": LABELS})
-    torch.testing.assert_close(bound.logits.compute(), model(input_ids=IDS).logits)  # undone by now
+    torch.testing.assert_close(bound.logits.compute(), model(input_ids=IDS).logits)  # the kernels are undone by now
     expected = torch.func.functional_call(model, other, (), {"input_ids": IDS, "labels": LABELS})
     torch.testing.assert_close(doubled.logits.compute(), expected.logits)
     ops.apply_ops(model, CHUNKED)

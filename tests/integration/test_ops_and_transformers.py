@@ -1,7 +1,7 @@
-"""Kernel selection on a model beside transformers' own four mechanisms, and Liger's: which of the two runs, or the error.
+"""Kernel selection together with transformers' own four mechanisms, and with Liger's: which kernel runs, or which error is raised.
 
-Layers and functions of the hub come from a folder, through the real package ``kernels``, where the release takes the one that
-is installed: each from 5.13 on takes another.
+Layers and functions of the hub come from a folder, loaded by the real package ``kernels``, where the installed version suits the
+transformers release: each release from 5.13 on requires another version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IDS = torch.arange(1, 9).unsqueeze(0)
 since_5 = pytest.mark.skipif(TRANSFORMERS.major < 5, reason="experts are modules of their own before transformers 5")
 since_4_57 = pytest.mark.skipif(TRANSFORMERS.release < (4, 57), reason="models have no use_kernels before 4.57")
 
-#: The modules of a tiny Llama that an op is about.
+#: The modules of a tiny Llama that each op replaces.
 NORMS = tuple(f"model.layers.{i}.{name}" for i in range(2) for name in ("input_layernorm", "post_attention_layernorm"))
 NORMS = (*NORMS, "model.norm")
 ATTENTIONS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
@@ -44,7 +44,7 @@ MLPS = ("model.layers.0.mlp", "model.layers.1.mlp")
 OURS = "counted"
 NORM = ops.OpsConfig(rms_norm_implementation=PLAIN)
 
-#: Of the kernels that ran, ours by op and theirs by "their" and op.
+#: How often each kernel ran: ours by op, the other ones by "their" and op.
 runs: Counter[str] = Counter()
 
 
@@ -96,7 +96,7 @@ def build(name: str = "llama", **options: Any) -> Any:
 
 
 def ran(model: Any) -> dict[str, int]:
-    """How often each kernel runs in a forward of a model."""
+    """How often each kernel runs in one forward of the model."""
     runs.clear()
     with torch.no_grad():
         model(input_ids=IDS, use_cache=False)
@@ -108,7 +108,7 @@ def forwards(paths: tuple[str, ...]) -> set[str]:
 
 
 def undo(report: ops.Report) -> int:
-    """Undo a report; how much of it was left, with a warning each."""
+    """Undo a report; returns how many bindings it left in place, each with a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report.undo()
@@ -152,7 +152,7 @@ def their_rotary(q, k, cos, sin, unsqueeze_dim=1):
 
 
 class Hub:
-    """A folder with kernels, and the ways of transformers to have them."""
+    """A folder with hub kernels, and the ways in which transformers loads them."""
 
     def __init__(self, folder: Path) -> None:
         self.kernels: Any = importlib.import_module("kernels")
@@ -171,16 +171,16 @@ class Hub:
         return made(self.folder, **{key: value for key, value in given.items() if key in parameters})
 
     def kernelize(self, model: Any, *names: str) -> None:
-        """``kernels.kernelize`` with kernels for layers of these names; others get their class's forward."""
+        """``kernels.kernelize`` with kernels for the named layers; other layers get their class's forward."""
         theirs = {"RMSNorm": "TheirRMSNorm", "MegaBlocksMoeMLP": "TheirExperts"}
-        # Releases before 0.12 know no kernels for the CPU.
+        # Releases before 0.12 have no device "cpu".
         device = "cpu" if hasattr(self.kernels, "LocalFuncRepository") else "mps"
         layers = {name: {device: self.local("LocalLayerRepository", theirs[name])} for name in names}
         with self.kernels.use_kernel_mapping(layers, inherit_mapping=False):
             self.kernels.kernelize(model, mode=self.kernels.Mode.INFERENCE, device=device)
 
     def kernelize_functions(self, model: Any) -> None:
-        """transformers' ``kernelize``: from 5.6 to 5.14 it alone knows of functions."""
+        """transformers' ``kernelize``: from 5.6 to 5.14 only this one handles functions."""
         theirs = {"rotary_pos_emb": {"cpu": self.local("LocalFuncRepository", "their_rotary")}}
         with self.kernels.use_kernel_mapping(theirs, inherit_mapping=False):
             (getattr(transformers, "kernelize", None) or type(model).kernelize)(model)
@@ -197,13 +197,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     module.runs = runs  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "their_runs", module)
     yield Hub(tmp_path)
-    function: Any = modeling_llama.apply_rotary_pos_emb  # the process has one, and kernelize has replaced its forward
+    function: Any = modeling_llama.apply_rotary_pos_emb  # kernelize has replaced its forward in the process
     vars(function).pop("forward", None)
 
 
 @pytest.fixture
 def functions(hub: Hub) -> Hub:
-    """Where a function can be one of the hub's: transformers 5 with kernels 0.12 and later."""
+    """A hub whose functions can be kernelized: transformers 5 with kernels 0.12 or later."""
     from transformers.models.llama import modeling_llama
 
     if not isinstance(modeling_llama.apply_rotary_pos_emb, torch.nn.Module):
@@ -226,7 +226,7 @@ def test_behind_kernelize_a_kernel_of_ours_is_refused(hub: Hub) -> None:
 
 @pytest.mark.parametrize("found", ["a kernel", "none"])
 def test_kernelize_behind_ours_takes_its_place_and_the_report_says_so(hub: Hub, found: str) -> None:
-    """Also where it finds no kernel: the class's forward is put there."""
+    """Also if it finds no kernel: then it sets the class's forward."""
     model = build()
     report = ops.apply_ops(model, config("rms_norm", "swiglu_mlp"))
     assert ran(model) == {"rms_norm": 5, "swiglu_mlp": 2}
@@ -319,7 +319,7 @@ def test_to_load_with_use_kernels_in_a_block_of_ours_is_an_error(hub: Hub, tmp_p
         with ops.use(config("rms_norm")):
             return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_kernels=True)
 
-    if TRANSFORMERS.release < (4, 57):  # it kernelizes behind the model's back
+    if TRANSFORMERS.release < (4, 57):  # these releases kernelize the model after it is built
         report = ops.applied(load())
         assert report is not None
         assert set(report.replaced) == forwards(NORMS)
@@ -332,7 +332,7 @@ def test_to_load_with_use_kernels_in_a_block_of_ours_is_an_error(hub: Hub, tmp_p
 
 @since_5
 def test_a_layer_of_the_hub_around_ours_counts_too(hub: Hub) -> None:
-    """GPT-OSS's block of experts: the hub has a kernel for all of it, so that nothing calls the experts in it."""
+    """The hub's kernel for GPT-OSS replaces the whole MoE block, so that the experts in it are no longer called."""
     model = build("gpt_oss_sinks")
     report = ops.apply_ops(model, config("moe"))
     assert ran(model) == {"moe": 2}
@@ -341,7 +341,7 @@ def test_a_layer_of_the_hub_around_ours_counts_too(hub: Hub) -> None:
 
     assert ran(model) == {"their moe": 2}
     assert report.replaced == ("model.layers.0.mlp.experts.forward", "model.layers.1.mlp.experts.forward")
-    assert undo(report) == 0  # the experts' forwards themselves are still ours
+    assert undo(report) == 0  # the forwards of the experts are still ours
     with pytest.raises(
         UnsupportedFeatureError, match=r"experts .*it is in model.layers.0.mlp \(GptOssMLP\), whose forward"
     ):
@@ -363,7 +363,7 @@ def test_a_hook_of_accelerate_that_kernelize_has_replaced_is_not_taken_for_one(h
 def test_a_function_of_the_hub_is_not_called_where_ours_is_bound_before_or_after(functions: Hub) -> None:
     model, bare = build(), build()
     functions.kernelize_functions(model)
-    # One function for the process: transformers replaces it in models that nobody has asked for.
+    # The function is global to the process: transformers also replaces it in models that were not kernelized.
     assert ran(model) == ran(bare) == {"their rotary_pos_emb": 2}
 
     report = ops.apply_ops(model, config("rotary_pos_emb"))
@@ -377,11 +377,11 @@ def test_a_function_of_the_hub_is_not_called_where_ours_is_bound_before_or_after
     assert ran(model) == {"their rotary_pos_emb": 2}
 
 
-# What only wraps ours ------------------------------------------------------------------------------------------------
+# Wrappers around our forwards ----------------------------------------------------------------------------------------
 
 
 def test_what_calls_ours_does_not_replace_it() -> None:
-    """As accelerate wraps the forward of a model for mixed precision, and a module's with a hook."""
+    """accelerate wraps the forward of a model for mixed precision, and that of a module for a hook."""
     accelerate = pytest.importorskip("accelerate")
     model = build()
     report = ops.apply_ops(
@@ -474,16 +474,16 @@ def test_ours_runs_in_a_model_loaded_with_experts_implementation(theirs_counted:
     assert ran(model) == {"moe": 2}
 
 
-# Liger, as transformers' Trainer applies it --------------------------------------------------------------------------
+# Liger applied by transformers' Trainer ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def liger(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """What the Trainer calls under use_liger_kernel: from 5.3 on when training starts, before that when it is made."""
+    """The function that the Trainer calls under use_liger_kernel: from 5.3 on when training starts, earlier when it is built."""
     theirs = pytest.importorskip("liger_kernel.transformers", exc_type=ImportError)
     from transformers.models.llama import modeling_llama
 
-    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):  # it replaces them for the process
+    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):  # it replaces these for the process
         monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
     apply: Callable[..., None] = theirs._apply_liger_kernel_to_instance
     return apply
@@ -500,7 +500,7 @@ def test_behind_liger_what_liger_has_replaced_is_refused(liger: Callable[..., No
 
 
 def test_liger_s_rotation_is_refused(liger: Callable[..., None]) -> None:
-    """It is the process's, and a Triton kernel, which can't be proven on the CPU; since 0.8.5 with parameters of its own."""
+    """Liger replaces the function in the process by a Triton kernel, which the CPU can't prove; since 0.8.5 its parameters differ."""
     liger(model=build(), rms_norm=False, swiglu=False, fused_linear_cross_entropy=False)
 
     with pytest.raises(UnsupportedFeatureError, match="self_attn .LlamaAttention.: apply_rotary_pos_emb: it "):
@@ -510,7 +510,7 @@ def test_liger_s_rotation_is_refused(liger: Callable[..., None]) -> None:
 def test_liger_s_loss_is_an_error_in_training_and_ours_runs_in_evaluation(
     liger: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Liger's forward computes it from the head's weight in training alone."""
+    """Liger's forward computes the loss from the head's weight, but only in training."""
     model = build()
     liger(model=model, rms_norm=False, swiglu=False, rope=False)
     monkeypatch.setitem(
@@ -536,7 +536,7 @@ def test_liger_behind_ours_takes_its_place_and_the_report_says_so(liger: Callabl
 
     assert set(report.replaced) == {"forward"} | forwards(NORMS) | forwards(
         MLPS
-    )  # not of the attention: rotation is ours
+    )  # attention is not among them: rotation is ours
     assert undo(report) == 8
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what transformers' classes are proven to be, and what is bound to them computes the same."""
+"""Mixtures of experts: the formula proven for each of transformers' classes, and bound kernels that compute the same results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = "plain_experts"
 
 
 def plain(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, **given: Any) -> Tensor:
-    """The formula of every variant, by what a kernel is told of it."""
+    """The formula of every variant, from the arguments that a kernel gets."""
     biases = {name: given.pop(name) for name in ("up_bias", "down_bias") if name in given}
     formula = experts.Experts("", "", (), gated=up.shape[1] == 2 * down.shape[2], **given)
     return experts.reference(formula, x, index, weights, up, down, **biases)
@@ -76,7 +76,7 @@ def build(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
 
 
 def step(model: Any) -> dict[str, Tensor]:
-    """The logits, and the gradient of every parameter: those of the router come through the weights."""
+    """The logits, and the gradient of every parameter: the router's gradients flow through the experts' weights."""
     torch.manual_seed(0)
     ids = torch.randint(3, VOCAB, (2, 9))
     model.zero_grad()
@@ -123,7 +123,7 @@ def test_a_model_computes_what_eager_does(name: str) -> None:
 @since_5
 @pytest.mark.parametrize("chosen", ["grouped_mm", "batched_mm", "eager"])
 def test_the_kernel_runs_and_no_implementation_of_transformers(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proven is the formula of the eager code, whatever the config has; called is the kernel, whatever it says later."""
+    """The proof uses the eager code whatever the config says, and the bound kernel runs even if the config changes later."""
     model = build("qwen3_moe", torch.float32, experts_implementation=chosen)
     ops.apply_ops(model, config())
     moe = importlib.import_module("transformers.integrations.moe")
@@ -174,7 +174,7 @@ def test_a_forward_of_somebody_else_s_is_refused() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Of this process alone."""
+    """A device mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.device_mesh.init_device_mesh("cpu", (1,))
@@ -185,7 +185,7 @@ def mesh() -> Iterator[Any]:
 @since_5
 @pytest.mark.parametrize("first", ["sharded", "bound"])
 def test_sharded(first: str, mesh: Any) -> None:
-    """By FSDP2, experts on their own, which gives them another class."""
+    """FSDP2 shards the experts as their own module, which changes their class."""
     expected = step(build("qwen3_moe"))
     model = build("qwen3_moe")
     if first == "bound":
@@ -210,7 +210,7 @@ def test_sharded(first: str, mesh: Any) -> None:
 
 SIZES = {"hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24, "num_attention_heads": 4}
 
-#: Of transformers' classes, one for each formula: module, class, config class, what its config needs, variant.
+#: One of transformers' classes for each formula: module, class, config class, config values, variant.
 CLASSES = [
     ("mixtral", "MixtralExperts", "MixtralConfig", {"num_local_experts": 4}, "swiglu"),
     ("gpt_oss", "GptOssExperts", "GptOssConfig", {"num_local_experts": 4}, "gpt_oss"),
@@ -225,7 +225,7 @@ CLASSES = [
 
 
 def make(module: str, class_: str, config_class: str, settings: dict[str, Any]) -> Any:
-    """A module with random parameters; skips where the release hasn't such experts."""
+    """A module with random parameters; skips the test if the release doesn't have the class."""
     try:
         kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), class_)
     except (ImportError, AttributeError):
@@ -238,7 +238,7 @@ def make(module: str, class_: str, config_class: str, settings: dict[str, Any]) 
 
 
 def inputs(module: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states that reach the clamps, ids, and weights."""
+    """Hidden states large enough to reach the clamps, ids, and weights."""
     torch.manual_seed(0)
     number = next(p.shape[0] for p in module.parameters())
     ids = torch.stack([torch.randperm(number)[:2] for _ in range(11)])
@@ -274,7 +274,7 @@ def test_a_class_computes_what_eager_does(
     report = ops.apply_ops(layer, config())
 
     assert [binding.variant for binding in report.bindings] == [variant]
-    # The privacy filter's code goes through float32 whatever the dtype is.
+    # The privacy filter's code computes in float32 for every dtype.
     assert_same(gradients(layer, layer, given), expected, 1e-5 if "Privacy" in class_ else 1e-10)
 
 
@@ -298,11 +298,11 @@ def test_a_class_of_another_formula_is_refused(
     assert "forward" not in vars(layer)
 
 
-# Formulas that are not quite one of them -----------------------------------------------------------------------------
+# Formulas that differ slightly from a supported one ------------------------------------------------------------------
 
 
 class Mine(nn.Module):
-    """Experts that nobody has heard of: right, until a subclass changes one thing."""
+    """Experts of a class that the library doesn't know: correct, until a subclass changes one thing."""
 
     def __init__(self, number: int = 5) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class HiddenClamp(Mine):
 
 
 class Limited(Mine):
-    """DeepSeek-V4's limit on the other side of the activation, as Step3p7 has it."""
+    """DeepSeek-V4's limit applied after the activation instead of before it, as in Step3p7."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ class Residual(Mine):
 
 
 class Doubled(Mine):
-    """The last expert counts twice."""
+    """The last expert is weighted twice."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return super().forward(x, chosen, weights * torch.where(chosen == self.num_experts - 1, 2.0, 1.0))
@@ -390,7 +390,7 @@ class Dropping(Mine):
 
 
 class AlmostErf(Mine):
-    """An approximation of gelu that isn't tanh's."""
+    """An approximation of gelu other than the tanh one."""
 
     def between(self, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
@@ -398,7 +398,7 @@ class AlmostErf(Mine):
 
 
 class TakesTheLastForAnother(Mine):
-    """An id that is no expert's counts as the last one."""
+    """An id out of range selects the last expert."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return super().forward(x, chosen.clamp(max=self.num_experts - 1), weights)
@@ -458,19 +458,19 @@ def test_biases_that_no_variant_has_are_refused() -> None:
         experts.prove(Biased())
 
 
-# What is given to a kernel -------------------------------------------------------------------------------------------
+# Inputs of a kernel --------------------------------------------------------------------------------------------------
 
 
 @since_5
 def test_ids_of_other_ranks_experts_count_nothing() -> None:
-    """Experts on several ranks: transformers marks the others' by an id behind the last, and its eager code skips it."""
+    """With experts on several ranks, transformers marks other ranks' experts by an id past the last, which its eager code skips."""
     layer = make(*CLASSES[0][:4]).double()
     given = inputs(layer)
     given[1][::3, 1] = 4
     given[1][2] = 4
     try:
         expected = gradients(eager(layer), layer, given)
-    except RuntimeError:  # older releases have no place for it: what is left are the ids before it
+    except RuntimeError:  # older releases don't support such an id: compare with their weights set to 0
 
         def kept(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             return eager(layer)(x, ids.where(ids < 4, 0), weights.where(ids < 4, 0))
@@ -504,7 +504,7 @@ def test_what_a_kernel_is_not_given() -> None:
 
 @since_5
 def test_autocast() -> None:
-    """The parameters in float32, the products in bfloat16, the result as wide as the hidden states, as of linear layers."""
+    """As for linear layers: float32 parameters, products in bfloat16. The result has the dtype of the hidden states."""
     layer = make(*CLASSES[0][:4])
     given = inputs(layer, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -512,14 +512,14 @@ def test_autocast() -> None:
         ops.apply_ops(layer, config())
         found = gradients(layer, layer, given)
     assert found["output"].dtype == expected["output"].dtype == torch.float32
-    # Up to the order in which bfloat16 is added up.
+    # The orders of the sums in bfloat16 differ.
     assert_same(found, expected, 2**-6)
     assert not torch.equal(found["output"], eager(layer)(*given))
 
 
 @since_5
 def test_compiled() -> None:
-    """The forward is traced whole around a kernel that is."""
+    """If the kernel is traceable, the whole forward is traced into one graph."""
 
     def dense(x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate, other = torch.einsum("th,eoh->teo", x, up).chunk(2, dim=-1)
@@ -565,7 +565,7 @@ def test_the_switch_of_transformers() -> None:
         model.set_experts_implementation("kernel_compat_swiglu_alone")
         assert_same(step(model), expected)
 
-        ops.apply_ops(model, config())  # what is bound to the instance is in force
+        ops.apply_ops(model, config())  # the binding on the instance takes precedence
         assert_same(step(model), expected)
     assert SWITCH not in importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
 

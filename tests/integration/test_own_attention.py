@@ -1,4 +1,4 @@
-"""Models with attention classes of their own, chosen from a table by name, which call `_flash_attention_forward` themselves."""
+"""Models whose own attention classes are selected by name and call `_flash_attention_forward` directly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH, LENGTH = 3, 14
 _OF_ITS_OWN = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MULTI_HEAD = {**SHAPE, "num_key_value_heads": 4}
 
-#: By config class: the arguments of a tiny one. Each model has had a table of its own on some supported release.
+#: By config class: the arguments of a tiny config. On some supported release each of these models selects from its own table.
 RECIPES: dict[str, dict[str, Any]] = {
     "DbrxConfig": {
         **_OF_ITS_OWN,
@@ -122,7 +122,7 @@ def compare(pair: tuple[Any, Any], expected: Tensor, found: Tensor) -> None:
 
 
 def test_batched(pair: tuple[Any, Any]) -> None:
-    """A mask that says nothing changes nothing, but without one Moshi's eager attention isn't causal up to 5.17."""
+    """A mask of ones has no effect, except that without a mask Moshi's eager attention isn't causal up to 5.17."""
     ids = tokens()
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     compare(pair, *(model(**given).logits for model in pair))
@@ -150,7 +150,7 @@ def test_generate(pair: tuple[Any, Any]) -> None:
 
 
 def test_activation_checkpointing(pair: tuple[Any, Any]) -> None:
-    """Recomputed in the backward, outside of the model's forward."""
+    """The backward pass recomputes layers outside of the model's forward."""
     if not pair[1].supports_gradient_checkpointing:
         pytest.skip("transformers has no checkpointing for it")
     ids, mask = tokens(), padding("right")
@@ -162,7 +162,7 @@ def test_activation_checkpointing(pair: tuple[Any, Any]) -> None:
 
 
 def test_masked_language_model(models: Path, loaded: Callable[..., Any]) -> None:
-    """DistilBERT, whose attention calls its mask otherwise and is not causal."""
+    """DistilBERT's attention has another name for its mask and is not causal."""
     config = transformers.DistilBertConfig(
         vocab_size=VOCAB, dim=64, n_layers=2, n_heads=4, hidden_dim=96, pad_token_id=0
     )
@@ -177,7 +177,7 @@ def test_masked_language_model(models: Path, loaded: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_bfloat16(pair: tuple[Any, Any], side: str) -> None:
-    """As far from float32 as eager in the same dtype."""
+    """The error against float32 is less than twice that of eager in the same dtype."""
     if any("experts" in setting for setting in pair[0].config.to_dict()):
         pytest.skip("which expert a token gets hangs on rounding")
     ids, mask = tokens(), padding(side)
@@ -194,7 +194,7 @@ def small(name: str, attn_implementation: str = NAME, **changes: Any) -> Any:
 
 
 def test_the_kernel_of_the_name_computes() -> None:
-    """Two names, two models in turns: each call reaches its own kernel, though it says no name."""
+    """Two models under two names, called in turns: each call reaches its own kernel, although it passes no name."""
     from kernel_compat.kernels import reference
 
     calls: list[str] = []
@@ -227,7 +227,7 @@ def test_the_kernel_of_the_name_computes() -> None:
 
 
 def test_a_forward_of_the_users_own_is_called(models: Path) -> None:
-    """And may call `_flash_attention_forward` itself, under the name."""
+    """The user's forward may call `_flash_attention_forward` under the name."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
     seen: list[str] = []
@@ -253,7 +253,7 @@ def test_a_forward_of_the_users_own_is_called(models: Path) -> None:
 
 
 def test_output_attentions_are_refused() -> None:
-    """Falcon's and GPT-J's classes return their output for them."""
+    """Falcon's and GPT-J's classes would return their output as the attention weights."""
     layer = small("FalconConfig").transformer.h[0]
     attention = functools.partial(layer.self_attention, alibi=None, attention_mask=None)
     hidden, rotations = torch.randn(1, 6, 64), (torch.ones(1, 6, 16), torch.zeros(1, 6, 16))
@@ -275,7 +275,7 @@ def test_sequence_parallel_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled(dtype: torch.dtype) -> None:
-    """In one graph in bfloat16; in float32 upstream's attention warns, which breaks it."""
+    """One graph in bfloat16; in float32 a warning in upstream's attention breaks the graph."""
     model = small("GPTNeoConfig").to(dtype)
     ids = tokens()
     expected = model(input_ids=ids, use_cache=False).logits
@@ -332,7 +332,7 @@ UNDONE = """
 
 @pytest.mark.slow
 def test_undone_by_uninstall() -> None:
-    """GPT-J is imported before `install()`, Falcon while installed."""
+    """GPT-J is imported before `install()`, Falcon during the installation."""
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(UNDONE)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
 
@@ -377,7 +377,7 @@ def test_a_table_of_functions_is_refused() -> None:
 
 @pytest.mark.parametrize("window", [5, LENGTH])
 def test_windows_are_those_of_the_masks(window: int) -> None:
-    """Mimi's flash class has one that its masks haven't up to 5.2; Moshi's has none where its masks have one from 5.0 to 5.2."""
+    """Up to 5.2 Mimi's flash class has a window and its masks none; from 5.0 to 5.2 it is the reverse for Moshi."""
     mimi = {
         "hidden_size": 64,
         "num_hidden_layers": 2,

@@ -1,4 +1,4 @@
-"""A framework's own attention function, as sequence-parallel ones are, over transformers' `_flash_attention_forward`."""
+"""A framework's own attention function, as in sequence parallelism, that calls transformers' `_flash_attention_forward`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     kwargs.pop("is_causal", None)
-    # Bound at import, before install(): as frameworks write it.
+    # Imported before install(), as frameworks do.
     output = _flash_attention_forward(
         query.transpose(1, 2),
         key.transpose(1, 2),

@@ -1,4 +1,4 @@
-"""Packed sequences through models that other libraries have wrapped, before the installation and after it."""
+"""Packed sequences through models that other libraries have wrapped, before or after the installation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def wrap(model: Any, how: str) -> Any:
             model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, fan_in_fan_out=gpt2)
         )
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora" not in name)  # so that the gradients are those of the model without LoRA
+            parameter.requires_grad_("lora" not in name)  # compare gradients with those of the model without LoRA
         return adapted
     accelerate = pytest.importorskip("accelerate")
     return accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
@@ -68,7 +68,7 @@ def test_ddp_and_fsdp2(tmp_path: Path) -> None:
 
 
 def test_a_forward_of_one_s_own(models: Path, stack: ExitStack) -> None:
-    """As kernels of the hub and hooks replace that of a single layer, in the middle of a run."""
+    """Hub kernels and hooks may replace a single layer's forward while the library is installed."""
     ids, packed = row()
     model = load(path_of("mamba", models), "eager")
     expected = alone(model, ids)

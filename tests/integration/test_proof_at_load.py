@@ -1,4 +1,4 @@
-"""Models that are loaded under a registered name are of a proven type, are proven as they are loaded, or are refused."""
+"""Models loaded under a registered name have a proven type, or are proven while they are loaded, or are refused."""
 
 from __future__ import annotations
 

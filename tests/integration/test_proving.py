@@ -1,4 +1,4 @@
-"""The proof itself: right models are equal, and a kernel that is wrong, refuses or crashes is found."""
+"""The proof itself: correct models are equal, and kernels that are wrong, refuse or crash are found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAME = "broken_flash"
 
 @pytest.fixture
 def broken() -> Iterator[Callable[[Callable[..., Any]], str]]:
-    """Register a name whose kernel is the reference one, with every call changed."""
+    """Register names whose kernels wrap every call of the reference kernel in a change."""
 
     def register(change: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> str:
         original = known_kernels()["flash_attention_reference"]
@@ -70,15 +70,15 @@ def test_an_encoder_decoder_is_equal() -> None:
 @pytest.mark.parametrize(
     ("model_type", "case", "verdict"),
     [
-        ("diffllama", "packed_lengths", "equal"),  # up to 4.57 a class for FlashAttention-2 that takes no lengths
-        ("hunyuan_vl", "image", "equal"),  # numbers its images from 0, so that a position is 0 in the middle of a text
+        ("diffllama", "packed_lengths", "equal"),  # up to 4.57 its class for FlashAttention-2 takes no lengths
+        ("hunyuan_vl", "image", "equal"),  # its image positions start from 0 in the middle of a text
         ("gemma4_unified", "packed_positions", "equal"),  # a 4D mask without images
-        ("kosmos-2", "plain", "refused"),  # neither a layer nor a mask says whether it is causal, up to 4.57
-        ("kosmos-2", "generate", "refused"),  # calls that layer outside its model's forward
-        ("recurrent_gemma", "padded_left", "equal"),  # a recurrence that runs over padding, upstream's
-        ("recurrent_gemma", "generate", "refused"),  # and leaves it in the cache of a batch
+        ("kosmos-2", "plain", "refused"),  # up to 4.57 neither a layer nor a mask says whether it is causal
+        ("kosmos-2", "generate", "refused"),  # it calls that layer outside its model's forward
+        ("recurrent_gemma", "padded_left", "equal"),  # upstream's recurrence runs over padding
+        ("recurrent_gemma", "generate", "refused"),  # and keeps padding in the cache of a batch
         ("recurrent_gemma", "padded_right", "equal"),
-        # The masks of these are causal, and their layers say that they are not.
+        # These models have causal masks, but layers that say they are not causal.
         ("moonshine", "padded_right", "equal"),
         ("paligemma", "plain", "equal"),
         ("pegasus_x", "padded_right", "equal"),
@@ -97,7 +97,7 @@ def test_types_that_were_wrong(model_type: str, case: str, verdict: str) -> None
 
 @pytest.mark.skipif("deepseek_v4" not in model_types(), reason="newer")
 def test_deepseek_v4_is_refused() -> None:
-    """It says that it has no flash attention, and attended to the future under registered names."""
+    """It declares no flash attention, and attended to future tokens under registered names."""
     (outcome,) = prove_type("deepseek_v4", ["plain"]).outcomes
     assert (outcome.case, outcome.verdict) == ("load", "refused")
     assert "each query chooses its keys" in outcome.reason or "_supports_flash_attn" in outcome.reason
@@ -112,7 +112,7 @@ def test_a_config_is_proven_as_it_is() -> None:
 
 
 def test_dropout_that_is_in_no_config() -> None:
-    """As of upstream's classifiers of tokens: each sequence alone would drop others than all together."""
+    """Upstream's token classifiers drop without a config value; separate sequences would draw other dropout masks than packed ones."""
     cases = ["gradients_packed", "checkpointing"]
     found = prove_config(CAUSAL_LMS["llama"](), transformers.LlamaForTokenClassification, cases)
     assert verdicts(found) == dict.fromkeys(cases, "equal")
@@ -263,14 +263,14 @@ def test_ctrl_c_keeps_the_proofs_so_far(delay: float, tmp_path: Path, monkeypatc
     real = proof.prove_type
 
     def prove(name: str, *args: Any, **options: Any) -> Proof:
-        if name == "opt":  # the last
+        if name == "opt":  # the last type
             time.sleep(delay)
             os.kill(os.getppid(), signal.SIGINT)
             time.sleep(1)
         return real(name, *args, **options)
 
     monkeypatch.setattr(proof, "prove_type", prove)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore it
     file = tmp_path / "proofs.json"
     arguments = ["prove", "llama", "mistral", "opt", "--case", "plain", "--json", str(file), "--workers", "1"]
     try:
@@ -280,7 +280,7 @@ def test_ctrl_c_keeps_the_proofs_so_far(delay: float, tmp_path: Path, monkeypatc
     document = json.loads(file.read_text())
     assert [one["model_type"] for one in document["proofs"]] == ["llama", "mistral"]
     assert (document["interrupted"], document["ok"]) == (True, False)
-    for process in multiprocessing.active_children():  # which end with the command
+    for process in multiprocessing.active_children():  # they would otherwise end with the command
         process.kill()
         process.join()
 

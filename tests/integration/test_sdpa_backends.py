@@ -1,4 +1,4 @@
-"""use_sdpa_backends: which backends SDPA sees, and that nothing else changes."""
+"""use_sdpa_backends sets the backends that SDPA sees, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kernel_compat.patching import wrapping
 
 SDPA = F.scaled_dot_product_attention
 DEFAULT = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
-#: A list that is neither torch's default nor ours, with a backend that a CPU has.
+#: A backend order that is neither torch's default nor ours, and contains a backend for the CPU.
 CHOSEN = ["MATH", "EFFICIENT_ATTENTION"]
 
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, each checkpointed by a function of the user's while training."""
+    """Two blocks; in training each is checkpointed by a function that the user passes."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def patched(module: nn.Module) -> set[str]:
     return {name for name, part in module.named_modules() if wrapping.STATE in vars(part)}
 
 
-# What is in force, and where.
+# The backends in force.
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_errors_of_the_forward(error: type[BaseException], seen: list[list[str]]
 
 
 def test_a_backend_that_cannot_run_raises() -> None:
-    """The choice reaches torch's dispatcher, not the flags alone."""
+    """The choice reaches torch's dispatcher, not only the flags."""
     model, x = Model(), inputs()
     with use_sdpa_backends(model, "CUDNN_ATTENTION"), pytest.raises(RuntimeError, match="No (viable|available)"):
         model(x)
@@ -192,7 +192,7 @@ def test_a_backend_that_cannot_run_raises() -> None:
 
 
 def test_contexts_of_the_user(seen: list[list[str]]) -> None:
-    """Outside of the forward they have no say; inside they are nearer to SDPA, and have."""
+    """A context around the forward is overridden; a context inside it is nearer to SDPA and applies."""
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -237,7 +237,7 @@ def test_containers(root: Any, seen: list[list[str]]) -> None:
 
 
 def test_what_the_process_has_otherwise_comes_back() -> None:
-    """torch's own context manager forgets the place of a backend that was disabled."""
+    """torch's own context manager loses the position of a disabled backend in the order."""
     model, order = Model(), torch._C._get_sdp_priority_order()
     torch.backends.cuda.enable_flash_sdp(False)
     try:
@@ -249,7 +249,7 @@ def test_what_the_process_has_otherwise_comes_back() -> None:
         torch.backends.cuda.enable_flash_sdp(True)
 
 
-# Input.
+# Arguments.
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_forward_without_a_signature_is_refused() -> None:
     assert attributes(model) == before
 
 
-# What must not change.
+# Attributes and signatures that must not change.
 
 
 def test_signatures_and_names() -> None:
@@ -374,17 +374,17 @@ def test_generate(seen: list[list[str]]) -> None:
     with use_sdpa_backends(model, "MATH"):
         assert torch.equal(model.generate(prompt, **options), expected)
         assert seen == [["MATH"]] * 6
-        with pytest.raises(ValueError, match="not_an_argument"):  # it reads the forward's signature
+        with pytest.raises(ValueError, match="not_an_argument"):  # generate reads the forward's signature
             model.generate(prompt, not_an_argument=1, **options)
 
 
-# Activation checkpointing: the recomputation is what SDPA's second half of calls is.
+# Activation checkpointing: the second half of the recorded SDPA calls is the recomputation.
 
 
 def top_alone_does_not_suffice(
     model: nn.Module, reentrant: bool, seen: list[list[str]], *args: Any, **kwargs: Any
 ) -> None:
-    """With a context around the outer forward alone: what these tests must be able to see."""
+    """Check that a context around the outer forward alone fails, so that these tests can detect the fault."""
     with sdpa_kernel([getattr(SDPBackend, name) for name in CHOSEN], set_priority=True):
         found = model(*args, **kwargs)
     loss = (found if isinstance(found, torch.Tensor) else found.logits).sum()
@@ -400,7 +400,7 @@ def top_alone_does_not_suffice(
 
 
 def in_another_thread(function: Callable[[], Any]) -> None:
-    """As backward runs on a GPU, whose threads are autograd's own."""
+    """Run a function in another thread, like autograd's backward on a GPU."""
     thread = threading.Thread(target=function)
     thread.start()
     thread.join()
@@ -502,7 +502,7 @@ def test_undone_in_any_order(order: tuple[int, ...], seen: list[list[str]]) -> N
     assert attributes(model) == before
 
 
-# Other people's forwards.
+# Forwards replaced by other code.
 
 
 def test_an_instance_forward_from_before_comes_back(seen: list[list[str]]) -> None:
@@ -547,11 +547,11 @@ def test_a_forward_over_ours_stays(wraps: bool, seen: list[list[str]]) -> None:
     assert attention.forward is theirs
     attention(x)
     assert seen.pop() == TORCH
-    if wraps:  # they may take theirs off after us
+    if wraps:  # the other code may remove its forward after our undo
         attention.forward = ours  # type: ignore[method-assign]
         attention(x)
         assert seen.pop() == TORCH
-        first.undo()  # ours is back
+        first.undo()  # removes our forward, which is in place again
         assert attributes(attention) == before
         first.undo()
         assert attributes(attention) == before
@@ -620,7 +620,7 @@ def test_hooks_of_accelerate(before: bool, seen: list[list[str]]) -> None:
 
 
 def test_a_class_swapped_afterwards(seen: list[list[str]]) -> None:
-    """As FSDP2 does. transformers' checkpointed layers ask for the forward of the class of the moment."""
+    """As FSDP2 does. transformers' checkpointed layers look up the forward on the current class."""
     model = llama().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     handle = use_sdpa_backends(model, CHOSEN)
@@ -759,7 +759,7 @@ def test_a_copy_does_not_hold_the_original() -> None:
 
 
 def test_the_same_backends_in_threads_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the first to end nor the last may leave the other, or the process, with the wrong ones."""
+    """Overlapping threads don't change each other's backends or the process's, whichever ends first."""
     model, x = Model(), inputs()
     found: list[Any] = []
     use_sdpa_backends(model, CHOSEN)
@@ -815,7 +815,7 @@ def test_other_backends_in_threads_that_overlap(monkeypatch: pytest.MonkeyPatch)
 
 
 def attention_ops(graphs: list[torch.fx.GraphModule]) -> set[str]:
-    """Which kernels the graphs have: the fused one of a CPU, or the softmax of the math backend."""
+    """The attention operators in the graphs: the CPU's fused kernel, or the softmax of the math backend."""
     text = "\n".join(str(node.format_node()) for graph in graphs for node in graph.graph.nodes)
     return {name for name, mark in {"flash": "scaled_dot_product_flash", "math": "softmax"}.items() if mark in text}
 
@@ -890,7 +890,7 @@ def test_a_compiled_module(compiled: Any, graphs: list[torch.fx.GraphModule]) ->
 
 
 def test_a_forward_that_is_compiled_by_its_class(compiled: Any, graphs: list[torch.fx.GraphModule]) -> None:
-    """torch.compile marks the function that it makes with the one it made it from, which isn't ours."""
+    """torch.compile marks the compiled function with the original one, which isn't ours."""
 
     class Decorated(nn.Module):
         @functools.partial(torch.compile, backend="eager")
@@ -908,7 +908,7 @@ def test_a_forward_that_is_compiled_by_its_class(compiled: Any, graphs: list[tor
 
 @pytest.mark.slow
 def test_a_graph_break(seen: list[list[str]]) -> None:
-    """torch goes on after one without the priority, unless the frame is left uncompiled."""
+    """After a graph break torch resumes without the priority order, unless the frame isn't compiled."""
 
     class Broken(Attention):
         def forward(self, x: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
@@ -931,7 +931,7 @@ def test_a_graph_break(seen: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("compile_it", [False, True])
 def test_torch_sets_its_order_for_cuda_before_ours(compile_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would do so at the first choice for CUDA, and lose ours; what that call does needs a GPU."""
+    """torch sets its order at the first choice of a CUDA kernel, which would overwrite ours; that call itself needs a GPU."""
     asked: list[list[str]] = []
 
     class Process(sdpa._Process):

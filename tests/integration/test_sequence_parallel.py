@@ -1,4 +1,4 @@
-"""Sequence parallelism on 2 and 4 processes, held against one: logits, and gradients summed over the ranks."""
+"""Sequence parallelism on 2 and 4 processes, compared with one: logits, and gradients summed over the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, dict[str, Any]]:
-    """Everything that needs ranks is run once; the tests compare the results."""
+    """Run all cases that need ranks once; the tests compare their results."""
     return start(folder, "gloo", *RANKS)
 
 
@@ -56,7 +56,7 @@ def test_ranks_of_a_mesh(found: Any, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_refused_on_every_rank(found: Any, ranks: int) -> None:
-    """None waits for another that has raised."""
+    """No rank waits for another that has raised."""
     length = LENGTH // ranks
     others = ", ".join(map(str, range(1, ranks)))
     slices = ", ".join([f"1 x {length}"] * (ranks - 1))
@@ -70,7 +70,7 @@ def test_refused_on_every_rank(found: Any, ranks: int) -> None:
 
 
 def test_models_that_go_past_their_attention_function() -> None:
-    """As GPT-J, GPT-Neo and Falcon do: they would attend to the rank's slice alone."""
+    """GPT-J, GPT-Neo and Falcon don't call the attention function: they would attend only to the rank's slice."""
     x = torch.randn(1, 6, 4, 8)
     kernel_compat.register_attention(SPREAD, "flash_attention_reference", sequence_parallel=True)
     try:

@@ -1,6 +1,6 @@
-"""Faults of transformers on the releases that have them, and the repair with the library installed.
+"""Bugs of transformers on the releases that have them, and their repair with the library installed.
 
-S1 to S9 number the silent failures of the design's table. Where transformers imports a FlashAttention package, the module
+S1 to S9 number the silent failures in the design's table. Where transformers imports a FlashAttention package, the module
 `flash_attn_interface` stands in for FlashAttention-3's: its functions are the reference kernel's, with FA3's parameters.
 """
 
@@ -33,7 +33,7 @@ BEFORE_5 = RELEASE < (5, 0)
 
 
 def on(first: tuple[int, int], last: tuple[int, int] | None = None) -> pytest.MarkDecorator:
-    """Skip a test on the releases that don't have the failure; with no `last`, every release from `first` on has it."""
+    """Skip a test on releases that don't have the bug: those before `first`, and those after `last` if given."""
     there = first <= RELEASE and (last is None or last >= RELEASE)
     releases = [".".join(map(str, release)) for release in (first, last) if release is not None]
     return pytest.mark.skipif(not there, reason=f"only on {' to '.join(releases)}{'' if last else ' and later'}")
@@ -87,7 +87,7 @@ def functions(scale: float = 1.0) -> SimpleNamespace:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Upstream as in a process that has loaded no flash attention yet, with FlashAttention-3 to be imported."""
+    """Reset upstream to a process that hasn't loaded flash attention yet, with an importable FlashAttention-3."""
     for name in ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn", "_is_fa3", "_process_flash_kwargs_fn"):
         if RELEASE == (4, 54):
             vars(upstream).pop(name, None)
@@ -106,14 +106,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def other(installed: kernel_compat.Report) -> Iterator[str]:
-    """A second registered name, whose kernel gives three times the reference's output and has no sinks or softcap."""
+    """A second registered name, whose kernel returns three times the reference's output and has neither sinks nor softcap."""
     kernel_compat.register_attention("other_flash", kernel=functions(3.0))
     yield "other_flash"
     kernel_compat.unregister_attention("other_flash")
 
 
 class TestS1MaskDropped:
-    """A registered name without a mask function: padding is dropped."""
+    """A registered name without a mask function drops the padding."""
 
     def seen_mask(self, models: Path, name: str) -> Any:
         model = load(saved(models, "llama"), name)
@@ -163,7 +163,7 @@ class TestS2FirstServesAll:
         torch.testing.assert_close(attend(second), 5 * expected())  # type: ignore[arg-type]
 
     def test_the_name_upstream_ignores(self, other: str) -> None:
-        """Upstream's callers pass `attn_implementation`, which its function doesn't read."""
+        """Upstream's callers pass `attn_implementation`, but its function doesn't read it."""
         attend("flash_attention_3")
         q = torch.randn(1, 8, 2, 16)
         found = upstream._flash_attention_forward(q, q, q, None, 8, True, attn_implementation=other)
@@ -177,7 +177,7 @@ class TestS3FailedLoad:
         attend("flash_attention_3")
         with pytest.raises(ValueError, match="Could not find"):
             attend("missing_flash")
-        torch.testing.assert_close(attend("missing_flash"), expected())  # the kernel before
+        torch.testing.assert_close(attend("missing_flash"), expected())  # the kernel that was loaded before
 
     def test_ours(self, installed: kernel_compat.Report) -> None:
         attend("flash_attention_3")
@@ -194,7 +194,7 @@ class TestS4WindowTooWide:
         torch.testing.assert_close(attend("flash_attention_3", sliding_window=3), expected(window_size=(3, 3)))
 
     def test_ours(self, installed: kernel_compat.Report) -> None:
-        """Three keys, the query's own included, as in the eager mask."""
+        """The window covers three keys, including the query's own, as in the eager mask."""
         torch.testing.assert_close(attend(NAME, sliding_window=3), expected(window_size=(2, 0)))
 
 
@@ -222,7 +222,7 @@ class TestS5SinksAndSoftcapDropped:
 
 @on((5, 0), (5, 3))
 class TestS6Fa4TakenForFa2:
-    """Packages as pip writes them, in a process of its own that believes in a GPU."""
+    """Packages with metadata like pip's, in a separate process that reports a GPU."""
 
     def answers(self, tmp_path: Path, install: bool) -> list[bool]:
         info = tmp_path / "flash_attn_4-4.0.0b36.dist-info"
@@ -282,7 +282,7 @@ class TestS7Prompt:
 
 @on((4, 57), (4, 57))
 class TestS9HubFallback:
-    """With the kernels package there, names that start with flash_attention are replaced by a hub kernel."""
+    """With the kernels package installed, a hub kernel replaces names that start with flash_attention."""
 
     @pytest.fixture(autouse=True)
     def kernels_package(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -317,7 +317,7 @@ class TestS9HubFallback:
 @on((5, 0))
 @pytest.mark.parametrize("name", ["mine_flash_attention_2", "mine_flash"])
 class TestPlainNames:
-    """A name with flash in it, registered as transformers' documentation says."""
+    """A name that contains "flash", registered as transformers' documentation says."""
 
     def test_upstream(self, models: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         for table in (ALL_ATTENTION_FUNCTIONS, transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS):
@@ -336,7 +336,7 @@ class TestPlainNames:
 
 @on((4, 54), (4, 54))
 class TestGenerateCountsWrong:
-    """4.54's generate makes up sequence lengths, and leaves keys out where a batch has no padding."""
+    """4.54's generate computes wrong sequence lengths and drops keys if a batch has no padding."""
 
     def lengths(self, models: Path, name: str) -> list[int]:
         model = load(saved(models, "llama"), name)
@@ -348,7 +348,7 @@ class TestGenerateCountsWrong:
 
     def test_upstream(self, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "plain_flash", ALL_ATTENTION_FUNCTIONS["sdpa"])
-        assert self.lengths(models, "plain_flash") == [0, 6, 11]  # of twelve keys
+        assert self.lengths(models, "plain_flash") == [0, 6, 11]  # out of twelve keys
 
     def test_ours(self, models: Path, installed: kernel_compat.Report) -> None:
         assert self.lengths(models, NAME) == []
@@ -356,7 +356,7 @@ class TestGenerateCountsWrong:
 
 @pytest.fixture
 def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlashAttention-4's stand-in: like the real one it takes greatest lengths as integers alone, and `qv` fourth."""
+    """FlashAttention-4's stand-in: like the real one it only accepts maximum lengths as integers, and its fourth parameter is `qv`."""
 
     def varlen(
         q: Tensor,
@@ -399,7 +399,7 @@ class TestUpstreamsOwnFlashAttention4:
             attend("flash_attention_4", position_ids=self.position_ids)
 
     def test_with_the_library(self) -> None:
-        """Also where transformers had loaded it before; and the original is back when the library is gone."""
+        """Also if transformers has loaded the kernel before; uninstalling restores the original."""
         with pytest.raises(ValueError, match="whose leaves are integers"):
             attend("flash_attention_4", position_ids=self.position_ids)
         with kernel_compat.installed() as report:
@@ -414,7 +414,7 @@ class TestUpstreamsOwnFlashAttention4:
 
     @pytest.mark.skipif(RELEASE >= (5, 19), reason="continuous batching calls it as every other forward does")
     def test_lengths_by_position(self) -> None:
-        """As upstream's paged attention passes them: each request failed, and `generate_batch` returned nothing."""
+        """Upstream's paged attention passes lengths by position: each request failed, and `generate_batch` returned nothing."""
         q = torch.randn(8, 2, 16)
         offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
 
