@@ -125,7 +125,8 @@ def test_what_cannot_be_copied_is_refused(file: ModuleType) -> None:
         with_globals(file.Layer.declared, {"rotate": other})
     namespace: dict[str, Any] = {}
     exec("def forward(x): return rotate(x)\ndef rotate(x): return x", namespace)
-    with pytest.raises(KernelCompatError, match=r"the source of forward of <string> can't be read"):
+    # Python 3.13 finds another source under that name.
+    with pytest.raises(KernelCompatError, match=r"forward of <string> (can't be read|isn't as it is written)"):
         with_globals(namespace["forward"], {"rotate": other})
 
 
