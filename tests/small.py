@@ -170,7 +170,7 @@ minutes = {minutes}
             **inherited,
             "KERNEL_COMPAT_MATRIX_CACHE": str(self.folder / "cache"),
             "CUDA_VISIBLE_DEVICES": "",
-            # Cells see only the wheels and, of pytest's plugins, those that they need.
+            # Cells see only the wheels and the pytest plugins that they need.
             "UV_FIND_LINKS": str(self.folder / "wheels"),
             "UV_OFFLINE": "1",
             "UV_CACHE_DIR": str(self.uv_cache or self.folder / "cache" / "uv"),

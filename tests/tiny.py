@@ -130,7 +130,7 @@ def _qwen3_5_moe() -> Any:
 
 
 def there(models: Sequence[tuple[str, Callable[[], Any], str]]) -> dict[str, Callable[[], Any]]:
-    """Filter models by their config's name: keep those that the installed release has."""
+    """The models whose config class the installed release has."""
     return {name: build for name, build, config in models if hasattr(transformers, config)}
 
 

@@ -295,7 +295,7 @@ def current_context() -> ForwardContext | None:
 
 @contextmanager
 def within(context: ForwardContext | None) -> Iterator[None]:
-    """A block in a context; None for layers that get other tokens than those of the forward in progress."""
+    """Run a block in a context; None for layers whose tokens aren't those of the forward in progress."""
     outer = current_context()
     _local.context = context
     try:

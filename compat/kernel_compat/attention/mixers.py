@@ -130,7 +130,7 @@ class MixerPatches:
         return self._undo
 
     def patch(self, model: nn.Module) -> None:
-        """Replace the forwards of a model's mixers, and again those of single layers that others have set since."""
+        """Replace the forwards of a model's mixers, and the forwards that other code has set on single layers since."""
         if not self._active:
             return
         layers = self._layers.get(model)

@@ -175,7 +175,7 @@ class RowCall:
         )
 
     def __call__(self) -> Any:
-        """The layer's outputs for each group of rows, put together to those of the batch."""
+        """Run the layer on each group of rows, and join the outputs to those of the batch."""
         with within(None):
             outputs = [
                 self.original(

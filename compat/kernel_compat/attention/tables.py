@@ -40,7 +40,7 @@ def changes_of(entry: AttentionName) -> list[Change]:
 
 
 def taken_by(name: str) -> str | None:
-    """The module of the attention function that transformers has under a name; None if there is none."""
+    """The module of transformers' attention function of this name; None if transformers doesn't have the name."""
     present = tables()[0].get(name)
     return None if present is None else repr(getattr(present, "__module__", None) or present)
 

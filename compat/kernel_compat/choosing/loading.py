@@ -198,25 +198,20 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 
-#: Installed while any thread is in `load_with_fallback`.
-_checked_models = Installation(
-    discover=lambda: (
-        [
-            Shim(
-                name="checked_models",
-                distribution="transformers",
-                versions=">=4",
-                reason="an error doesn't say that it is about the attention name",
-                seams=(
-                    Seam(f"{_MODEL}.__init__", ("self", "config")),
-                    Seam(f"{_MODEL}.set_attn_implementation", ("self", "attn_implementation")),
-                ),
-                replace=_replace,
-            )
-        ],
-        {},
-    )
+_SHIM = Shim(
+    "checked_models",
+    "transformers",
+    ">=4",
+    "an error doesn't say that it is about the attention name",
+    seams=(
+        Seam(f"{_MODEL}.__init__", ("self", "config")),
+        Seam(f"{_MODEL}.set_attn_implementation", ("self", "attn_implementation")),
+    ),
+    replace=_replace,
 )
+
+#: Installed while any thread is in `load_with_fallback`.
+_checked_models = Installation(discover=lambda: ([_SHIM], {}))
 
 
 @cache

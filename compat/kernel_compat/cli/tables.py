@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # rich is imported for terminals alone: its import is a good 
 
     from ..patching.report import ShimReport
 
-#: A terminal, or None if stdout is none.
+#: The console of a terminal; None if stdout isn't a terminal.
 Output: TypeAlias = "Console | None"
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""From FlashAttention-2's keywords, by which every kernel is called, to those of a kernel's package."""
+"""Every kernel is called with FlashAttention-2's keywords; the adapter translates them to the keywords of the kernel's package."""
 
 from __future__ import annotations
 

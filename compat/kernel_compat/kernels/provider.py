@@ -136,7 +136,7 @@ class Provider:
         bundled: whether the module comes with torch or with this library.
         declared: whether `features` holds for keywords taken by ``**kwargs`` too. Otherwise a function has the features whose
             keywords are among its named parameters.
-        refine: called with the imported module and the features; returns those that the module was built with.
+        refine: called with the imported module and its features; returns the features that the module was built with.
         functions: called with the imported module; returns its functions, by their names in FlashAttention-2.
         unpaged_because: called with a page size and a head dimension; returns why such pages can't be used, None if they can.
         runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it. A provider

@@ -217,7 +217,7 @@ class _Varlen:
         window_size: tuple[int, int],
         chosen: dict[str, Any],
     ) -> Tensor:
-        """Call `varlen_attn` with the options of `chosen` and those that the other arguments need."""
+        """Call `varlen_attn` with the options in `chosen`, and with the options that the other arguments require."""
         q, k, v = inputs
         if "is_causal" in self.options:
             chosen["is_causal"] = causal

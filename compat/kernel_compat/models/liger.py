@@ -46,7 +46,7 @@ class LigerSupport:
 
     Attributes:
         reasons: one sentence for each obstacle; empty if the model is supported.
-        options: those of the call, with the refused ones turned off: with these it would. None where every option is refused.
+        options: the options of the call with the refused ones turned off, which are accepted. None if every option is refused.
     """
 
     supported: bool

@@ -80,7 +80,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """False for torch's own layers that consist of no others, such as Linear: none of them is an attention."""
+    """False for torch's own layers without submodules, such as Linear: none is attention."""
     return not type(module).__module__.startswith("torch.nn.modules.") or any(True for _ in module.children())
 
 
@@ -124,7 +124,7 @@ class _Backends:
         backends = self.backends
         if torch.compiler.is_compiling():
             _initialize_order()
-            # A graph knows no threads; and to enter in it what is in force already costs nothing when it runs.
+            # A graph can't read which thread runs it. Choosing the same backends again costs nothing when it runs.
             with torch.nn.attention.sdpa_kernel(list(backends), set_priority=True):
                 # torch 2.10 to 2.15 go on after a graph break in this `with` without the priority, and may leave it set
                 # in the process. They can't go on in a `try`: this function then runs uncompiled, what it calls compiled.
@@ -138,7 +138,7 @@ class _Backends:
             return inner(*args, **kwargs)
 
 
-#: `backends`: those that the innermost forward of ours in this thread runs with.
+#: Its attribute `backends`: the backends of the innermost wrapped forward in this thread.
 _here = threading.local()
 
 

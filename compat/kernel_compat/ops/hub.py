@@ -21,7 +21,7 @@ class Layers:
         self._models: list[Any] = [m for m in model.modules() if hasattr(type(m), "use_kernels")]
 
     def around(self, path: str) -> str:
-        """The replaced forward of a layer around a module, which may not call the module's; empty where there is none."""
+        """The replaced forward of a layer around a module, which may not call the module's; empty if no layer is around it."""
         for outer, layer in self._over(path):
             if outer != path and (found := replaced(layer)) is not None and not ops_of(layer):
                 return f"{outer} ({type(layer).__name__}), whose forward has been replaced by {whose(found)}"

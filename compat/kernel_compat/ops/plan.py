@@ -58,7 +58,7 @@ class Plan:
         dry: load no kernels and check no device, to see what would be bound; such a plan must not be made.
 
     Attributes:
-        changes: those of `make`, which adds the ones that are known when it is called.
+        changes: the changes that `make` makes; it adds the ones that are only known then.
         notes: the ops that the model doesn't have, and the parts that stay eager.
         shared: the ops that a part of the model has the same kernels for already.
 

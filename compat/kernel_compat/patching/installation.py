@@ -183,7 +183,7 @@ class Installation:
         for name, applied in self._applied.items():
             for seam, theirs in product(located, applied.seams):
                 same = seam.owner is theirs.owner and seam.name == theirs.name
-                if same or seam.original in (theirs.original, theirs.replacement):
+                if same or seam.original is theirs.original or seam.original is theirs.replacement:
                     raise KernelCompatError(f"{seam.target} is replaced by the shim {name} already")
 
     def _rebind(self, shims: Collection[str]) -> None:
@@ -237,5 +237,5 @@ def _unapplied(shim: Shim, environment: Environment) -> ShimReport:
             return ShimReport(shim.name, "not needed", reason)
         targets = tuple(seam.target for seam in shim.seams_for(environment.packages[shim.distribution]))
         return ShimReport(shim.name, "pending", shim.reason, targets)
-    except Exception as error:  # a specifier that is none, a check of its own that fails
+    except Exception as error:  # an invalid specifier, or the shim's own check
         return ShimReport(shim.name, "failed", _message(error))

@@ -42,7 +42,7 @@ class Change:
 
     @property
     def current(self) -> Any:
-        """The value that is there now; `ABSENT` if there is none."""
+        """The present value; `ABSENT` if the attribute or entry doesn't exist."""
         return _read(self.owner, self.name)
 
     @property
@@ -54,7 +54,7 @@ class Change:
 
     @property
     def target(self) -> str:
-        """Where it is, for people: ``package.module:Class.attribute``."""
+        """The path of the attribute for messages: ``package.module:Class.attribute``."""
         if isinstance(self.owner, type):
             return f"{self.owner.__module__}:{self.owner.__qualname__}.{self.name}"
         return (
@@ -76,8 +76,8 @@ def undo(changes: Iterable[C]) -> list[C]:
     """Restore the values that are still ours, in this order, and every module-level name that is bound to our replacement.
 
     Returns:
-        The changes that other code has overwritten: they stay theirs, until another call finds ours back. A value that is
-        as it was before ours is none of them.
+        The changes that other code has overwritten, which stay as they are. Called again with them, it restores the values
+        that are ours again by then. A value that equals the one before ours isn't listed.
     """
     left = list(changes)
     aliases = [(c.replacement, c.before) for c in left if isinstance(c.owner, ModuleType) and c.before is not ABSENT]

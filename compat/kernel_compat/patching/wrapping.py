@@ -80,15 +80,16 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class _Forward:
-    """Our forward on one module, an attribute of the instance, with which it is copied and pickled.
+    """Our forward on one module. It is an attribute of the instance, so that it is copied and pickled with it.
 
     Attributes:
         module: the module.
-        inner: the forward that it replaced in the instance. None: the class's of the moment, since FSDP swaps the class of a
-            module and transformers' checkpointing looks up whether it was called through that class.
+        inner: the forward of the instance that it replaced; None for the forward of the class at the time of the call, since FSDP
+            swaps the class of a module and transformers' checkpointing looks up whether it was called through that class.
         arounds: the functions of the calls of `wrap` that are not undone, the latest last. All forwards of a module share it.
     """
 
+    __name__ = "forward"  # copied by code that wraps this one
     inner: Callable[..., Any] | None = None
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, arounds: list[Around]) -> None:
@@ -96,9 +97,6 @@ class _Forward:
         self.arounds = arounds
         if inner is not None:
             self.inner = inner
-
-    #: As of every forward; code that wraps this one takes it over.
-    __name__ = "forward"
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

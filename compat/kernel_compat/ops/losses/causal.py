@@ -119,7 +119,7 @@ def over_hidden_states(logits: Any, vocab_size: int, *, labels: Tensor, **option
 
 
 def find(model: nn.Module) -> tuple[str, Any] | None:
-    """The path and module of the outermost part of a model that computes a loss from labels; None where there is none."""
+    """The path and module of the outermost part of a model that computes a loss from labels; None if no part does."""
     for path, module in model.named_modules():
         loss = inspect.getattr_static(type(module), "loss_function", None)
         if isinstance(loss, property) and "labels" in inspect.signature(type(module).forward).parameters:

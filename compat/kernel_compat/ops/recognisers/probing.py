@@ -118,7 +118,7 @@ def closest(formulas: Iterable[tuple[F, Callable[[], float]]], description: str)
     """The first formula, each with a function that computes the difference from it, that differs by rounding alone.
 
     Raises:
-        Unproven: there is none. Where every function raises it, the first one's error.
+        Unproven: no function is close enough. If every function raises `Unproven`, the error of the first.
     """
     least, failure = float("inf"), None
     for formula, measure in formulas:
