@@ -6,6 +6,7 @@ its error may be at most twice that.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -302,6 +303,42 @@ def test_fullgraph(models: Path, usable: Callable[[str], None], batch: str) -> N
         kernel_compat.unregister_attention("compiled_flash")
 
 
+def greedy() -> Any:
+    return transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def prompts() -> list[Tensor]:
+    return [tokens(1)[:, :n] for n in (5, 12, 9)]
+
+
+def one_by_one(model: Any) -> list[list[int]]:
+    """The tokens that `generate` gives for each prompt, sorted."""
+    made = []
+    for ids in prompts():
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=greedy())
+        made.append(out[0, ids.shape[1] :].tolist())
+    return sorted(made)
+
+
+def batched(model: Any, **settings: Any) -> list[list[int]]:
+    """The tokens that `generate_batch` gives for each prompt, sorted."""
+    # A small cache: by default each process that shares the GPU would take most of its memory.
+    page = "page_size" if TRANSFORMERS.release >= (5, 18) else "block_size"
+    settings = {"num_blocks": 8, page: 256, "max_batch_tokens": 512, **settings}
+    options, batching = greedy(), {}
+    if TRANSFORMERS.release < (5, 4):
+        settings.pop("max_blocks_per_request", None)  # there is no block table
+        vars(options).update(settings)
+    else:
+        batching = {"continuous_batching_config": transformers.ContinuousBatchingConfig(**settings)}
+    for _ in range(5):
+        # Up to 5.16 generation may begin before the requests are there, and ends with an error and no result.
+        results = model.generate_batch([ids[0].tolist() for ids in prompts()], generation_config=options, **batching)
+        if results:
+            break
+    return sorted(result.generated_tokens for result in results.values())
+
+
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 0), reason="generate_batch with a private name needs paged|NAME")
 @pytest.mark.parametrize("pages", ["gathered", "in pages", "by default"])
 def test_continuous_batching(models: Path, kernel: str, name: str, pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,24 +362,48 @@ def test_continuous_batching(models: Path, kernel: str, name: str, pages: str, m
     if pages == "by default" and TRANSFORMERS.release < (5, 8):
         pytest.skip("the block table is the default from transformers 5.8 on")
     model = load(saved(models, "llama_gqa"), name).to("cuda", torch.bfloat16)
-    prompts = [tokens(1)[0, :n].tolist() for n in (5, 12, 9)]
-    options = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device="cuda")
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=options)
-        expected.append(out[0, len(prompt) :].tolist())
-    # A small cache: by default each process that shares the GPU would take most of its memory.
-    page = "page_size" if TRANSFORMERS.release >= (5, 18) else "block_size"
-    settings: dict[str, Any] = {"num_blocks": 8, page: 256, "max_batch_tokens": 512}
-    batching: dict[str, Any] = {}
-    if TRANSFORMERS.release < (5, 4):
-        vars(options).update(settings)
-    else:
-        if pages != "by default":
-            settings["max_blocks_per_request"] = 4 if pages == "in pages" else 0
-        batching = {"continuous_batching_config": transformers.ContinuousBatchingConfig(**settings)}
-    results = model.generate_batch(inputs=prompts, generation_config=options, **batching)
-    found = [result.generated_tokens for result in sorted(results.values(), key=lambda r: str(r.request_id))]
-    assert sorted(map(tuple, found)) == sorted(map(tuple, expected))
+    settings = {} if pages == "by default" else {"max_blocks_per_request": 4 if pages == "in pages" else 0}
+    assert batched(model, **settings) == one_by_one(model)
     assert bool(in_pages) == (there and pages != "gathered")
+
+
+@pytest.mark.skipif(TRANSFORMERS.release < (5, 4), reason="use_async_batching is an option from transformers 5.4 on")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
+@pytest.mark.parametrize("skipped", [[], ["tf5_batching_streams"]], ids=["", "without the shim"])
+def test_late_inputs(models: Path, skipped: list[str], asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that continuous batching fills late, as on a busy GPU, are there when the model reads them."""
+    inputs = importlib.import_module("transformers.generation.continuous_batching.input_outputs").ContinuousBatchingIOs
+    kernel_compat.register_attention("late_flash", kernel="flash_attention_torch")
+    try:
+        with kernel_compat.installed(skip=skipped):
+            model = load(saved(models, "llama_gqa"), "late_flash").to("cuda", torch.bfloat16)
+            expected = one_by_one(model)
+            reset, prepare, transfer = (
+                getattr(inputs, name) for name in ("_reset_static_tensors", "prepare_batch_tensors", "_transfer_inputs")
+            )
+
+            def late_reset(self: Any, *args: Any, **kwargs: Any) -> None:
+                if self.device.type == "cuda":
+                    torch.cuda._sleep(200_000_000)  # about 0.1 s
+                reset(self, *args, **kwargs)
+
+            def late_tokens(self: Any, *args: Any, **kwargs: Any) -> None:
+                prepare(self, *args, **kwargs)
+                if self.device.type == "cuda":  # not in asynchronous batching, which fills them on the host
+                    right = self.input_ids.clone()
+                    self.input_ids.zero_()
+                    torch.cuda._sleep(200_000_000)
+                    self.input_ids.copy_(right)
+
+            def early_copy(self: Any, other: Any, stream: Any, **kwargs: Any) -> None:
+                transfer(self, other, stream, **kwargs)
+                stream.synchronize()
+                torch.cuda.current_stream().synchronize()  # what was filled late is written now
+
+            for method, late in ((reset, late_reset), (prepare, late_tokens), (transfer, early_copy)):
+                monkeypatch.setattr(inputs, method.__name__, late)
+            found = batched(model, use_async_batching=asynchronous, use_cuda_graph=False)
+            monkeypatch.undo()
+        assert (found == expected) == (not skipped)
+    finally:
+        kernel_compat.unregister_attention("late_flash")
