@@ -362,6 +362,31 @@ def test_what_others_have_stays(op: str, value: str, compiled: bool) -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-5  # float32 rounding
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("name", ["geglu", "layer_norm"])
+def test_what_others_have_stays_with_liger(name: str, compiled: bool) -> None:
+    """The same for kernels that are no values of an op of their own."""
+    pytest.importorskip("liger_kernel")
+    library = importlib.import_module("kernel_compat.ops.kernels.liger")
+    weight, bias = torch.linspace(1, 2, 256, device="cuda"), torch.linspace(0, 1, 256, device="cuda")
+    formulas: dict[str, Callable[..., Tensor]] = {
+        "geglu": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
+        "layer_norm": lambda x, *_: functional.layer_norm(x, (256,), weight, bias, 1e-5),
+    }
+
+    def step(kernel: Callable[..., Tensor], x: Tensor) -> Tensor:
+        first, second, other = x * 2, x * 3, x * 5
+        result = kernel(first, second) if name == "geglu" else kernel(first, weight, bias, 1e-5)
+        return (result + other).square().sum() + first.pow(3).sum() + second.pow(3).sum()
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 256, device="cuda", requires_grad=True)
+    call = partial(step, getattr(library, name)())
+    (expected,) = torch.autograd.grad(step(formulas[name], x), x)
+    (found,) = torch.autograd.grad((torch.compile(call, fullgraph=True) if compiled else call)(x), x)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5  # float32 rounding
+
+
 def test_gated_rms_norm_by_fla() -> None:
     """The kernel called directly: transformers may use fla's class as well if fla is installed."""
     try:

@@ -125,17 +125,23 @@ def rotary_inputs() -> tuple[Tensor, ...]:
     return query.requires_grad_(), key.requires_grad_(), cos, sin
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("layout", ["by position", "by head"])
-def test_rotary(layout: str) -> None:
+def test_rotary(layout: str, compiled: bool) -> None:
     """The rotated query is added to another tensor, which gets the same gradient tensor."""
     query, key, cos, sin = rotary_inputs()
     if layout == "by head":
         query, key = (x.detach().contiguous().requires_grad_() for x in (query, key))
 
     def results(kernel: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        other = query * 3  # its backward runs after the kernel's
-        turned = kernel(query, key, cos, sin)
-        loss = (turned[0] + other).square().sum() + turned[1].sin().sum()
+        def run(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+            other = query * 3  # its backward runs after the kernel's
+            turned = kernel(query, key, cos, sin)
+            return *turned, (turned[0] + other).square().sum() + turned[1].sin().sum()
+
+        # The interpreter runs within operators of a graph, and inductor doesn't compile it.
+        call = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+        *turned, loss = call(query, key)
         return *turned, *torch.autograd.grad(loss, (query, key))
 
     require_close(results(liger.rotary()), results(rotary.reference))

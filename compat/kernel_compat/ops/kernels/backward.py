@@ -9,16 +9,19 @@ from typing import Any
 import torch
 
 
-def first_derivative_only(option: str, *, traced: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def first_derivative_only(
+    option: str, *, traced: bool | Callable[..., Any] = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a kernel whose backward must raise with ``create_graph=True``, where it would return gradients without a graph.
 
     Several results of a kernel must be those of one autograd function.
 
     Args:
         option: the field and its value, for the error.
-        traced: whether torch.compile may trace the kernel; where not, it calls it through a graph break, or raises with
-            ``fullgraph=True``. Traced by torch 2.11, liger-kernel 0.8's fused cross-entropy returns another loss in each
-            call: another library's kernel is traced only where a test has shown that its results stay right.
+        traced: whether torch.compile may trace the kernel, or the function that it traces instead. Where it may not, the graph
+            breaks, or ``fullgraph=True`` raises. Traced by torch 2.11, liger-kernel 0.8's fused cross-entropy returns another
+            loss in each call, and its rotation wrong gradients: another library's kernel is traced only where a test has
+            shown that its results stay right.
     """
 
     def refuse(gradients: tuple[Any, ...]) -> None:
@@ -28,11 +31,12 @@ def first_derivative_only(option: str, *, traced: bool = True) -> Callable[[Call
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return (traced if callable(traced) else kernel)(*args, **kwargs)
             results = kernel(*args, **kwargs)
-            if not torch.compiler.is_compiling():
-                node = getattr(results[0] if isinstance(results, tuple) else results, "grad_fn", None)
-                if node is not None:
-                    node.register_prehook(refuse)
+            node = getattr(results[0] if isinstance(results, tuple) else results, "grad_fn", None)
+            if node is not None:
+                node.register_prehook(refuse)
             return results
 
         return call if traced else torch.compiler.disable(call)

@@ -1,7 +1,8 @@
 """liger-kernel under the calling conventions of the ops, so that no kernel writes into a tensor that others can see.
 
 Written for liger-kernel 0.6.5 to 0.8.5 (https://github.com/linkedin/Liger-Kernel). Its own modules write gradients over saved
-tensors, over the gradients that they get, and over query and key.
+tensors, over the gradients that they get, and over query and key. torch.compile traces the formulas instead, which inductor fuses:
+of Liger's functions it makes graphs with wrong gradients.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional
 
 from ...errors import UnsupportedFeatureError
 from ..losses.lazy import Pointwise, as_autocast
+from ..recognisers import norms
+from ..recognisers.rotary import reference as rotated
 from .backward import first_derivative_only
 from .routing import counted
 
@@ -23,7 +27,10 @@ def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
     """The kernel of ``rms_norm``; with `offset`, of weights that are stored minus one."""
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    @first_derivative_only("rms_norm_implementation='liger_kernel'")
+    def formula(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: norms.Casting) -> Tensor:
+        return norms.reference(hidden_states, weight, eps, offset, casting)
+
+    @first_derivative_only("rms_norm_implementation='liger_kernel'", traced=formula)
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Any:
         dtype = hidden_states.dtype
         if weight.dtype != dtype:
@@ -40,10 +47,17 @@ def layer_norm() -> Callable[..., Tensor]:
     """The kernel of ``layer_norm``, over the last dimension."""
     from liger_kernel.ops import LigerLayerNormFunction
 
-    @first_derivative_only("layer_norm_implementation='liger_kernel'")
+    def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
+        return tuple(tensor.to(dtype) for tensor in tensors)
+
+    def formula(hidden_states: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        hidden_states, weight, bias = alike(hidden_states, weight, bias)
+        return functional.layer_norm(hidden_states, weight.shape, weight, bias, eps)
+
+    @first_derivative_only("layer_norm_implementation='liger_kernel'", traced=formula)
     def kernel(hidden_states: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
-        dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
-        return LigerLayerNormFunction.apply(hidden_states.to(dtype), weight.to(dtype), bias.to(dtype), eps)
+        return LigerLayerNormFunction.apply(*alike(hidden_states, weight, bias), eps)
 
     return kernel
 
@@ -62,13 +76,13 @@ def swiglu() -> Callable[..., Tensor]:
             gate, up = ctx.saved_tensors
             return tuple(found.view(gradient.shape) for found in swiglu_backward(gate, up, gradient))
 
-    @first_derivative_only("swiglu_mlp_implementation='liger_kernel'")
+    @first_derivative_only(
+        "swiglu_mlp_implementation='liger_kernel'", traced=lambda gate, up: functional.silu(gate) * up
+    )
     def kernel(gate: Any, up: Any) -> Any:
         if hasattr(gate, "to_local"):  # a DTensor
             local = kernel(gate.to_local(), up.to_local())
             return type(gate).from_local(local, gate.device_mesh, gate.placements)
-        if torch.compiler.is_compiling():  # which removes copies that make no difference
-            return LigerSiLUMulFunction.apply(gate.clone(), up.clone())
         return SiLUMul.apply(gate, up)
 
     return kernel
@@ -86,24 +100,34 @@ def geglu() -> Callable[..., Tensor]:
             gate, up = ctx.saved_tensors
             return geglu_backward(gate.clone(), up.clone(), gradient.contiguous())
 
-    return first_derivative_only("swiglu_mlp_implementation='liger_kernel'")(GeluMul.apply)
+    def formula(gate: Tensor, up: Tensor) -> Any:
+        return functional.gelu(gate, approximate="tanh") * up
+
+    return first_derivative_only("swiglu_mlp_implementation='liger_kernel'", traced=formula)(GeluMul.apply)
 
 
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
     """The kernel of ``rotary_pos_emb``; channels beyond the cosines' pass."""
-    from liger_kernel.transformers.functional import liger_rope
+    from liger_kernel.ops.rope import rope_backward, rope_forward
 
     option = "rotary_pos_emb_implementation='liger_kernel'"
 
-    @first_derivative_only(option)
+    class Rotate(Function):  # type: ignore[misc]
+        """Liger's rotation, of copies."""
+
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            query, key, *tables = rope_forward(_copied(query), _copied(key), cos, sin)
+            ctx.save_for_backward(*tables)
+            return query, key
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            return *rope_backward(*map(_copied, gradients), *ctx.saved_tensors), None, None
+
+    @first_derivative_only(option, traced=rotated)
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        if torch.compiler.is_compiling():  # a graph has no writes in place; it removes copies that make no difference
-            query, key = liger_rope(query, key, cos, sin)
-            return _ClonedGradient.apply(query), _ClonedGradient.apply(key)
-        query, key = liger_rope(_copied(query), _copied(key), cos, sin)
-        if query.grad_fn is not None:
-            query.grad_fn.register_prehook(lambda gradients: tuple(map(_copied, gradients)))
-        return query, key
+        return Rotate.apply(query, key, cos, sin)
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
@@ -117,23 +141,10 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
     return kernel
 
 
-def _copied(x: Tensor | None) -> Tensor | None:
+def _copied(x: Tensor) -> Tensor:
     """A copy, where Liger would rotate in place: it copies other layouts itself."""
-    if x is None or not x.transpose(1, 2).is_contiguous():
-        return x
-    return x.transpose(1, 2).clone().transpose(1, 2)
-
-
-class _ClonedGradient(Function):  # type: ignore[misc]
-    """The identity in a graph, with a copy of the gradient for the rotation's backward, which works in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clone()
+    heads_last = x.transpose(1, 2)
+    return heads_last.clone().transpose(1, 2) if heads_last.is_contiguous() else x
 
 
 def cross_entropy() -> Callable[..., Tensor]:

@@ -26,7 +26,7 @@ def experts() -> Callable[..., Tensor]:
     # With tuning, it measures all its configurations again for every number of tokens.
     product = partial(gemm, tuned=False)
 
-    @first_derivative_only("moe_implementation='fused_quack'")
+    @first_derivative_only("moe_implementation='fused_quack'", traced=False)
     def kernel(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor) -> Any:
         _require(hidden_states, down)
         return SwiGluExperts.apply(product, hidden_states, top_k_index, top_k_weights, gate_up, down)
