@@ -52,7 +52,8 @@ def test_a_forward_that_others_have_overwritten_stays_theirs() -> None:
     patches.patch(model)
     ours = kind.forward
     kind.forward = theirs
-    undo()
+    left = undo()
+    assert [(change.owner, change.name) for change in left] == [(kind, "forward")]
     assert kind.forward is theirs
     kind.forward = ours  # other code restores our value
     patches.activate()()

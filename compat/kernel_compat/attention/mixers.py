@@ -124,8 +124,8 @@ class MixerPatches:
         self._replacements: weakref.WeakSet[Any] = weakref.WeakSet()
         self._active = False
 
-    def activate(self) -> Callable[[], None]:
-        """Patch models from now on. Returns the function that restores everything."""
+    def activate(self) -> Callable[[], list[Change]]:
+        """Patch models from now on. Returns the function that restores everything, and returns the classes others have overwritten."""
         self._active = True
         return self._undo
 
@@ -172,7 +172,7 @@ class MixerPatches:
         self._replacements.add(replacement)
         make([replacement.change])
 
-    def _undo(self) -> None:
+    def _undo(self) -> list[Change]:
         with self._lock:
             self._active = False
             left = undo([replacement.change for replacement in self._replacements])
@@ -180,6 +180,7 @@ class MixerPatches:
             self._replacements = weakref.WeakSet(r for r in self._replacements if r.change in left)
             self._is_attention.clear()
             self._layers.clear()
+            return [change for change in left if isinstance(change.owner, type)]  # a report must not keep layers alive
 
 
 def _unbound(bound: Callable[..., Any]) -> Callable[..., Any]:

@@ -111,7 +111,7 @@ class Plan:
             UnsupportedFeatureError: its loss is another with the kernel. As after every error, nothing is changed.
         """
         self.changes += self._hub.guards([change.module for change in self.changes])
-        eager = _probe(*self._loss, bound=False) if self._loss else None
+        eager = losses.probe(*self._loss, bound=False) if self._loss else None
         try:
             swap.make(self.changes)
             if self._attention is not None:
@@ -328,40 +328,7 @@ def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
 def _compare(loss: losses.CausalLoss, spec: KernelSpec, eager: float) -> None:
     half = next(loss.model.parameters()).dtype in (torch.float16, torch.bfloat16)
     with _refusing(spec.op, spec.name, "", loss.model):
-        found = _probe(loss, spec, bound=True)
+        found = losses.probe(loss, spec, bound=True)
         off = abs((float("nan") if found is None else found) - eager) / max(abs(eager), 1e-6)
         if not off < (2e-2 if half else 1e-4):
             raise Unproven(f"the loss of a probe is off by {off:.1e}")
-
-
-def _probe(loss: losses.CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
-    """The loss of a model on six tokens; None where it can't be run as it is, or needs more than tokens."""
-    model = loss.model
-    parameters = list(model.parameters())
-    plain = all(type(p) in (torch.Tensor, nn.Parameter) and not p.is_meta and not p.is_inference() for p in parameters)
-    sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
-    if not parameters or not plain or sharded or getattr(model, "main_input_name", "") != "input_ids":
-        return None
-    device = model.get_input_embeddings().weight.device
-    if spec.hardware.device not in ("any", device.type) and not spec.hardware.interpreted:
-        return None
-    modes = [(module, module.training) for module in model.modules()]
-    # Kernels compute the loss where gradients are on.
-    with torch.inference_mode(False), torch.set_grad_enabled(bound):
-        tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
-        labels = tokens.clone()
-        labels[0, 2] = -100
-        try:
-            for module, _ in modes:  # not by eval(), which replaces forwards where use_kernels is on
-                module.training = False
-            value = model(input_ids=tokens, labels=labels).loss
-        except Exception as error:
-            if not bound:  # it needs images, or another kind of tokens
-                return None
-            if isinstance(error, UnsupportedFeatureError):
-                raise
-            raise Unproven(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
-        finally:
-            for module, mode in modes:
-                module.training = mode
-    return None if value is None else float(value.detach())

@@ -15,6 +15,7 @@ from torch.nn import functional
 from ...errors import UnsupportedFeatureError
 from ..instances import replaced
 from ..recognisers.probing import Unproven, quiet
+from ..spec import KernelSpec
 from .lazy import Forward, LazyLogits, is_freed, refused
 
 #: Attributes: of the head, the `Forward` that it is called in; of the model, its head and the forward of its instance.
@@ -161,6 +162,43 @@ def prove(module: Any) -> CausalLoss:
                     f"its loss_function differs from the causal cross-entropy by {off:.1e} with {options or 'labels'}"
                 )
     return CausalLoss(module, head)
+
+
+def probe(loss: CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
+    """The loss of a model on six tokens; None where it can't be run as it is, or needs more than tokens.
+
+    Args:
+        bound: whether the model has the kernel already.
+    """
+    model = loss.model
+    parameters = list(model.parameters())
+    plain = all(type(p) in (torch.Tensor, nn.Parameter) and not p.is_meta and not p.is_inference() for p in parameters)
+    sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+    if not parameters or not plain or sharded or getattr(model, "main_input_name", "") != "input_ids":
+        return None
+    device = model.get_input_embeddings().weight.device
+    if spec.hardware.device not in ("any", device.type) and not spec.hardware.interpreted:
+        return None
+    modes = [(module, module.training) for module in model.modules()]
+    # Kernels compute the loss where gradients are on.
+    with torch.inference_mode(False), torch.set_grad_enabled(bound):
+        tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
+        labels = tokens.clone()
+        labels[0, 2] = -100
+        try:
+            for module, _ in modes:  # not by eval(), which replaces forwards where use_kernels is on
+                module.training = False
+            value = model(input_ids=tokens, labels=labels).loss
+        except Exception as error:
+            if not bound:  # it needs images, or another kind of tokens
+                return None
+            if isinstance(error, UnsupportedFeatureError):
+                raise
+            raise Unproven(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
+        finally:
+            for module, mode in modes:
+                module.training = mode
+    return None if value is None else float(value.detach())
 
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
