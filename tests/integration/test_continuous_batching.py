@@ -445,8 +445,8 @@ def test_in_padded_batches(
     """torch.compile and CUDA graphs need padded batches: padding rows have a negative length and no pages."""
     name, count = paged
     prompts, expected = clear_prompts(torch.bfloat16)
-    model = made("llama_gqa", name, torch.bfloat16)
     padding = [] if compiled else padding_rows(monkeypatch, name)
+    model = made("llama_gqa", name, torch.bfloat16)
     if not compiled:
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     how = transformers.CompileConfig(backend="eager", mode=None, dynamic=False)

@@ -72,8 +72,13 @@ def _features_of(get: Any, images: dict[str, Any]) -> list[int] | None:
     counts = [part.shape[:-1].numel() for part in parts]
     grid = images.get("image_grid_thw")
     if grid is not None and len(counts) == 1:
-        patches = [int(row.prod()) for row in grid]
-        return [counts[0] * n // sum(patches) for n in patches]
+        patches = grid.prod(-1).tolist()
+        if all(counts[0] * n % sum(patches) == 0 for n in patches):
+            return [counts[0] * n // sum(patches) for n in patches]
+        # Features beside those of the patches, such as marks around an image: each image alone.
+        each = zip(images["pixel_values"].split(patches), grid, strict=True)
+        alone = [_features_of(get, {**images, "pixel_values": part, "image_grid_thw": row[None]}) for part, row in each]
+        return None if None in alone else [count for one in alone for count in one or ()]
     return [counts[0] // BATCH] * BATCH if len(counts) == 1 and counts[0] % BATCH == 0 else counts
 
 
