@@ -66,7 +66,7 @@ MODELS = there(
             ("bamba", "BambaConfig", {**_HEADS, **_MAMBA2, "attn_layer_indices": [1, 3], "mamba_n_groups": 1}),
             ("falcon_h1", "FalconH1Config", {**_HEADS, **_MAMBA2, "mamba_d_ssm": 64, "mamba_n_groups": 1}),
             ("granitemoehybrid", "GraniteMoeHybridConfig", {**_HEADS, **_MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 2, "shared_intermediate_size": 32}),
-            ("nemotron_h", "NemotronHConfig", {**_HEADS, "hybrid_override_pattern": "M*M-", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": _ONE_CHUNK, "head_dim": 8}),
+            ("nemotron_h", "NemotronHConfig", {**_HEADS, "hybrid_override_pattern": "M*M", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": _ONE_CHUNK, "head_dim": 8}),
             ("zamba", "ZambaConfig", {**_HEADS, "layers_block_type": ["mamba", "hybrid"] * 2, "use_mamba_kernels": False, "mamba_d_state": 8, "n_mamba_heads": 2, "mamba_dt_rank": 4}),
             ("lfm2", "Lfm2Config", {**_HEADS, "layer_types": ["conv", "full_attention"] * 2}),
             ("lfm3", "Lfm3Config", _HEADS),
@@ -205,8 +205,8 @@ def test_many_chunks(model_type: str, given: tuple[str, ...]) -> None:
     """Up to 5.16 padding changes earlier tokens in the torch path of these two types (transformers#47250)."""
     options = {**_HEADS, "n_groups": 1, "chunk_size": 4}
     configs = {
-        "zamba2": ("Zamba2Config", {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "num_key_value_heads": 4}),
-        "nemotron_h": ("NemotronHConfig", {"hybrid_override_pattern": "M*M-", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "head_dim": 8}),
+        "zamba2": ("Zamba2Config", {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "num_key_value_heads": 4, "use_mem_rope": True}),
+        "nemotron_h": ("NemotronHConfig", {"hybrid_override_pattern": "M*M", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "head_dim": 8}),
     }  # fmt: skip
     name, own = configs[model_type]
     if not hasattr(transformers, name):
