@@ -14,7 +14,7 @@ from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
 
 _INPUTS = "transformers.generation.continuous_batching.input_outputs:ContinuousBatchingIOs"
-#: The devices on which upstream computes on a stream of its own.
+#: The devices of asynchronous batching, which fills these tensors at a full reset alone.
 _DEVICES = ("cuda", "xpu")
 
 
@@ -30,7 +30,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     @wraps(reset)
     def _reset_static_tensors(self: Any, full_reset: bool = False) -> None:
         reset(self, full_reset)
-        if full_reset and self.device.type in _DEVICES:  # once for each pair of buffers, before the first batch
+        if full_reset and self.device.type in _DEVICES:
             _current_stream(self.device).synchronize()
 
     @wraps(arguments)

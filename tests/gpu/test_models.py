@@ -378,9 +378,8 @@ def test_late_inputs(models: Path, skipped: list[str], asynchronous: bool, monke
         with kernel_compat.installed(skip=skipped):
             model = load(saved(models, "llama_gqa"), "late_flash").to("cuda", torch.bfloat16)
             expected = one_by_one(model)
-            reset, prepare, transfer = (
-                getattr(inputs, name) for name in ("_reset_static_tensors", "prepare_batch_tensors", "_transfer_inputs")
-            )
+            names = ("_reset_static_tensors", "prepare_batch_tensors", "_transfer_inputs")
+            reset, prepare, transfer = (getattr(inputs, name) for name in names)
 
             def late_reset(self: Any, *args: Any, **kwargs: Any) -> None:
                 if self.device.type == "cuda":
@@ -400,10 +399,11 @@ def test_late_inputs(models: Path, skipped: list[str], asynchronous: bool, monke
                 stream.synchronize()
                 torch.cuda.current_stream().synchronize()  # what was filled late is written now
 
-            for method, late in ((reset, late_reset), (prepare, late_tokens), (transfer, early_copy)):
-                monkeypatch.setattr(inputs, method.__name__, late)
-            found = batched(model, use_async_batching=asynchronous, use_cuda_graph=False)
-            monkeypatch.undo()
+            with monkeypatch.context() as patch:
+                for name, late in zip(names, (late_reset, late_tokens, early_copy), strict=True):
+                    patch.setattr(inputs, name, late)
+                found = batched(model, use_async_batching=asynchronous, use_cuda_graph=False)
+        assert len(found) == len(expected)
         assert (found == expected) == (not skipped)
     finally:
         kernel_compat.unregister_attention("late_flash")

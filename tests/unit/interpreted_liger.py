@@ -139,7 +139,7 @@ def test_rotary(layout: str, compiled: bool) -> None:
             turned = kernel(query, key, cos, sin)
             return *turned, (turned[0] + other).square().sum() + turned[1].sin().sum()
 
-        # The interpreter runs within operators of a graph, and inductor doesn't compile it.
+        # Traced, it is the formula: nothing of Triton's runs.
         call = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
         *turned, loss = call(query, key)
         return *turned, *torch.autograd.grad(loss, (query, key))
@@ -176,6 +176,28 @@ KERNELS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Te
         lambda: (torch.randn(5, 64, requires_grad=True), torch.randn(64, requires_grad=True)),
     ),
 }
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_compiled_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls the kernels of the backward and doesn't trace them: gradients are the same to the bit."""
+    monkeypatch.setattr("liger_kernel.ops.rms_norm.rsqrt", lambda x: 1 / tl.sqrt(x))
+    make, inputs_of = KERNELS[name]
+    inputs, kernel = inputs_of(), make()
+    leaves = [x for x in inputs if x.requires_grad]
+
+    def gradients() -> tuple[Tensor, ...]:
+        results = kernel(*inputs)
+        loss = sum(result.sin().sum() for result in (results if isinstance(results, tuple) else (results,)))
+        for leaf in leaves:
+            leaf.grad = None
+        loss.backward()
+        return tuple(leaf.grad for leaf in leaves)
+
+    expected = gradients()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        found = gradients()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", list(KERNELS))

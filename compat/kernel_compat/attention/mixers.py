@@ -125,7 +125,11 @@ class MixerPatches:
         self._active = False
 
     def activate(self) -> Callable[[], list[Change]]:
-        """Patch models from now on. Returns the function that restores everything, and returns the classes others have overwritten."""
+        """Patch models from now on.
+
+        Returns:
+            The function that restores everything. It returns the changes of classes that other code has overwritten.
+        """
         self._active = True
         return self._undo
 

@@ -75,6 +75,8 @@ def _features_of(get: Any, images: dict[str, Any]) -> list[int] | None:
         patches = grid.prod(-1).tolist()
         if all(counts[0] * n % sum(patches) == 0 for n in patches):
             return [counts[0] * n // sum(patches) for n in patches]
+        if len(images["pixel_values"]) != sum(patches):
+            return None
         # Features beside those of the patches, such as marks around an image: each image alone.
         each = zip(images["pixel_values"].split(patches), grid, strict=True)
         alone = [_features_of(get, {**images, "pixel_values": part, "image_grid_thw": row[None]}) for part, row in each]

@@ -36,7 +36,7 @@ _LEAST_SHARE = 1e-2
 _NAMES_ATTENTION = re.compile(r"attn_implementation|[Ff]lash attention cannot")
 _LIBRARY = Path(__file__).parents[1]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: The CPU time spent on finding inputs: a proof must not depend on what else the machine does.
+#: The CPU time that a thread spends on finding inputs. Wall-clock time would let a busy machine find fewer.
 _SEARCH_SECONDS = 15
 #: The most parameters of a model that can be proven in a second.
 _LARGEST = 40_000_000

@@ -23,9 +23,17 @@ from .backward import first_derivative_only
 from .routing import counted
 
 
+def _with_untraced_backward(function: Any) -> Any:
+    """A subclass of an autograd function whose backward compiled autograd calls and doesn't trace."""
+    untraced = staticmethod(torch.compiler.disable(function.backward))
+    return type(function.__name__, (function,), {"backward": untraced})
+
+
 def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
     """The kernel of ``rms_norm``; with `offset`, of weights that are stored minus one."""
-    from liger_kernel.transformers.functional import liger_rms_norm
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    normalize = _with_untraced_backward(LigerRMSNormFunction).apply
 
     def formula(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: norms.Casting) -> Tensor:
         return norms.reference(hidden_states, weight, eps, offset, casting)
@@ -37,7 +45,7 @@ def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
             wide = torch.promote_types(dtype, weight.dtype)
             hidden_states, weight = hidden_states.to(wide), weight.to(wide)
         # In place, it would write over gradients that another branch may need: Gemma 2 norms a layer's result, too.
-        normed = liger_rms_norm(hidden_states, weight, eps, float(offset), casting, in_place=False)
+        normed = normalize(hidden_states, weight, eps, float(offset), casting, False)
         return normed.to(dtype) if casting == "gemma" else normed  # transformers' product has the wider dtype
 
     return kernel
@@ -46,6 +54,8 @@ def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
 def layer_norm() -> Callable[..., Tensor]:
     """The kernel of ``layer_norm``, over the last dimension."""
     from liger_kernel.ops import LigerLayerNormFunction
+
+    normalize = _with_untraced_backward(LigerLayerNormFunction).apply
 
     def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
@@ -57,7 +67,7 @@ def layer_norm() -> Callable[..., Tensor]:
 
     @first_derivative_only("layer_norm_implementation='liger_kernel'", traced=formula)
     def kernel(hidden_states: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
-        return LigerLayerNormFunction.apply(*alike(hidden_states, weight, bias), eps)
+        return normalize(*alike(hidden_states, weight, bias), eps)
 
     return kernel
 
@@ -68,6 +78,7 @@ def swiglu() -> Callable[..., Tensor]:
 
     from .triton_swiglu import swiglu_backward
 
+    @_with_untraced_backward
     class SiLUMul(LigerSiLUMulFunction):  # type: ignore[misc]
         """Liger's forward; its backward writes the gradients over gate and up."""
 
@@ -92,6 +103,7 @@ def geglu() -> Callable[..., Tensor]:
     """The kernel of ``swiglu_mlp`` for ``gelu(gate) * up`` with the approximation by tanh."""
     from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward
 
+    @_with_untraced_backward
     class GeluMul(LigerGELUMulFunction):  # type: ignore[misc]
         """Liger's forward; its backward writes the gradients over gate and up."""
 
@@ -112,8 +124,9 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
 
     option = "rotary_pos_emb_implementation='liger_kernel'"
 
+    @_with_untraced_backward
     class Rotate(Function):  # type: ignore[misc]
-        """Liger's rotation, of copies."""
+        """Liger's rotation on copies."""
 
         @staticmethod
         def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -252,6 +265,8 @@ def experts() -> Callable[..., Tensor]:
     """The kernel of ``moe``. Its forward reads one number back from the device."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
+    compute = _with_untraced_backward(LigerFusedMoEFunction).apply
+
     @first_derivative_only("moe_implementation='fused_triton'", traced=False)
     def kernel(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor) -> Any:
         dtype, name = hidden_states.dtype, "moe 'fused_triton'"
@@ -263,6 +278,6 @@ def experts() -> Callable[..., Tensor]:
         # Liger writes past the end of its tables for an id out of range.
         there = counted(top_k_index, len(gate_up))
         index = top_k_index.where(there, 0).to(torch.int32)
-        return LigerFusedMoEFunction.apply(hidden_states, gate_up, down, index, top_k_weights.where(there, 0))
+        return compute(hidden_states, gate_up, down, index, top_k_weights.where(there, 0))
 
     return kernel
