@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -84,6 +86,24 @@ def test_quack_computes_no_gradient_that_nobody_asks_for() -> None:
     quack_moe.SwiGluExperts.apply(counting, x, index, weights, *frozen).sum().backward()
     assert len(calls) == 4
     assert not any("cu_seqlens_k" in call for call in calls)
+
+
+def test_torch_compile_does_not_trace_quack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gemm(*args: Any, tuned: bool, **kwargs: Any) -> Tensor:
+        return grouped_product(*args, **kwargs)
+
+    interface = ModuleType("quack.gemm_interface")
+    interface.gemm = gemm  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+    kernel, inputs = quack_moe.experts(), kernel_inputs(torch.bfloat16)
+
+    def layer(*given: Any) -> Tensor:
+        return kernel(*given) * 2
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(layer, backend="eager", fullgraph=True)(*inputs)
+    assert torch.equal(torch.compile(layer, backend="eager")(*inputs), layer(*inputs))
 
 
 def test_quack_refuses_what_its_products_do_not_take() -> None:
