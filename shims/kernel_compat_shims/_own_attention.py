@@ -92,7 +92,7 @@ def prepare(model: type, name: str) -> None:
         for value in vars(module).values():
             if isinstance(value, ClassTable) and _FLASH in value and (problem := _unusable(value[_FLASH])):
                 raise value.refusal(name, problem)
-            if _is_table(value, FunctionType) and _FLASH in value:  # ModernBERT up to 5.2
+            if _is_table(value, FunctionType) and _FLASH in value:  # ModernBERT up to 5.0
                 raise ClassTable(value).refusal(name, f"one of the attention functions of {model.__name__}")
 
 
@@ -160,7 +160,7 @@ def require_whole_sequences(entry: AttentionName) -> None:
 
 
 def _require_same_window(module: Any, passed: int | None, kv_len: int, name: str) -> None:
-    """Refuse a window that a model's flash class or its eager masks have, but not both: Moshi, Kyutai and Mimi up to 5.2."""
+    """Refuse a window that a model's flash class or its eager masks have, but not both: Mimi up to 5.2, Moshi and Kyutai up to 5.1."""
     makers = vars(sys.modules[type(module).__module__])
     configured = getattr(module.config, "sliding_window", None)
     if passed and passed < kv_len:

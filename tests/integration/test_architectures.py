@@ -245,7 +245,7 @@ def test_a_pattern_that_upstreams_mask_function_drops_is_refused(models: Path) -
 
 
 @pytest.mark.skipif(not hasattr(transformers, "ModernBertConfig"), reason="no ModernBERT")
-@pytest.mark.skipif(TRANSFORMERS.release < (5, 3), reason="ModernBERT has attention functions of its own")
+@pytest.mark.skipif(TRANSFORMERS.release < (5, 1), reason="ModernBERT has attention functions of its own")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_encoder_with_windows_to_both_sides(models: Path, side: str) -> None:
     path = save(models, "modernbert", transformers.AutoModelForMaskedLM, modernbert())

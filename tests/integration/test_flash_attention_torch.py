@@ -536,6 +536,7 @@ class TestBatches:
         out = three.judge_generated({"input_ids": ids, "attention_mask": mask}, options, read)
         assert out.sequences.shape == whole.shape
 
+    @pytest.mark.skipif(TRANSFORMERS.release[:2] == (5, 2), reason="5.2's own is wrong with every attention, eager too")
     def test_a_prefill_in_chunks(self, three: Three) -> None:
         """The chunked prefill of `generate`; on 5.0 it works only with a cache that the caller passes."""
         ids = tokens(length=9)
@@ -571,7 +572,7 @@ class TestEncoders:
         assert {call["head_dim"] for call in calls} == {PADDED_20}
 
     @has_windows
-    @pytest.mark.skipif(TRANSFORMERS.release < (5, 3), reason="ModernBERT has attention functions of its own")
+    @pytest.mark.skipif(TRANSFORMERS.release < (5, 1), reason="ModernBERT has attention functions of its own")
     @pytest.mark.parametrize("side", ["left", "right", "none"])
     def test_windows_to_both_sides(self, models: Path, calls: list[Any], side: str) -> None:
         auto = transformers.AutoModelForMaskedLM
