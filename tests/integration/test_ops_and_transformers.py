@@ -513,9 +513,8 @@ def test_liger_s_loss_is_an_error_in_training_and_ours_runs_in_evaluation(
     """Liger's forward computes the loss from the head's weight, but only in training."""
     model = build()
     liger(model=model, rms_norm=False, swiglu=False, rope=False)
-    monkeypatch.setitem(
-        model.forward.__func__.__globals__, "LigerForCausalLMLoss", lambda hidden_states, **given: hidden_states.sum()
-    )
+    forward = inspect.unwrap(model.forward.__func__)
+    monkeypatch.setitem(forward.__globals__, "LigerForCausalLMLoss", lambda hidden_states, **given: hidden_states.sum())
 
     report = ops.apply_ops(model, ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss"))
 

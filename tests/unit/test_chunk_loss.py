@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from kernel_compat.ops.kernels import chunk_loss as module
 from kernel_compat.ops.kernels.chunk_loss import chunk_loss, chunk_size
-from kernel_compat.ops.losses.lazy import Pointwise
+from kernel_compat.ops.losses.lazy import Pointwise, applied
 
 #: The pointwise operations on the logits in Gemma 2 and in Cohere.
 SOFTCAP = (Pointwise("over", 3.0), Pointwise("tanh"), Pointwise("times", 3.0))
@@ -46,7 +46,7 @@ def expected(
 ) -> Tensor:
     logits = linear(x, weight, bias)
     for one in pointwise:
-        logits = one(logits)
+        logits = applied(one, logits)
     return cross_entropy(
         logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, ignore_index=ignore, reduction=reduction
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kernel_compat import UnsupportedFeatureError
 from kernel_compat.ops.losses import causal as losses
-from kernel_compat.ops.losses.lazy import Forward, LazyLogits, Pointwise
+from kernel_compat.ops.losses.lazy import Forward, LazyLogits, Pointwise, applied
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_they_keep_nothing_alive(head: nn.Linear) -> None:
 def test_a_pointwise_operation_is_the_one_recorded() -> None:
     x = torch.randn(5).bfloat16()
 
-    assert torch.equal(Pointwise("times", 0.3)(x), x * 0.3)
-    assert torch.equal(Pointwise("over", 0.3)(x), x / 0.3)
-    assert torch.equal(Pointwise("tanh")(x), x.tanh())
-    assert Pointwise("to", torch.float32)(x).dtype == torch.float32
+    assert torch.equal(applied(Pointwise("times", 0.3), x), x * 0.3)
+    assert torch.equal(applied(Pointwise("over", 0.3), x), x / 0.3)
+    assert torch.equal(applied(Pointwise("tanh"), x), x.tanh())
+    assert applied(Pointwise("to", torch.float32), x).dtype == torch.float32

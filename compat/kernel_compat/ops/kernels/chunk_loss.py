@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..losses.lazy import Pointwise, as_autocast
+from ..losses.lazy import Pointwise, applied, as_autocast
 from .backward import first_derivative_only
 
 #: The fewest and the most tokens in a chunk. Fewer would leave a GPU's matrix units idle.
@@ -88,7 +88,7 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
             targets = labels[part].unsqueeze(-1).where(counts, 0)
             steps = [linear(rows, weight, bias)]
             for one in pointwise:
-                steps.append(one(steps[-1]))
+                steps.append(applied(one, steps[-1]))
             logarithms = steps[-1].log_softmax(-1, dtype=wide)
             of_targets = logarithms.gather(-1, targets)
             # Not in place: traced by torch.compile, a result that the forward has changed in place has no gradient.
@@ -130,4 +130,4 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
 def _backward(one: Pointwise, gradient: Tensor, before: Tensor, after: Tensor) -> Tensor:
     if one.kind == "tanh":
         return gradient * (1 - after * after)
-    return gradient.to(before.dtype) if one.kind == "to" else one(gradient)
+    return gradient.to(before.dtype) if one.kind == "to" else applied(one, gradient)

@@ -20,13 +20,14 @@ class Pointwise(NamedTuple):
     kind: Literal["times", "over", "tanh", "to"]
     value: Any = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply the operation to a tensor."""
-        if self.kind == "times":
-            return x * self.value
-        if self.kind == "over":
-            return x / self.value
-        return torch.tanh(x) if self.kind == "tanh" else x.to(self.value)
+
+def applied(step: Pointwise, x: Tensor) -> Tensor:
+    """A tensor after an operation. A function: torch 2.10 traces no call of a named tuple."""
+    if step.kind == "times":
+        return x * step.value
+    if step.kind == "over":
+        return x / step.value
+    return torch.tanh(x) if step.kind == "tanh" else x.to(step.value)
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class LazyLogits:
         with nullcontext() if device == "meta" else torch.autocast(device, dtype, dtype is not None):
             logits = self._linear()
             for step in self.pointwise:
-                logits = step(logits)
+                logits = applied(step, logits)
         return logits
 
     def _linear(self) -> Tensor:
