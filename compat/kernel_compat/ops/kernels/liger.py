@@ -80,7 +80,7 @@ def swiglu() -> Callable[..., Tensor]:
 
     @_with_untraced_backward
     class SiLUMul(LigerSiLUMulFunction):  # type: ignore[misc]
-        """Liger's forward; its backward writes the gradients over gate and up."""
+        """Liger's forward. Liger's backward would write the gradients over gate and up."""
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
@@ -105,7 +105,7 @@ def geglu() -> Callable[..., Tensor]:
 
     @_with_untraced_backward
     class GeluMul(LigerGELUMulFunction):  # type: ignore[misc]
-        """Liger's forward; its backward writes the gradients over gate and up."""
+        """Liger's forward. Liger's backward would write the gradients over gate and up."""
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Any:

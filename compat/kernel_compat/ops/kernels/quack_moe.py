@@ -61,6 +61,7 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
         return rows[row].sum(dim=1)
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled autograd would trace quack's kernels
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of rows and matrices."""
         hidden_states, top_k_weights, gate_up, down, wide, token, row, starts = ctx.saved_tensors
