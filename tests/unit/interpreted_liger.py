@@ -125,23 +125,17 @@ def rotary_inputs() -> tuple[Tensor, ...]:
     return query.requires_grad_(), key.requires_grad_(), cos, sin
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("layout", ["by position", "by head"])
-def test_rotary(layout: str, compiled: bool) -> None:
+def test_rotary(layout: str) -> None:
     """The rotated query is added to another tensor, which gets the same gradient tensor."""
     query, key, cos, sin = rotary_inputs()
     if layout == "by head":
         query, key = (x.detach().contiguous().requires_grad_() for x in (query, key))
 
     def results(kernel: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        def run(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-            other = query * 3  # its backward runs after the kernel's
-            turned = kernel(query, key, cos, sin)
-            return *turned, (turned[0] + other).square().sum() + turned[1].sin().sum()
-
-        # Traced, it is the formula: nothing of Triton's runs.
-        call = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
-        *turned, loss = call(query, key)
+        other = query * 3  # its backward runs after the kernel's
+        turned = kernel(query, key, cos, sin)
+        loss = (turned[0] + other).square().sum() + turned[1].sin().sum()
         return *turned, *torch.autograd.grad(loss, (query, key))
 
     require_close(results(liger.rotary()), results(rotary.reference))
@@ -178,12 +172,19 @@ KERNELS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Te
 }
 
 
-@pytest.mark.parametrize("name", list(KERNELS))
-def test_compiled_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It calls the kernels of the backward and doesn't trace them: gradients are the same to the bit."""
+@pytest.fixture(params=list(KERNELS))
+def called(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+    """A kernel and its inputs."""
     monkeypatch.setattr("liger_kernel.ops.rms_norm.rsqrt", lambda x: 1 / tl.sqrt(x))
-    make, inputs_of = KERNELS[name]
-    inputs, kernel = inputs_of(), make()
+    make, inputs_of = KERNELS[request.param]
+    return make(), inputs_of()
+
+
+def test_compiled_autograd(called: tuple[Callable[..., Any], tuple[Tensor, ...]]) -> None:
+    """It calls the kernels of the backward and doesn't trace them: gradients are the same to the bit."""
+    kernel, inputs = called
     leaves = [x for x in inputs if x.requires_grad]
 
     def gradients() -> tuple[Tensor, ...]:
@@ -200,12 +201,9 @@ def test_compiled_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", list(KERNELS))
-def test_nothing_that_others_can_see_is_written_into(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_others_can_see_is_written_into(called: tuple[Callable[..., Any], tuple[Tensor, ...]]) -> None:
     """The inputs, saved tensors, results and gradients: a second backward is equal, a second derivative is refused."""
-    monkeypatch.setattr("liger_kernel.ops.rms_norm.rsqrt", lambda x: 1 / tl.sqrt(x))
-    make, inputs_of = KERNELS[name]
-    inputs, kernel = inputs_of(), make()
+    kernel, inputs = called
     leaves = [x for x in inputs if x.requires_grad]
     kept: list[tuple[Tensor, Tensor]] = []
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 pytest.importorskip("liger_kernel")
 
 from kernel_compat.ops.kernels import liger
-from kernel_compat.ops.recognisers import norms
+from kernel_compat.ops.recognisers import norms, rotary
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -24,7 +24,8 @@ def require_same(kernel: Callable[..., Any], formula: Callable[..., Any], *input
     def step(function: Callable[..., Any]) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = function(*leaves)
-        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+        results = out if isinstance(out, tuple) else (out,)
+        return *results, *torch.autograd.grad(sum(one.float().square().sum() for one in results), leaves)
 
     found, expected = step(torch.compile(kernel, backend="aot_eager", fullgraph=True)), step(formula)
     for one, other in zip(found, expected, strict=True):
@@ -62,3 +63,18 @@ def test_activations(dtype: torch.dtype) -> None:
     gate, up = torch.randn(2, 5, 64).to(dtype)
     require_same(liger.swiglu(), lambda gate, up: functional.silu(gate) * up, gate, up)
     require_same(liger.geglu(), lambda gate, up: functional.gelu(gate, approximate="tanh") * up, gate, up)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [16, 8], ids=["all channels", "a half of them"])
+def test_rotary(size: int, dtype: torch.dtype) -> None:
+    """Query and key as projections return them, and as tensors of their own."""
+    kernel = liger.rotary()
+    cos, sin = torch.randn(2, 2, 5, size // 2).repeat(1, 1, 1, 2).to(dtype)
+    query, key = torch.randn(2, 5, 4, 16).transpose(1, 2).to(dtype), torch.randn(2, 2, 5, 16).to(dtype)
+    require_same(
+        lambda query, key: kernel(query, key, cos, sin),
+        lambda query, key: rotary.reference(query, key, cos, sin),
+        query,
+        key,
+    )

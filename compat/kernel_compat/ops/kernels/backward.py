@@ -44,6 +44,12 @@ def first_derivative_only(
     return decorate
 
 
+def untraced_backward(function: Any) -> Any:
+    """A subclass of an autograd function whose backward compiled autograd calls and doesn't trace."""
+    untraced = staticmethod(torch.compiler.disable(function.backward))
+    return type(function.__name__, (function,), {"__doc__": function.__doc__, "backward": untraced})
+
+
 def operator(name: str, kernel: Callable[..., Any], outputs: Callable[..., Any]) -> Any:
     """A kernel as a custom operator: for torch.compile, and for tensors on the meta device.
 

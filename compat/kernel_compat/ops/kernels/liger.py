@@ -19,21 +19,21 @@ from ...errors import UnsupportedFeatureError
 from ..losses.lazy import Pointwise, as_autocast
 from ..recognisers import norms
 from ..recognisers.rotary import reference as rotated
-from .backward import first_derivative_only
+from .backward import first_derivative_only, untraced_backward
 from .routing import counted
 
 
-def _with_untraced_backward(function: Any) -> Any:
-    """A subclass of an autograd function whose backward compiled autograd calls and doesn't trace."""
-    untraced = staticmethod(torch.compiler.disable(function.backward))
-    return type(function.__name__, (function,), {"backward": untraced})
+def _promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Hidden states and parameters in the dtype that the first two promote to."""
+    dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
     """The kernel of ``rms_norm``; with `offset`, of weights that are stored minus one."""
     from liger_kernel.ops import LigerRMSNormFunction
 
-    normalize = _with_untraced_backward(LigerRMSNormFunction).apply
+    normalize = untraced_backward(LigerRMSNormFunction).apply
 
     def formula(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: norms.Casting) -> Tensor:
         return norms.reference(hidden_states, weight, eps, offset, casting)
@@ -42,8 +42,7 @@ def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Any:
         dtype = hidden_states.dtype
         if weight.dtype != dtype:
-            wide = torch.promote_types(dtype, weight.dtype)
-            hidden_states, weight = hidden_states.to(wide), weight.to(wide)
+            hidden_states, weight = _promoted(hidden_states, weight)
         # In place, it would write over gradients that another branch may need: Gemma 2 norms a layer's result, too.
         normed = normalize(hidden_states, weight, eps, float(offset), casting, False)
         return normed.to(dtype) if casting == "gemma" else normed  # transformers' product has the wider dtype
@@ -55,19 +54,15 @@ def layer_norm() -> Callable[..., Tensor]:
     """The kernel of ``layer_norm``, over the last dimension."""
     from liger_kernel.ops import LigerLayerNormFunction
 
-    normalize = _with_untraced_backward(LigerLayerNormFunction).apply
+    normalize = untraced_backward(LigerLayerNormFunction).apply
 
-    def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-        dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
-        return tuple(tensor.to(dtype) for tensor in tensors)
-
-    def formula(hidden_states: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
-        hidden_states, weight, bias = alike(hidden_states, weight, bias)
-        return functional.layer_norm(hidden_states, weight.shape, weight, bias, eps)
+    def formula(hidden_states: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        hidden_states, weight, bias = _promoted(hidden_states, weight, bias)
+        return norms.layer_reference(hidden_states, weight, bias, eps)
 
     @first_derivative_only("layer_norm_implementation='liger_kernel'", traced=formula)
     def kernel(hidden_states: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
-        return normalize(*alike(hidden_states, weight, bias), eps)
+        return normalize(*_promoted(hidden_states, weight, bias), eps)
 
     return kernel
 
@@ -78,7 +73,7 @@ def swiglu() -> Callable[..., Tensor]:
 
     from .triton_swiglu import swiglu_backward
 
-    @_with_untraced_backward
+    @untraced_backward
     class SiLUMul(LigerSiLUMulFunction):  # type: ignore[misc]
         """Liger's forward. Liger's backward would write the gradients over gate and up."""
 
@@ -103,7 +98,7 @@ def geglu() -> Callable[..., Tensor]:
     """The kernel of ``swiglu_mlp`` for ``gelu(gate) * up`` with the approximation by tanh."""
     from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward
 
-    @_with_untraced_backward
+    @untraced_backward
     class GeluMul(LigerGELUMulFunction):  # type: ignore[misc]
         """Liger's forward. Liger's backward would write the gradients over gate and up."""
 
@@ -124,7 +119,7 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
 
     option = "rotary_pos_emb_implementation='liger_kernel'"
 
-    @_with_untraced_backward
+    @untraced_backward
     class Rotate(Function):  # type: ignore[misc]
         """Liger's rotation on copies."""
 
@@ -138,9 +133,7 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
             return *rope_backward(*map(_copied, gradients), *ctx.saved_tensors), None, None
 
-    @first_derivative_only(option, traced=rotated)
-    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return Rotate.apply(query, key, cos, sin)
+    rotate = first_derivative_only(option, traced=rotated)(Rotate.apply)
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
@@ -265,7 +258,7 @@ def experts() -> Callable[..., Tensor]:
     """The kernel of ``moe``. Its forward reads one number back from the device."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-    compute = _with_untraced_backward(LigerFusedMoEFunction).apply
+    compute = untraced_backward(LigerFusedMoEFunction).apply
 
     @first_derivative_only("moe_implementation='fused_triton'", traced=False)
     def kernel(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor) -> Any:

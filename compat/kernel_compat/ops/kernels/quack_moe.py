@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from ...errors import UnsupportedFeatureError
 from . import routing
-from .backward import first_derivative_only
+from .backward import first_derivative_only, untraced_backward
 
 #: quack's ``gemm``: with ``cu_seqlens_m`` the rows of the first matrix are in groups, each with its own second matrix; with
 #: ``cu_seqlens_k`` the inner dimension is in groups, each with its own result.
@@ -42,6 +42,7 @@ def _require(hidden_states: Tensor, down: Tensor) -> None:
         raise UnsupportedFeatureError(sizes, "moe 'fused_quack'", "It takes multiples of 8.")
 
 
+@untraced_backward
 class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
     """``down(silu(gate) * up)``, weighted and summed for each token; saves the product with `gate_up` for the backward."""
 
@@ -61,7 +62,6 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
         return rows[row].sum(dim=1)
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled autograd would trace quack's kernels
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of rows and matrices."""
         hidden_states, top_k_weights, gate_up, down, wide, token, row, starts = ctx.saved_tensors

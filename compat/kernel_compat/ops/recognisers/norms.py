@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm, silu
 from .probing import arguments, clone, closest, difference, quiet, rounded_as, run, takes_one
 from .recogniser import ModuleRecogniser
 
-__all__ = ["GATED", "LAYER", "RMS", "Casting", "Norm", "gated_reference", "reference"]
+__all__ = ["GATED", "LAYER", "RMS", "Casting", "Norm", "gated_reference", "layer_reference", "reference"]
 
 Casting = Literal["llama", "gemma", "none"]
 
@@ -60,7 +60,8 @@ def gated_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tens
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)) * silu(gate)
 
 
-def _layer_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dimension, as torch computes it."""
     normed: Tensor = layer_norm(x, weight.shape, weight, bias, eps)
     return normed
 
@@ -180,7 +181,7 @@ LAYER = ModuleRecogniser(
     lambda module: sorted(_vectors(module)) == ["bias", "weight"] and takes_one(module),
     partial(
         _prove,
-        formulas={("standard", None): _layer_reference},
+        formulas={("standard", None): layer_reference},
         description="(x - mean) / deviation * weight + bias",
     ),
     forward_of,
