@@ -1,4 +1,4 @@
-"""Write the parts of README.md and docs/ that are generated from code: the supported releases, the shims and the modules.
+"""Write the parts of README.md and docs/ that are generated from code: the supported releases, kernels, shims and modules.
 
 Usage: python docs/generate.py [--check]
 
@@ -16,7 +16,9 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 import kernel_compat_shims
-from kernel_compat import Shim
+from kernel_compat import Features, Shim
+from kernel_compat.kernels import Limit, Provider
+from kernel_compat.kernels.catalog import CATALOG
 from kernel_compat.releases import TORCH, TRANSFORMERS, minors
 
 ROOT = Path(__file__).parent.parent
@@ -32,13 +34,16 @@ def documents() -> Iterator[tuple[Path, str]]:
     parts = {
         "releases": _range(TRANSFORMERS),
         "torch": _range(TORCH),
-        "shims": f"\n{_table()}\n",
+        "kernels": f"\n{_kernels()}\n",
+        "limits": f"\n{_limits()}\n",
+        "shims": f"\n{_shims()}\n",
         "modules": f"\n{_modules()}\n",
     }
-    for path in (ROOT / "README.md", ROOT / "docs" / "shims.md", ROOT / "docs" / "architecture.md"):
+    for name in ("README.md", "docs/kernels.md", "docs/shims.md", "docs/architecture.md"):
+        path = ROOT / name
         text = path.read_text(encoding="utf-8")
-        for name, part in parts.items():
-            text = re.sub(rf"(<!-- {name} -->).*?(<!-- / -->)", rf"\g<1>{part}\g<2>", text, flags=re.DOTALL)
+        for marker, part in parts.items():
+            text = re.sub(rf"(<!-- {marker} -->).*?(<!-- / -->)", rf"\g<1>{part}\g<2>", text, flags=re.DOTALL)
         yield path, text
 
 
@@ -54,7 +59,7 @@ def _range(releases: dict[str, str]) -> str:
     return f"{oldest} to {newest}"
 
 
-def _table() -> str:
+def _shims() -> str:
     lines = ["| shim | releases | without it | upstream | delete when |", "|---|---|---|---|---|"]
     for shim in shims():
         link = r"[\2#\3](https://github.com/\1/\2/issues/\3)"
@@ -62,6 +67,64 @@ def _table() -> str:
         fields = (f"`{shim.name}`", f"{shim.distribution} `{shim.versions}`", shim.reason, upstream, shim.delete_when)
         lines.append(f"| {' | '.join(fields)} |")
     return "\n".join(lines)
+
+
+#: Features that the tables call by another name.
+WORDS = {"window": "windows", "paged": "paged caches"}
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+#: Features that every kernel has, or that have a column or a sentence of their own.
+EVERY = ("causal", "gqa", "varlen", "backward", "value_head_dim")
+
+
+def _kernels() -> str:
+    lines = [
+        "| kernel | package | compute capability | dtypes | besides causal, GQA and packed sequences |",
+        "|---|---|---|---|---|",
+    ]
+    for name, packages in CATALOG.items():
+        for package in packages:
+            features = package.features
+            what = f"`{package.distribution}`" + (f" {package.minimum[0]} and later" if package.minimum else "")
+            dtypes = ", ".join(SHORT[dtype] for dtype in sorted(features.dtypes, key=list(SHORT).index))
+            on = "any device" if "cpu" in features.devices else _capability(features)
+            has = ", ".join(WORDS.get(name, name) for name in features.names() if name not in EVERY)
+            lines.append(
+                f"| `{name}` | {what} | {on} | {dtypes} | {has}{'' if features.backward else '; no gradients'} |"
+            )
+    return "\n".join(lines)
+
+
+def _capability(features: Features) -> str:
+    low, high = features.min_capability, features.max_capability
+    assert low is not None
+    return f"{high[0]}.x" if high else f"{low[0]}.{low[1]} and later"
+
+
+def _limits() -> str:
+    lines = ["| package | where | difference |", "|---|---|---|"]
+    for package in (package for packages in CATALOG.values() for package in packages):
+        for limit in package.limits:
+            where = [f"before {limit.before}"] if limit.before else []
+            where += ["on " + " and ".join(f"{major}.x" for major in limit.capabilities)] if limit.capabilities else []
+            lines.append(f"| `{package.distribution}` | {', '.join(where)} | {_difference(package, limit)} |")
+    return "\n".join(lines)
+
+
+def _difference(package: Provider, limit: Limit) -> str:
+    changes, parts = dict(limit.changes), []
+    if "max_capability" in changes:
+        parts.append(f"compute capability up to {changes.pop('max_capability')[0]}.x")
+    if "max_head_dim" in changes or "head_dims" in changes:
+        largest, pairs = changes.pop("max_head_dim", 128), changes.pop("head_dims", ())
+        parts.append(" or ".join([f"head dimensions up to {largest}", *map(str, pairs)]))
+    if changes.pop("sinks_from", None):
+        parts.append("sinks from the log-sum-exp")
+    parts += [f"no gradients of {WORDS.get(name, name)}" for name in limit.forward_only]
+    lost = {**WORDS, "deterministic": "deterministic backward"}
+    parts += [f"no {lost.get(name, name)}" for name, value in changes.items() if value is False]
+    if not parts:
+        raise NotImplementedError(f"{package.distribution}: {limit}")
+    return "; ".join(parts)
 
 
 def _modules() -> str:

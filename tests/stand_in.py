@@ -89,7 +89,8 @@ def cpu_flash_attention() -> Iterator[list[dict[str, Any]]]:
     ) -> tuple[Tensor, ...]:
         assert out.shape == grad_out.shape
         window = _window(window_size_left, window_size_right)
-        return _gradients(grad_out, query, key, value, logsumexp, cum_seq_q, cum_seq_k, is_causal, window, scale)
+        saved = out, logsumexp
+        return _gradients(grad_out, query, key, value, saved, cum_seq_q, cum_seq_k, is_causal, window, scale)
 
     library = torch.library.Library("aten", "IMPL")
     exact = torch.autocast("cpu", enabled=False)  # autocast would compute the products in half precision
@@ -138,19 +139,23 @@ def _gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    logsumexp: Tensor,
+    saved: tuple[Tensor, Tensor],
     cum_seq_q: Tensor | None,
     cum_seq_k: Tensor,
     causal: bool,
     window: tuple[int, int],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients from the log-sum-exp and the output that are given, as the CUDA kernels compute them."""
+    out, logsumexp = saved
     dq, dk, dv = (torch.zeros(x.shape) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    for at, k_at, scores, weights in _sequences(query, key, cum_seq_q, cum_seq_k, causal, window, scale):
-        torch.testing.assert_close(scores.logsumexp(-1), logsumexp[:, at])
+    for at, k_at, scores, without_sinks in _sequences(query, key, cum_seq_q, cum_seq_k, causal, window, scale):
+        weights = without_sinks * (scores.logsumexp(-1) - logsumexp[:, at]).exp()[..., None]
         q, do, k, v = _heads(query[at]), _heads(grad_out[at]), *(_repeated(x[k_at], query) for x in (key, value))
         dp = do @ v.transpose(1, 2)
+        expected = (weights @ v).transpose(0, 1).to(out.dtype)
+        torch.testing.assert_close(out[at], expected, rtol=2**-6, atol=2**-7)  # the kernels sum grad * out
         ds = weights * (dp - (weights * dp).sum(-1, keepdim=True)) * scale
         dq[at] = (ds @ k).transpose(0, 1)
         groups = (key.shape[1], query.shape[1] // key.shape[1], *k.shape[1:])  # -1 is ambiguous without keys
@@ -255,7 +260,7 @@ def fa4_backward(
     """flash-attn-4's backward; as on sm_90 it is wrong if the head dimension is no multiple of 32."""
     assert cu_seqlens_k is not None
     window = _fa4_window(window_size_left, window_size_right)
-    dq, dk, dv = _gradients(dout, q, k, v, lse, cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale)
+    dq, dk, dv = _gradients(dout, q, k, v, (out, lse), cu_seqlens_q, cu_seqlens_k, causal, window, softmax_scale)
     return (-dq if q.shape[-1] % 32 else dq), dk, dv
 
 

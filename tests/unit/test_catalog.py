@@ -1,9 +1,8 @@
-"""The facts of the kernels' table, each in an environment made for it, and the tables of the documentation."""
+"""The facts of the kernels' table, each in an environment made for it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def test_explain_has_the_features_of_this_version_on_this_gpu(monkeypatch: pytes
     )
     (package,) = explain.explain("flash_attention_4")["providers"]
     assert package["features"] == FLASH_ATTN_4.features_in(here) != FLASH_ATTN_4.features
-    assert not package["features"].sinks
+    assert package["features"].sinks_from == "log-sum-exp"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_limits() -> None:
 
 @pytest.mark.parametrize("device", [H100, B200])
 @pytest.mark.parametrize(
-    ("version", "gradients"),
+    ("version", "own"),
     [
         ("4.0.0b10", False),
         ("4.0.0b17", False),
@@ -129,12 +128,10 @@ def test_limits() -> None:
         ("4.0.0", True),
     ],
 )
-def test_gradients_of_sinks(device: Device, version: str, gradients: bool) -> None:
+def test_its_own_sinks_where_they_have_gradients(device: Device, version: str, own: bool) -> None:
     features = fa4(version, device)
-    assert features.sinks
-    assert features.forward_only == (() if gradients else ("sinks",))
-    assert features.lacking({"sinks"}) == []
-    assert features.lacking({"sinks", "backward"}) == ([] if gradients else ["gradients of attention sinks"])
+    assert features.sinks_from == ("keyword" if own else "log-sum-exp")
+    assert features.lacking({"sinks", "backward"}) == []
 
 
 def test_before_4_0_0b9() -> None:
@@ -144,16 +141,16 @@ def test_before_4_0_0b9() -> None:
     assert fa4("4.0.0b8", H100).lacking(training) == ["gradients of softcap"]
     assert fa4("4.0.0b4", H100).lacking(training) == ["deterministic", "gradients of softcap"]
     assert fa4("4.0.0b4", B200).lacking(training) == ["gradients of softcap"]
-    assert fa4("4.0.0b8", RTX5090).forward_only == ("softcap", "sinks", "window")
+    assert fa4("4.0.0b8", RTX5090).forward_only == ("softcap", "window")
 
 
 @pytest.mark.parametrize("version", ["4.0.0b10", NEWEST])
 def test_on_sm_120(version: str) -> None:
     features = fa4(version, RTX5090)
-    assert not features.sinks
+    assert features.sinks_from == "log-sum-exp"
     assert not features.deterministic
     assert features.max_head_dim == 192
-    assert features.lacking({"sinks", "deterministic"}) == ["deterministic", "attention sinks"]
+    assert features.lacking({"sinks", "deterministic"}) == ["deterministic"]
     assert fa4(version, H100).deterministic
 
 
@@ -182,13 +179,13 @@ def test_where_it_runs(version: str, device: Device, usable: bool) -> None:
 
 
 def test_the_ladder_goes_by_version_and_gpu() -> None:
-    def usable(device: Device, version: str) -> bool | None:
+    def usable(device: Device, version: str, feature: str) -> bool | None:
         where = environment(device, flash_attn_4=version, transformers="5.23.0")
-        return policy.ladder("flash_attention_4", where, {"sinks", "backward"})[0].usable
+        return policy.ladder("flash_attention_4", where, {feature, "backward"})[0].usable
 
-    assert usable(H100, "4.0.0b30")
-    assert usable(H100, "4.0.0b24") is False
-    assert usable(RTX5090, "4.0.0b30") is False
+    assert usable(H100, "4.0.0b30", "softcap")
+    assert usable(H100, "4.0.0b8", "softcap") is False
+    assert usable(RTX5090, "4.0.0b30", "deterministic") is False
 
 
 # how the adapter applies the features
@@ -272,7 +269,7 @@ def test_the_refusal_names_the_head_dimensions_that_are_taken() -> None:
 
 
 def test_sinks_without_gradients_are_refused_where_they_are_trained() -> None:
-    functions, calls = adapted(fa4("4.0.0b24", H100))
+    functions, calls = adapted(replace(fa4(NEWEST, H100), forward_only=("sinks",)))
     q, sinks = torch.ones(1, 3, 2, 32, requires_grad=True), torch.zeros(2)
     functions.flash_attn_func(q, q, q, s_aux=sinks)  # frozen, as under LoRA
     sinks.requires_grad_()
@@ -281,11 +278,8 @@ def test_sinks_without_gradients_are_refused_where_they_are_trained() -> None:
     assert len(calls) == 2
     with pytest.raises(UnsupportedFeatureError, match="does not support gradients of attention sinks") as caught:
         functions.flash_attn_func(q, q, q, s_aux=sinks)
-    assert "Kernels that do: flash_attention_reference. Or run it under torch.no_grad()." in str(caught.value)
+    assert "Or run it under torch.no_grad()." in str(caught.value)
     assert len(calls) == 2
-    functions, calls = adapted(fa4("4.0.0b30", H100))
-    functions.flash_attn_func(q, q, q, s_aux=sinks)
-    assert len(calls) == 1
 
 
 def test_windows_without_gradients_are_refused_in_training() -> None:
@@ -310,9 +304,17 @@ def test_check_computes_no_gradients_where_a_feature_has_none() -> None:
 @pytest.mark.parametrize(
     ("where", "feature", "able"),
     [
-        (environment(), "sinks", "flash_attention_4, flash_attention_reference"),
-        (environment(H100, flash_attn_4=NEWEST), "sinks", "flash_attention_4, flash_attention_reference"),
-        (environment(RTX5090, flash_attn_4=NEWEST), "sinks", "flash_attention_reference"),
+        (environment(), "dropout", "flash_attention_2, flash_attention_reference"),
+        (
+            environment(A100, flash_attn_4=NEWEST),
+            "sinks",
+            "flash_attention_2, flash_attention_torch, flash_attention_reference",
+        ),
+        (
+            environment(RTX5090, flash_attn_4=NEWEST),
+            "softcap",
+            "flash_attention_4, flash_attention_2, flash_attention_reference",
+        ),
         (environment(B200), "paged", "flash_attention_2, flash_attention_torch"),
         (environment(H100), "paged", "flash_attention_3, flash_attention_2, flash_attention_torch"),
         (environment(H100, fa3_fwd="0.0.3"), "paged", "flash_attention_2, flash_attention_torch"),
@@ -330,10 +332,11 @@ def test_errors_name_the_kernels_that_have_it_here(
 
 
 def test_gradients_are_named_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = environment(H100, flash_attn_4="4.0.0b24")
+    where = environment(H100, flash_attn_4="4.0.0b8")
     monkeypatch.setattr(Environment, "detect", lambda *distributions: where)
-    assert catalog.instead("x", "sinks") == "Kernels that do: flash_attention_4, flash_attention_reference."
-    assert catalog.instead("x", "sinks", gradients=True) == "Kernels that do: flash_attention_reference."
+    both = "Kernels that do: flash_attention_4, flash_attention_3, flash_attention_2, flash_attention_reference."
+    assert catalog.instead("x", "softcap") == both
+    assert catalog.instead("x", "softcap", gradients=True) == both.replace("flash_attention_4, ", "")
 
 
 def test_a_kernel_is_loaded_with_the_features_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,73 +347,6 @@ def test_a_kernel_is_loaded_with_the_features_of_this_environment(monkeypatch: p
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     kernel = Kernel("flash_attention_4", CATALOG["flash_attention_4"])
     kernel.load(environment(RTX5090, flash_attn_4=NEWEST))
-    assert not kernel.features.sinks
-    assert kernel.features_in(environment(H100, flash_attn_4=NEWEST)).sinks
-
-
-# the tables of the documentation
-
-WORDS = {"window": "windows", "paged": "paged caches"}
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-EVERY = ("causal", "gqa", "varlen", "backward", "value_head_dim")
-ROOT = Path(__file__).parents[2]
-
-
-def features(package: Provider) -> str:
-    return ", ".join(WORDS.get(name, name) for name in package.features.names() if name not in EVERY)
-
-
-def capability(features: Features) -> str:
-    low, high = features.min_capability, features.max_capability
-    assert low is not None
-    return f"{high[0]}.x" if high else f"{low[0]}.{low[1]} and later"
-
-
-def rows() -> list[str]:
-    lines = [
-        "| kernel | package | compute capability | dtypes | besides causal, GQA and packed sequences |",
-        "|---|---|---|---|---|",
-    ]
-    for name, packages in CATALOG.items():
-        for package in packages:
-            what = f"`{package.distribution}`" + (f" {package.minimum[0]} and later" if package.minimum else "")
-            dtypes = ", ".join(SHORT[dtype] for dtype in sorted(package.features.dtypes, key=list(SHORT).index))
-            on = "any device" if "cpu" in package.features.devices else capability(package.features)
-            has = features(package) + ("" if package.features.backward else "; no gradients")
-            lines.append(f"| `{name}` | {what} | {on} | {dtypes} | {has} |")
-    return lines
-
-
-def differences() -> list[str]:
-    lines = ["| package | where | difference |", "|---|---|---|"]
-    for packages in CATALOG.values():
-        for package in packages:
-            for limit in package.limits:
-                where = [f"before {limit.before}"] if limit.before else []
-                where += (
-                    ["on " + " and ".join(f"{major}.x" for major in limit.capabilities)] if limit.capabilities else []
-                )
-                lines.append(f"| `{package.distribution}` | {', '.join(where)} | {difference(limit)} |")
-    return lines
-
-
-def difference(limit: Limit) -> str:
-    changes, parts = dict(limit.changes), []
-    if "max_capability" in changes:
-        parts.append(f"compute capability up to {changes.pop('max_capability')[0]}.x")
-    if "max_head_dim" in changes or "head_dims" in changes:
-        largest, pairs = changes.pop("max_head_dim", 128), changes.pop("head_dims", ())
-        parts.append(" or ".join([f"head dimensions up to {largest}", *map(str, pairs)]))
-    parts += [f"no gradients of {WORDS.get(name, name)}" for name in limit.forward_only]
-    lost = {**WORDS, "deterministic": "deterministic backward"}
-    parts += [f"no {lost.get(name, name)}" for name, value in changes.items() if value is False]
-    assert parts
-    return "; ".join(parts)
-
-
-@pytest.mark.parametrize(
-    ("page", "table"), [("README.md", rows()), ("docs/kernels.md", rows()), ("docs/kernels.md", differences())]
-)
-def test_the_documentation_has_the_table(page: str, table: list[str]) -> None:
-    expected = "\n".join(table)
-    assert expected in (ROOT / page).read_text(), f"{page} should have:\n{expected}"
+    assert not kernel.features.deterministic
+    assert not kernel.features.sinks  # the module has no primitives
+    assert kernel.features_in(environment(H100, flash_attn_4=NEWEST)).deterministic

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +158,8 @@ class TestBestAvailable:
             ("2.11.0", {"window"}, "flash_attention_torch", "torch 2.11.0 on NVIDIA A100 (sm_80)"),
             ("2.11.0", {"varlen", "paged"}, None, "it has no paged"),
             ("2.12.1", {"varlen", "paged"}, "flash_attention_torch", "torch 2.12.1 on NVIDIA A100 (sm_80)"),
-            ("2.15.0", {"sinks"}, "eager", "it has no attention sinks"),
+            ("2.15.0", {"varlen", "sinks"}, "flash_attention_torch", "torch 2.15.0 on NVIDIA A100 (sm_80)"),
+            ("2.15.0", {"softcap"}, "eager", "it has no softcap"),
         ],
     )
     def test_torchs_own_by_its_version(self, torch: str, requires: set[str], chosen: str | None, because: str) -> None:
@@ -184,7 +186,7 @@ class TestBestAvailable:
         assert best_available(here, {"dropout", "sinks"}).name == "eager"
         assert best_available(environment(), {"softcap"}).name == "eager"
         lacks = {step.name: step.reason for step in ladder(environment=here, requires={"dropout", "sinks"})}
-        assert lacks["flash_attention_2"] == "it has no attention sinks"
+        assert lacks["flash_attention_2"] == "it has no dropout beside attention sinks"
         assert lacks["flash_attention_4"] == "it has no dropout"
 
     def test_the_package_that_transformers_imports(self) -> None:
@@ -437,6 +439,14 @@ class TestVerifySdpa:
             verify_sdpa_support(Model(), 0)
 
 
+def without_sinks(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+    softmax_scale: Any = None, causal: Any = False,
+) -> Any:  # fmt: skip
+    """A kernel of a user's own."""
+    raise AssertionError("called")
+
+
 class TestVerifyFlash:
     here = environment(*ALL, devices=(H100,))
 
@@ -474,8 +484,7 @@ class TestVerifyFlash:
     @pytest.mark.parametrize(
         ("model", "name", "says"),
         [
-            (Model(layer=Layer(sinks=[0.0])), "flash_attention_2", "attention sinks.*flash_attention_4"),
-            (Model(layer=Layer(sinks=[0.0])), "flash_attention_3", "attention sinks.*flash_attention_4"),
+            (Model(layer=Layer(sinks=[0.0])), "without_sinks", "attention sinks.*flash_attention_2"),
             (Model(layer=Layer(sliding_window=8)), "forward_alone", "sliding windows.*flash_attention_4"),
             (Model(layer=Layer(config=Config(sliding_window=8))), "forward_alone", "sliding windows"),
         ],
@@ -485,6 +494,9 @@ class TestVerifyFlash:
         if name == "forward_alone":
             name = "my_flash"
             kernel_compat.register_attention(name, kernel="flash_attention_3")
+        elif name == "without_sinks":
+            name = "my_flash"
+            kernel_compat.register_attention(name, kernel=SimpleNamespace(flash_attn_varlen_func=without_sinks))
         with pytest.raises(UnsupportedFeatureError, match=says) as caught:
             verify_flash_support(model, name, here)
         assert "Model" in str(caught.value)

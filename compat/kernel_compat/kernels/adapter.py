@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from .catalog import REFERENCE, instead, kernels_with
+from .primitives import Lengths, Pattern, Primitives
 from .provider import FUNCTIONS, Features, Provider, WarnOnce
 
 __all__ = ["Functions", "adapt", "takes"]
@@ -50,6 +51,9 @@ _OPTIONAL = {
     "s_aux": "sinks",
 }
 
+#: The keyword by which a function with a paged cache returns the log-sum-exp as well.
+_LSE = "return_softmax_lse"
+
 
 def adapt(
     name: str, raw: Mapping[str, Callable[..., Any] | None], features: Features, provider: Provider
@@ -58,12 +62,16 @@ def adapt(
     dense, varlen, kvcache = (raw[function] for function in FUNCTIONS)
     assert varlen is not None
     features = replace(_taken(varlen, features, provider), paged=features.paged and kvcache is not None)
+    primitives = None
+    if features.sinks_from == "log-sum-exp":
+        primitives = provider.primitives()
+        features = replace(features, sinks=primitives is not None)
     if dense is not None and not (
         all(takes(dense, keyword) for keyword in ("softmax_scale", "causal"))
-        and _taken(dense, features, provider) == features
+        and replace(_taken(dense, features, provider), sinks=features.sinks) == features
     ):
         dense = None  # the varlen function computes it
-    adapter = _Adapter(name, features, provider, (dense, varlen, None))
+    adapter = _Adapter(name, features, provider, (dense, varlen, None), primitives)
     paged = None
     if kvcache is not None and features.paged:
         cached = _Adapter(name, _taken(kvcache, features, provider), provider, (None, None, kvcache))
@@ -73,10 +81,13 @@ def adapt(
 
 def _taken(function: Callable[..., Any], features: Features, provider: Provider) -> Features:
     """The features without those whose keyword a function doesn't take."""
+    names = {keyword: provider.renamed.get(keyword, keyword) for keyword in _OPTIONAL}
+    if features.sinks_from == "log-sum-exp":
+        names["s_aux"] = _LSE
     lacking: dict[str, Any] = {
         feature: False
         for keyword, feature in _OPTIONAL.items()
-        if not takes(function, provider.renamed.get(keyword, keyword), unnamed=provider.declared)
+        if not takes(function, names[keyword], unnamed=provider.declared)
     }
     return replace(features, **lacking)
 
@@ -99,11 +110,21 @@ class _Adapter:
     """
 
     def __init__(
-        self, name: str, features: Features, provider: Provider, functions: tuple[Callable[..., Any] | None, ...]
+        self,
+        name: str,
+        features: Features,
+        provider: Provider,
+        functions: tuple[Callable[..., Any] | None, ...],
+        primitives: Primitives | None = None,
     ) -> None:
         import torch
 
         self._name, self._features, self._provider = name, features, provider
+        self._sinks_from_lse = features.sinks_from == "log-sum-exp"
+        if primitives is not None:
+            from .sinks import register
+
+            register(provider.distribution, primitives)
         self._dense, self._varlen, self._kvcache = functions
         self._names = {keyword: provider.renamed.get(keyword, keyword) for keyword in (*_OPTIONAL, "block_table")}
         self._supported = {keyword: getattr(features, feature) for keyword, feature in _OPTIONAL.items()}
@@ -199,8 +220,15 @@ class _Adapter:
         given = {**_DEFAULTS, "window_size": window_size, "softcap": softcap, "s_aux": s_aux}
         options = self._options(inputs, given)
         options[self._names["block_table"]] = block_table
+        if computed := s_aux is not None and self._sinks_from_lse:
+            options[_LSE] = True
         scale = {"softmax_scale": softmax_scale, "causal": causal}
-        return _first(self._kvcache(*inputs, k, v, cache_seqlens=cache_seqlens, **scale, **options))  # type: ignore[misc]
+        found = self._kvcache(*inputs, k, v, cache_seqlens=cache_seqlens, **scale, **options)  # type: ignore[misc]
+        if computed:
+            from .sinks import with_sinks
+
+            found = with_sinks(found[0], found[1], s_aux)
+        return _first(found)
 
     def _compute(
         self,
@@ -225,8 +253,27 @@ class _Adapter:
         v_dim = inputs[2].shape[-1]
         if dims != (inputs[0].shape[-1], v_dim):
             inputs, scale = _padded(inputs, scale, dims)
-        out = _first(function(*inputs, **lengths, softmax_scale=scale, causal=causal, **options))
+        if given["s_aux"] is not None and self._sinks_from_lse:
+            out = self._with_sinks(inputs, lengths, {**given, "softmax_scale": scale})
+        else:
+            out = _first(function(*inputs, **lengths, softmax_scale=scale, causal=causal, **options))
         return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
+
+    def _with_sinks(self, inputs: tuple[Any, Any, Any], lengths: dict[str, Any], given: dict[str, Any]) -> Any:
+        """Attention with sinks by the package's primitives, which take no dropout."""
+        if given["dropout_p"]:
+            advice = f"Use {REFERENCE}, or train without attention dropout."
+            raise UnsupportedFeatureError("attention dropout beside sinks", self._name, advice)
+        from .sinks import attention_with_sinks
+
+        q, k, v = inputs
+        scale = q.shape[-1] ** -0.5 if given["softmax_scale"] is None else given["softmax_scale"]
+        if scale <= 0:  # primitives look for the largest score before they scale
+            q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
+        left, right = (-1 if side is None else side for side in given["window_size"])
+        pattern = Pattern(scale, given["causal"], left, right, given["softcap"], given["deterministic"])
+        sequences = Lengths(**lengths) if lengths else None
+        return attention_with_sinks(self._provider.distribution, q, k, v, given["s_aux"], sequences, pattern)
 
     def _options(self, inputs: tuple[Any, Any, Any], given: dict[str, Any]) -> dict[str, Any]:
         """The package's keywords for a call; an error, or a warning once, for an option that it lacks."""
@@ -253,7 +300,8 @@ class _Adapter:
             options[names["softcap"]] = given["softcap"]
         if given["s_aux"] is not None:
             self._require("s_aux", (given["s_aux"],))
-            options[names["s_aux"]] = given["s_aux"]
+            if not self._sinks_from_lse:
+                options[names["s_aux"]] = given["s_aux"]
         return options
 
     def _require(self, keyword: str, inputs: tuple[Any, ...]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..environment import SHIPS, Environment
 from . import torch_varlen
+from .primitives import PackagePrimitives
 from .provider import Features, Limit, Provider
 
 __all__ = [
@@ -54,19 +55,41 @@ def _as_built(config: str) -> Callable[[Any, Features], Features]:
     return refine
 
 
+#: Attention sinks for a kernel whose functions take none.
+_SINKS_FROM_LSE: dict[str, Any] = {"sinks": True, "sinks_from": "log-sum-exp"}
+
 FLASH_ATTN = _package(
     "flash-attn",
-    Features(softcap=True, dropout=True, deterministic=True, paged=True, min_capability=(8, 0)),
+    Features(
+        softcap=True,
+        dropout=True,
+        deterministic=True,
+        paged=True,
+        head_dim_multiple=8,
+        min_capability=(8, 0),
+        **_SINKS_FROM_LSE,
+    ),
     "Install it where torch is installed already: pip install --no-build-isolation flash-attn",
     minimum=("2.6", "the first with softcap"),
     handles_unbounded_right_window=False,
     unpaged_because=lambda page_size, head_dim: (
         f"its pages are multiples of 256 tokens, not of {page_size}" if page_size % 256 else None
     ),
+    primitives=PackagePrimitives(
+        "flash_attn.flash_attn_interface",
+        dense=("_flash_attn_forward", "_flash_attn_backward"),
+        varlen=("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+    ).load,
 )
 
 _BUILD_FA3 = "flash-attn-3 is on no package index: build it from the hopper folder of the flash-attention source"
-_HOPPER: dict[str, Any] = {"min_capability": (9, 0), "max_capability": (9, 9)}
+_HOPPER: dict[str, Any] = {
+    "head_dim_multiple": 8,
+    "min_capability": (9, 0),
+    "max_capability": (9, 9),
+    **_SINKS_FROM_LSE,
+}
+_FA3 = ("_flash_attn_forward", "_flash_attn_backward")
 
 FLASH_ATTN_3 = _package(
     "flash-attn-3",
@@ -74,6 +97,7 @@ FLASH_ATTN_3 = _package(
     f"{_BUILD_FA3}, or install its forward alone: pip install fa3-fwd",
     renamed={"block_table": "page_table"},
     refine=_as_built("flash_attn_config"),
+    primitives=PackagePrimitives("flash_attn_interface", dense=_FA3, varlen=_FA3).load,
 )
 FA3_FWD = _package(
     "fa3-fwd",
@@ -81,7 +105,10 @@ FA3_FWD = _package(
     "Install it with: pip install fa3-fwd",
     renamed={"block_table": "page_table"},
     refine=_as_built("fa3_fwd_config"),
+    primitives=PackagePrimitives("fa3_fwd_interface", dense=_FA3, varlen=_FA3).load,
 )
+
+_FA4 = ("_flash_attn_fwd", "_flash_attn_bwd")
 
 #: Compute capability 8.x has a forward only. The limits are read from flash_attn/cute/interface.py of the releases 4.0.0b3 to
 #: 4.0.0b36, except where another source is named.
@@ -98,19 +125,20 @@ FLASH_ATTN_4 = _package(
     "Install it with: pip install --pre flash-attn-4",
     renamed={"s_aux": "learnable_sink"},
     unlimited=None,
+    primitives=PackagePrimitives("flash_attn.cute.interface", dense=_FA4, varlen=_FA4, unlimited=None).load,
     limits=(
         Limit({"max_capability": (11, 9)}, before="4.0.0b5"),
         Limit({"deterministic": False}, before="4.0.0b5", capabilities=(9,)),
         # The dense backward ignores softcap, without an error; the varlen backward refuses it.
         Limit(forward_only=("softcap",), before="4.0.0b9"),
         # Their autograd functions return None for the sinks, without an error. 4.0.0b26 has the same code for them as 4.0.0b30.
-        Limit(forward_only=("sinks",), before="4.0.0b26"),
+        Limit({"sinks_from": "log-sum-exp"}, before="4.0.0b26"),
         # Above 128 only these two pairs: (192, 192) is refused.
         Limit({"max_head_dim": 128, "head_dims": ((192, 128), (256, 256))}, capabilities=(10, 11)),
         Limit({"head_dims": ((192, 128),)}, before="4.0.0b11", capabilities=(10, 11)),
-        # Sinks are refused by the forward (flash_fwd.py), `deterministic` by the backward; more than 192 doesn't fit into the
-        # 99 KB of shared memory (can_implement in flash_fwd_sm120.py and flash_bwd_sm120.py).
-        Limit({"sinks": False, "deterministic": False, "max_head_dim": 192}, capabilities=(12,)),
+        # Its own sinks are refused by the forward (flash_fwd.py), `deterministic` by the backward; more than 192 doesn't fit into
+        # the 99 KB of shared memory (can_implement in flash_fwd_sm120.py and flash_bwd_sm120.py).
+        Limit({"sinks_from": "log-sum-exp", "deterministic": False, "max_head_dim": 192}, capabilities=(12,)),
         # The backward takes a window and ignores it, without an error (flash_bwd.py).
         Limit(forward_only=("window",), before="4.0.0b21", capabilities=(12,)),
     ),
@@ -119,7 +147,7 @@ FLASH_ATTN_4 = _package(
 TORCH = Provider(
     "torch.nn.attention.varlen",
     "torch",
-    Features(deterministic=True, paged=True, head_dim_multiple=8, min_capability=(8, 0)),
+    Features(deterministic=True, paged=True, head_dim_multiple=8, min_capability=(8, 0), **_SINKS_FROM_LSE),
     "Install a newer torch: pip install --upgrade 'torch>=2.10'",
     minimum=("2.10", "the first with torch.nn.attention.varlen"),
     limits=(Limit({"window": False}, before="2.11"), Limit({"paged": False}, before="2.12")),
@@ -129,6 +157,7 @@ TORCH = Provider(
     functions=torch_varlen.functions,
     unpaged_because=torch_varlen.unpaged_because,
     runs_on=torch_varlen.runs_on,
+    primitives=torch_varlen.Primitives,
 )
 
 _ANYWHERE: dict[str, Any] = {

@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from ..environment import KNOWN_IMPORTS, Environment, importable
+
+if TYPE_CHECKING:
+    from .primitives import Primitives
 
 __all__ = ["FUNCTIONS", "Features", "Limit", "Provider", "WarnOnce", "older"]
 
@@ -46,6 +49,8 @@ class Features:
         value_head_dim: the value's head dimension may be smaller than the query's; it is padded where not.
         min_capability: the least CUDA compute capability, None where none is needed.
         max_capability: the greatest CUDA compute capability, None for no limit.
+        sinks_from: ``keyword`` if the package's functions take sinks; ``log-sum-exp`` if they take none, or have no gradients
+            for them, and sinks are computed from the log-sum-exp that they return.
     """
 
     causal: bool = True
@@ -67,6 +72,7 @@ class Features:
     max_capability: tuple[int, int] | None = None
     head_dims: tuple[tuple[int, int], ...] = ()
     forward_only: tuple[str, ...] = ()
+    sinks_from: str = "keyword"
 
     def names(self) -> tuple[str, ...]:
         """The names of the supported yes-or-no features."""
@@ -78,6 +84,8 @@ class Features:
         With ``backward`` among them, a feature that has no gradients counts as not supported.
         """
         missing = [self.word(feature) for feature in sorted(required) if not getattr(self, feature)]
+        if not missing and {"dropout", "sinks"} <= set(required) and self.sinks_from == "log-sum-exp":
+            missing = ["dropout beside attention sinks"]  # the gradient of a sink can't know the mask
         if "backward" in required and self.backward:
             used = sorted(set(required) & set(self.forward_only))
             missing += [f"gradients of {self.word(feature)}" for feature in used if getattr(self, feature)]
@@ -141,6 +149,7 @@ class Provider:
         unpaged_because: called with a page size and a head dimension; returns why such pages can't be used, None if they can.
         runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it. A provider
             with this loads without any device, and its functions refuse tensors of other devices.
+        primitives: returns the functions below its autograd functions, None if it has none; called once it is imported.
     """
 
     module: str
@@ -158,6 +167,7 @@ class Provider:
     functions: Callable[[Any], Mapping[str, Any]] = lambda module: {f: getattr(module, f, None) for f in FUNCTIONS}
     unpaged_because: Callable[[int, int], str | None] = lambda page_size, head_dim: None
     runs_on: Callable[[str], bool] | None = None
+    primitives: Callable[[], Primitives | None] = lambda: None
 
     def features_in(self, environment: Environment) -> Features:
         """The features of the installed version on the GPUs of an environment; a limit of one GPU counts for all."""

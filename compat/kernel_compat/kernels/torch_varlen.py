@@ -24,7 +24,9 @@ from .provider import Features, WarnOnce
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["functions", "refine", "runs_on", "unpaged_because"]
+    from .primitives import Lengths, Pattern
+
+__all__ = ["Primitives", "functions", "refine", "runs_on", "unpaged_because"]
 
 _NAME = "flash_attention_torch"
 _LEADING = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
@@ -39,6 +41,7 @@ _OFF = {
     "block_table": None,
     "num_splits": None,
 }
+_VARYING = "gradients vary in their last bits unless torch.use_deterministic_algorithms(True) is in force"
 _PAGING = frozenset({"seqused_k", "block_table"})
 
 
@@ -134,10 +137,7 @@ class _Varlen:
 
         determined = torch.are_deterministic_algorithms_enabled()
         if deterministic and not determined and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            consequence = (
-                "gradients vary in their last bits unless torch.use_deterministic_algorithms(True) is in force"
-            )
-            self._warn_once("deterministic backward of its own", consequence)
+            self._warn_once("deterministic backward of its own", _VARYING)
         chosen: dict[str, Any] = {}
         if "num_splits" in self.options:
             if deterministic or determined:
@@ -145,7 +145,8 @@ class _Varlen:
             elif self._active_backend() is not None and _prefers_flash():
                 chosen["num_splits"] = 0  # the backend chooses; excludes cuDNN, which takes none
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return self._call((q, k, v), lengths, softmax_scale, causal, window_size, chosen)
+        output: Tensor = self._call((q, k, v), lengths, softmax_scale, causal, window_size, chosen)
+        return output
 
     def flash_attn_with_kvcache(
         self,
@@ -159,7 +160,8 @@ class _Varlen:
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
-    ) -> Tensor:
+        return_softmax_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         import torch
 
         if cache_seqlens is None or block_table is None:
@@ -188,8 +190,14 @@ class _Varlen:
         chosen: dict[str, Any] = {"seqused_k": lengths, "block_table": block_table}
         if "num_splits" in self.options:
             chosen["num_splits"] = 1  # in pages torch 2.13 is silently wrong where it splits (measured)
+        if return_softmax_lse:
+            chosen["return_aux"] = torch.nn.attention.varlen.AuxRequest(lse=True)
         inputs = (q.flatten(0, 1), k_cache, v_cache)
-        return self._call(inputs, packed, softmax_scale, causal, window_size, chosen).unflatten(0, (batch, q_len))
+        found = self._call(inputs, packed, softmax_scale, causal, window_size, chosen)
+        if not return_softmax_lse:
+            return found.unflatten(0, (batch, q_len))
+        out, lse = found  # lse: (heads, tokens)
+        return out.unflatten(0, (batch, q_len)), lse.unflatten(1, (batch, q_len)).transpose(0, 1)
 
     def _check_paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Tensor | None) -> None:
         import torch
@@ -216,7 +224,7 @@ class _Varlen:
         causal: bool,
         window_size: tuple[int, int],
         chosen: dict[str, Any],
-    ) -> Tensor:
+    ) -> Any:
         """Call `varlen_attn` with the options in `chosen`, and with the options that the other arguments require."""
         q, k, v = inputs
         if "is_causal" in self.options:
@@ -231,8 +239,59 @@ class _Varlen:
             chosen["scale"] = scale
         if "enable_gqa" in self.options and q.shape[-2] != k.shape[-2]:
             chosen["enable_gqa"] = True
-        output: Tensor = self._varlen_attn(q, k, v, *lengths, **chosen)
-        return output
+        return self._varlen_attn(q, k, v, *lengths, **chosen)
+
+
+class Primitives:
+    """torch's own operators as `primitives.Primitives`; their dense form is left out. A backend that is active runs them."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._forward = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+        self._backward = torch.ops.aten._flash_attention_backward  # noqa: SLF001
+        self._splits = "num_splits" in str(self._forward.default._schema)  # noqa: SLF001
+        self._warn_once = WarnOnce(_NAME)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, pattern: Pattern
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp."""
+        import torch
+
+        determined = torch.are_deterministic_algorithms_enabled()
+        split = {"num_splits": 1} if self._splits and (pattern.deterministic or determined) else {}
+        assert lengths is not None
+        arguments = (*lengths, 0.0, pattern.causal, False)
+        found = self._forward(q, k, v, *arguments, **_keywords(pattern), **split)
+        return found[0], found[1]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lengths: Lengths | None,
+        pattern: Pattern,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value."""
+        import torch
+
+        if pattern.deterministic and not torch.are_deterministic_algorithms_enabled():
+            self._warn_once("deterministic backward of its own", _VARYING)
+        assert lengths is not None
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        arguments = (*lengths, 0.0, pattern.causal, state, unused)
+        grads = self._backward(grad, q, k, v, out, lse, *arguments, **_keywords(pattern))
+        return tuple(grads)
+
+
+def _keywords(pattern: Pattern) -> dict[str, Any]:
+    sides = {"window_size_left": pattern.window_size_left, "window_size_right": pattern.window_size_right}
+    return {"scale": pattern.softmax_scale, **sides}
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Kernels without a second derivative, and kernels that torch.compile calls as an operator or doesn't trace."""
+"""Kernels without a second derivative, and kernels that torch.compile doesn't trace."""
 
 from __future__ import annotations
 
@@ -48,19 +48,3 @@ def untraced_backward(function: Any) -> Any:
     """A subclass of an autograd function whose backward compiled autograd calls and doesn't trace."""
     untraced = staticmethod(torch.compiler.disable(function.backward))
     return type(function.__name__, (function,), {"__doc__": function.__doc__, "backward": untraced})
-
-
-def operator(name: str, kernel: Callable[..., Any], outputs: Callable[..., Any]) -> Any:
-    """A kernel as a custom operator: for torch.compile, and for tensors on the meta device.
-
-    `torch.library.triton_op` would work as well, but its `wrap_triton` refuses interpreted kernels, and inductor fuses nothing
-    with a Triton kernel that is not its own. Eager code calls an autograd.Function: dispatching a custom operator with a
-    gradient takes longer than a small kernel. Dynamo must not trace that function: it mixes up its arguments, or refuses the
-    same tensor twice.
-
-    Args:
-        outputs: takes the kernel's arguments and returns results of its shapes, dtypes and strides.
-    """
-    made = torch.library.custom_op(f"kernel_compat::{name}", kernel, mutates_args=())
-    made.register_fake(outputs)
-    return made

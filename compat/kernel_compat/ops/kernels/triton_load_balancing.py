@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
-from .backward import first_derivative_only, operator
+from ...kernels.custom_operator import operator
+from .backward import first_derivative_only
 
 __all__ = ["load_balancing_loss"]
 

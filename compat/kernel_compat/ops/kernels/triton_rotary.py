@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
-from .backward import operator
+from ...kernels.custom_operator import operator
 
 __all__ = ["rotary_pos_emb"]
 
