@@ -149,7 +149,7 @@ EXTRA: dict[str, Callable[[], Any]] = {
 }
 
 PLAIN = ("llama", "llama_gqa", "head_dim_20", "deepseek_value_dim")
-WINDOWED = ("qwen2_window", "mistral_window")
+WINDOWED = tuple(name for name in ("qwen2_window", "mistral_window", "gpt_oss_sinks") if name in CAUSAL_LMS)
 DECODERS = [*PLAIN, *(pytest.param(name, marks=has_windows) for name in WINDOWED)]
 
 
@@ -830,15 +830,6 @@ class TestRefusals:
         with pytest.raises(UnsupportedFeatureError, match=f"{NAME} does not support softcap. {self.HAVE}") as caught:
             model(input_ids=tokens(length=WINDOW))
         assert "flash_attention_2" in str(caught.value)
-        assert not calls
-
-    @pytest.mark.skipif("gpt_oss_sinks" not in CAUSAL_LMS, reason="this release has no GPT-OSS")
-    def test_sinks(self, models: Path, calls: list[Any]) -> None:
-        model = load(saved(models, "gpt_oss_sinks"), NAME, **{DTYPE: torch.bfloat16})
-        message = f"{NAME} does not support attention sinks. {self.HAVE}"
-        with pytest.raises(UnsupportedFeatureError, match=message) as caught:
-            model(input_ids=tokens(length=WINDOW))
-        assert "flash_attention_4" in str(caught.value)
         assert not calls
 
     @pytest.mark.skipif(TORCH >= (2, 11), reason="varlen_attn has windows")

@@ -186,7 +186,8 @@ class TestBestAvailable:
         assert best_available(here, {"dropout", "sinks"}).name == "eager"
         assert best_available(environment(), {"softcap"}).name == "eager"
         lacks = {step.name: step.reason for step in ladder(environment=here, requires={"dropout", "sinks"})}
-        assert lacks["flash_attention_2"] == "it has no dropout beside attention sinks"
+        assert lacks["flash_attention_2"] == "it has no attention sinks"  # transformers drops them
+        assert lacks["flash_attention_torch"] == "it has no dropout"
         assert lacks["flash_attention_4"] == "it has no dropout"
 
     def test_the_package_that_transformers_imports(self) -> None:
@@ -484,6 +485,8 @@ class TestVerifyFlash:
     @pytest.mark.parametrize(
         ("model", "name", "says"),
         [
+            (Model(layer=Layer(sinks=[0.0])), "flash_attention_2", "attention sinks.*flash_attention_4"),
+            (Model(layer=Layer(sinks=[0.0])), "flash_attention_3", "attention sinks.*flash_attention_4"),
             (Model(layer=Layer(sinks=[0.0])), "without_sinks", "attention sinks.*flash_attention_2"),
             (Model(layer=Layer(sliding_window=8)), "forward_alone", "sliding windows.*flash_attention_4"),
             (Model(layer=Layer(config=Config(sliding_window=8))), "forward_alone", "sliding windows"),

@@ -6,6 +6,7 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from ..attention.defaults import registered_attention
@@ -76,7 +77,10 @@ def capabilities(name: str, environment: Environment) -> Capabilities | None:
     if provider.features.devices == ("cuda",) and environment.devices:
         runs_on += f" on {environment.devices[0]}"
     unusable = provider.unavailable_because(environment)
-    return Capabilities((kernel, provider), kernel.features_in(environment), unusable, runs_on)
+    features = kernel.features_in(environment)
+    if upstream and features.sinks_from != "keyword":  # transformers drops sinks that the package doesn't take
+        features = replace(features, sinks=False)
+    return Capabilities((kernel, provider), features, unusable, runs_on)
 
 
 def require_features(name: str, required: Iterable[str], owner: str, environment: Environment) -> None:
