@@ -86,7 +86,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         entry = resolve(attn_implementation)
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
-        require_flash_support(self, entry.name)
+        require_flash_support(self, entry.name, any_mask=entry.kernel.features.masks)
         _own_attention.prepare(type(self), entry.name)
         entry.kernel.load()
         if entry.forward is None:  # a user's own forward is not the library's to prove

@@ -308,7 +308,7 @@ def test_the_reference_formula_agrees_with_torch() -> None:
     k_, v_ = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k_, v_, attn_mask=visible)
     assert torch.equal(check._visible(9, 3), visible)
-    torch.testing.assert_close(check._reference(q, k, v, visible[None]), expected.transpose(1, 2))
+    torch.testing.assert_close(check._reference(q, k, v, visible=visible[None]), expected.transpose(1, 2))
 
 
 def test_every_kernel_and_every_registered_name_is_listed() -> None:

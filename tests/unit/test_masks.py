@@ -19,8 +19,8 @@ from kernel_compat.attention.call import AttentionCall
 from kernel_compat.attention.mask_function import attention_mask_function
 from kernel_compat.attention.mask_reduction import reduce_mask
 from kernel_compat.attention.padding import padding
-from kernel_compat.attention.tensors import memoised
 from kernel_compat.attention.varlen import _padded_by_sorting, padded_attention
+from kernel_compat.kernels.memo import memoised
 
 REFERENCE = known_kernels()["flash_attention_reference"]
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .tensors import fixed_shapes, memoised, previous_token, require, true_indices
+from ..kernels.memo import fixed_shapes, memoised
+from .tensors import previous_token, require, true_indices
 
 __all__ = [
     "Packing",

@@ -10,14 +10,12 @@ from torch import Tensor
 
 __all__ = ["AttentionCall", "PackedLengths", "check_heads", "unsupported_argument"]
 
-#: Arguments of some models' attention that no flash kernel supports: most change the scores.
-_UNSUPPORTED = frozenset(
-    {"head_mask", "position_bias", "attention_bias", "sinks", "indices", "block_indices", "output_attentions"}
-)
+#: Arguments of some models' attention that no kernel supports: most change the scores.
+_UNSUPPORTED = frozenset({"head_mask", "attention_bias", "sinks", "indices", "block_indices", "output_attentions"})
 
 
 def unsupported_argument(arguments: Mapping[str, Any]) -> str | None:
-    """The first of a layer's arguments that no flash kernel supports; None if it has none."""
+    """The first of a layer's arguments that no kernel supports; None if it has none."""
     for name in arguments:
         if name in _UNSUPPORTED and arguments[name] is not None and arguments[name] is not False:
             return "output_attentions=True" if name == "output_attentions" else name
@@ -67,8 +65,8 @@ class AttentionCall(NamedTuple):
         key, value: (batch, kv_len, kv_heads, head_dim); the value's head_dim may be smaller.
         causal: whether a query sees no later key, aligned to the bottom right where q_len and kv_len differ. A 4D mask and
             a mask of the library's mask function override it. None if the layer doesn't say.
-        mask: None; (batch, length) with 1 for tokens and 0 for padding; or a 4D mask that is made of padding, causality, a
-            window and packed sequences alone.
+        mask: None; (batch, length) with 1 for tokens and 0 for padding; or a 4D mask. A kernel without masks of any kind
+            takes a 4D mask that is made of padding, causality, a window and packed sequences alone.
         scale: of the scores; None for ``head_dim ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None or 0 for none.
         sinks: (heads,) or None, one logit a head that takes part in the softmax and has no value.
@@ -79,6 +77,7 @@ class AttentionCall(NamedTuple):
         local_window: a causal window of the layer in addition to its mask, as GPT-Neo's.
         position_ids: (batch or 1, q_len): a packed sequence begins where they restart. The position ids of the model's own
             forward take precedence.
+        bias: (batch or 1, heads or 1, q_len, kv_len), added to the scores, as T5's; for kernels with masks of any kind.
         lengths: of packed sequences; if None, those of the model's own forward. Masks and positions must agree with them.
     """
 
@@ -95,6 +94,7 @@ class AttentionCall(NamedTuple):
     sliding_window: int | None = None
     local_window: int | None = None
     position_ids: Tensor | None = None
+    bias: Tensor | None = None
     lengths: PackedLengths | None = None
 
     def window(self, causal: bool) -> tuple[int, int]:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel
+from ..kernels.catalog import instead
 from .boundaries import Sequences, require_agreement, sequences_of_positions, sequences_of_segments
 from .call import AttentionCall, PackedLengths, check_heads, unsupported_argument
 from .forward_context import ForwardContext, current_context
-from .mask_reduction import ReducedMask, reduce_mask
-from .tensors import constant
+from .mask_reduction import ReducedMask, reduce_mask, visible_and_bias
+from .padding import padding_segments
+from .tensors import constant, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
 __all__ = ["attention_forward", "flash_attention", "target_dtype"]
@@ -53,7 +55,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         if argument := unsupported_argument(kwargs):
-            raise UnsupportedFeatureError(argument, name, "No flash kernel does: use attn_implementation='eager'.")
+            raise UnsupportedFeatureError(argument, name, "No kernel does: use attn_implementation='eager'.")
         paging: dict[str, Any] = {}
         if cache is not None:
             # Continuous batching, from transformers 5.19 on. The cache writes this layer's lengths and pages into `paging`.
@@ -82,6 +84,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             sliding_window=kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module),
             local_window=kwargs.get("local_window"),
             position_ids=position_ids,
+            bias=kwargs.get("position_bias"),
             lengths=lengths,
         )
         if in_pages:
@@ -178,13 +181,22 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
     """
     functions = kernel.load()
     check_heads(call.query.shape[2], call.key.shape[2], call.sinks)
-    reduced, own = _resolve_mask(call, current_context())
+    if call.bias is not None and functions.masked_attention is None:
+        raise UnsupportedFeatureError(
+            "a bias of the scores (position_bias)", kernel.name, instead(kernel.name, "masks")
+        )
+    context = current_context()
+    if functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4:
+        return _any_mask(functions.masked_attention, call, context)
+    reduced, own = _resolve_mask(call, context)
     if reduced.kv_len != call.key.shape[1]:
         call = call._replace(key=call.key[:, : reduced.kv_len], value=call.value[:, : reduced.kv_len])
     window = reduced.window
     if call.local_window and call.local_window < reduced.kv_len:
         window = (min(call.local_window - 1, window[0] if window[0] >= 0 else reduced.kv_len), 0)
     options = call.options(reduced.causal, window)
+    if call.bias is not None and functions.masked_attention is not None:
+        return _biased(functions.masked_attention, call, reduced, own, options)
     lengths = own.lengths if call.lengths is None and own is not None else call.lengths
     if lengths is not None:
         _check_lengths(lengths, call, reduced, own)
@@ -195,6 +207,64 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
     if reduced.padding is not None:
         return padded_attention(functions, call, reduced.padding, reduced.padded_queries, options)
     output: Tensor = functions.flash_attn_func(call.query, call.key, call.value, **options)
+    return output
+
+
+def _any_mask(masked: Callable[..., Any], call: AttentionCall, context: ForwardContext | None) -> Tensor:
+    """A call with a 4D mask, by a kernel with masks of any kind."""
+    (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
+    own = None
+    if context is not None and context.covers(batch, q_len, kv_len, bool(call.causal)):
+        own = context
+    assert call.mask is not None
+    visible, bias = visible_and_bias(call.mask, q_len, kv_len)
+    if call.bias is not None:
+        bias = call.bias if bias is None else call.bias + bias
+    if q_len > 1 and not (own is not None and own.has_4d_mask):  # the model's, which may not know of packed sequences
+        _require_separation(call, own)
+    window = (call.local_window - 1, 0) if call.local_window and call.local_window < kv_len else (-1, -1)
+    options = call.options(False, window)
+    inputs = (call.query, call.key, call.value)
+    output: Tensor = masked(*inputs, visible=visible, bias=bias, **options)
+    return output
+
+
+def _require_separation(call: AttentionCall, own: ForwardContext | None) -> None:
+    """Check that a mask that the model made separates the packed sequences of its forward, if there are any.
+
+    Raises:
+        UnsupportedFeatureError: it isn't known to.
+    """
+    packed = call.lengths is not None or (
+        own is not None and (own.lengths is not None or own.sequences(True) is not None)
+    )
+    if packed and not (own is not None and any(same_storage(mask, call.mask) for mask in own.separating)):
+        raise UnsupportedFeatureError(
+            "packed sequences",
+            "a mask with a pattern of the model's own",
+            "transformers separates them without a KV cache: pass use_cache=False. Or pass the sequences as rows of a batch.",
+        )
+
+
+def _biased(
+    masked: Callable[..., Any],
+    call: AttentionCall,
+    reduced: ReducedMask,
+    own: ForwardContext | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """A call with a bias and no 4D mask, by a kernel with masks of any kind."""
+    assert call.bias is not None
+    batch, q_len = call.query.shape[:2]
+    if call.lengths is not None or (own is not None and (own.lengths is not None or own.sequences(True) is not None)):
+        raise UnsupportedFeatureError(
+            "packed sequences", "a bias of the scores", "Pass the sequences as rows of a batch."
+        )
+    segments = (
+        None if reduced.padding is None else padding_segments(reduced.padding, batch, q_len, reduced.padded_queries)
+    )
+    inputs = (call.query, call.key, call.value)
+    output: Tensor = masked(*inputs, bias=call.bias[..., : reduced.kv_len], segments=segments, **options)
     return output
 
 

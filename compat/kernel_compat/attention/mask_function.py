@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.memo import fixed_shapes
 from .forward_context import ForwardContext, MaskRecord, current_context, record_mask
-from .tensors import as_int, fixed_shapes, same_storage
+from .tensors import as_int, same_storage
 
 __all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
 
@@ -43,6 +44,8 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     context = current_context()
     pattern = mask_pattern(arguments)
     mask = padding = _make_mask(pattern, context, arguments)
+    if pattern is None and mask is not None and context is not None and _separates(arguments["mask_function"]):
+        context.separating.append(mask)
     if pattern is None or (context is None and torch.compiler.is_compiling()):
         return mask
     kv_length = arguments["kv_length"]
@@ -168,6 +171,17 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
                 return None
             parts |= inner
     return parts
+
+
+def _separates(function: Callable[..., Any]) -> bool:
+    """Whether a mask function takes positions within packed sequences, as far as can be seen; unseen under torch.compile."""
+    if torch.compiler.is_compiling() or not hasattr(function, "__closure__"):
+        return False
+    if function.__qualname__.startswith("remap_positions_for_packed_sequence"):
+        return True
+    inside = [cell.cell_contents for cell in function.__closure__ or ()]
+    parts = [part for value in inside for part in (value if isinstance(value, tuple) else (value,))]
+    return any(_separates(part) for part in parts if callable(part))
 
 
 def _pattern_in_graph(function: Callable[..., Any], arguments: dict[str, Any]) -> MaskPattern | None:

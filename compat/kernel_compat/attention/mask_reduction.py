@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .tensors import memoised, previous_token
+from ..kernels.catalog import instead
+from ..kernels.memo import fixed_shapes, memoised
+from .tensors import previous_token
 
-__all__ = ["ReducedMask", "reduce_mask"]
+__all__ = ["ReducedMask", "reduce_mask", "visible_and_bias"]
 
 #: An additive mask hides a key by any number up to this: some models use -1e4 and -1e9, most the dtype's lowest.
 _HIDDEN = -1e4
@@ -52,20 +54,14 @@ def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
 
 
 def _reduce(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
-    if mask.shape[-2] != q_len or mask.shape[-1] < kv_len:
-        raise ValueError(
-            f"a 4D attention mask of shape {tuple(mask.shape)} does not fit {q_len} queries and {kv_len} keys"
-        )
+    _check_shape(mask, q_len, kv_len)
     everything = _visible(mask)
-    if bool(everything[..., kv_len:].any()):  # a cache that drops its oldest keys, as a sliding window's does
-        raise ValueError(
-            f"a 4D attention mask of shape {tuple(mask.shape)} shows keys after the last of {kv_len}: it doesn't say which key "
-            "each column stands for"
-        )
+    _require_no_more_keys(mask, everything, kv_len)
     visible = everything[..., :kv_len]
     if visible.shape[1] > 1 and not bool((visible == visible[:, :1]).all()):
         raise ValueError(
-            "a 4D attention mask that differs between heads can't be reduced to padding, causality and window"
+            "a 4D attention mask that differs between heads can't be reduced to padding, causality and window. "
+            f"{instead('', 'masks')}"
         )
     visible = visible[:, 0]
     keys = visible.any(1)  # (batch, keys)
@@ -93,19 +89,60 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
             return reduced
     raise ValueError(
         "this 4D attention mask is not made of padding, causality, a sliding window and packed sequences alone: a flash kernel "
-        "can't honour it. Use attn_implementation='sdpa' or 'eager'"
+        f"can't honour it. {instead('', 'masks')} Or use attn_implementation='sdpa' or 'eager'"
     )
+
+
+def visible_and_bias(mask: Tensor, q_len: int, kv_len: int) -> tuple[Tensor, Tensor | None]:
+    """A 4D mask as a bool mask of the visible keys and a bias of the scores, None if it has none. Synchronises once a mask.
+
+    Args:
+        mask: (batch or 1, heads or 1, q_len, kv_len or more), bool (True: visible) or float (added to the scores).
+
+    Raises:
+        ValueError: its shape or dtype doesn't fit, or it shows keys after the last one.
+    """
+    _check_shape(mask, q_len, kv_len)
+
+    def split() -> tuple[Tensor, Tensor | None]:
+        visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
+        if mask.shape[-1] > kv_len and not fixed_shapes(mask):
+            _require_no_more_keys(mask, visible, kv_len)
+        visible = visible[..., :kv_len]
+        if mask.dtype == torch.bool:
+            return visible, None
+        bias = mask[..., :kv_len].masked_fill(~visible, 0)
+        # A bias that needs a gradient must not be kept: its graph lasts for one backward.
+        return visible, bias if fixed_shapes(mask) or mask.requires_grad or bool(bias.any()) else None
+
+    return split() if mask.requires_grad else memoised(mask, ("visible", kv_len), split)
+
+
+def _check_shape(mask: Tensor, q_len: int, kv_len: int) -> None:
+    if mask.shape[-2] != q_len or mask.shape[-1] < kv_len:
+        raise ValueError(
+            f"a 4D attention mask of shape {tuple(mask.shape)} does not fit {q_len} queries and {kv_len} keys"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"a 4D attention mask must be bool or float, not {mask.dtype}: 1 may mean either there")
+
+
+def _require_no_more_keys(mask: Tensor, visible: Tensor, kv_len: int) -> None:
+    if bool(visible[..., kv_len:].any()):  # a cache that drops its oldest keys, as a sliding window's does
+        raise ValueError(
+            f"a 4D attention mask of shape {tuple(mask.shape)} shows keys after the last of {kv_len}: it doesn't say which key "
+            "each column stands for"
+        )
 
 
 def _visible(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
-    if not mask.is_floating_point():
-        raise ValueError(f"a 4D attention mask must be bool or float, not {mask.dtype}: 1 may mean either there")
     visible = mask == 0
     if not bool((visible | (mask <= _HIDDEN)).all()):
         raise ValueError(
-            "a 4D attention mask that holds a bias, numbers besides 0 and minus infinity, can't be honoured by flash kernels"
+            "a 4D attention mask that holds a bias, numbers besides 0 and minus infinity, can't be honoured by flash kernels. "
+            f"{instead('', 'masks')}"
         )
     return visible
 

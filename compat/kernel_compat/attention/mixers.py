@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedFeatureError
+from ..kernels.memo import fixed_shapes, memoised
 from ..patching.swap import Change, make, undo
 from .defaults import resolve
 from .forward_context import ForwardContext, arguments_by_name, current_context
 from .rows import CACHE_ARGUMENTS, RowCall, packed_rows, padded_rows
-from .tensors import fixed_shapes, memoised
 
 __all__ = ["MixerPatches", "is_mixer"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.memo import memoised
 from .boundaries import Sequences
-from .tensors import memoised, offsets_of, true_indices
+from .tensors import offsets_of, true_indices
 
-__all__ = ["padding", "query_mask", "runs"]
+__all__ = ["padding", "padding_segments", "query_mask", "runs"]
 
 
 def padding(mask: Tensor, q_len: int, padded_queries: bool) -> tuple[Sequences, Sequences] | None:
@@ -41,6 +42,21 @@ def _padding(mask: Tensor, q_len: int, padded_queries: bool) -> tuple[Sequences,
     if padded_queries and q_len == valid.shape[1] > 1:
         return of_keys, of_keys
     return Sequences(true_indices(queries, q_total), offsets_of(q_lens), q_max, False), of_keys
+
+
+def padding_segments(mask: Tensor, batch: int, q_len: int, padded_queries: bool) -> tuple[Tensor, Tensor]:
+    """0 for tokens and a negative number for padding, for the queries and for the keys: (batch, length), int32.
+
+    Args:
+        mask: (batch or 1, kv_len), 1 or True for tokens.
+    """
+
+    def find() -> tuple[Tensor, Tensor]:
+        keys = mask.bool().expand(batch, -1)
+        queries = query_mask(keys, q_len, padded_queries)
+        return queries.to(torch.int32) - 1, 2 * (keys.to(torch.int32) - 1)
+
+    return memoised(mask, ("segments", batch, q_len, padded_queries), find)
 
 
 def query_mask(valid: Tensor, q_len: int, padded_queries: bool) -> Tensor:

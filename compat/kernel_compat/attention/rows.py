@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedFeatureError
+from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, offsets_on_host
 from .call import PackedLengths
 from .forward_context import ForwardContext, within
-from .tensors import fixed_shapes
 
 __all__ = ["CACHE_ARGUMENTS", "RowCall", "Rows", "packed_rows", "padded_rows"]
 

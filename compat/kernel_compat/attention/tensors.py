@@ -1,23 +1,21 @@
-"""Values read from tensors, at most once a tensor, and checks of tensors that don't synchronise."""
+"""Values read from tensors, and checks of tensors that don't synchronise."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+
+from ..kernels.memo import fixed_shapes, memoised
 
 T = TypeVar("T")
 
 __all__ = [
     "as_int",
     "constant",
-    "fixed_shapes",
-    "memoised",
     "offsets_of",
     "previous_token",
     "require",
@@ -39,54 +37,6 @@ def constant(function: Callable[[type], T]) -> Callable[[type], T]:
 
     looked_up: Callable[[type], T] = torch.compiler.assume_constant_result(lookup)
     return looked_up
-
-
-def fixed_shapes(tensor: Tensor) -> bool:
-    """Whether shapes must not depend on values: under torch.compile, and while a CUDA graph is captured."""
-    if torch.compiler.is_compiling():
-        return True
-    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-class TensorMemo:
-    """Values computed from a tensor, kept until the tensor is modified in place or freed.
-
-    Layers often get a view each of one mask, so a view is keyed by its base and geometry. Modifications are detected by the
-    version counter, which doesn't count writes through ``.data`` or a shared numpy array. Inference tensors have no version
-    counter, and under torch.compile there is nothing to keep: values are computed each time there.
-    """
-
-    #: How many values are kept for one tensor; the oldest goes first.
-    limit = 8
-
-    def __init__(self) -> None:
-        #: The values of each tensor.
-        self.values = WeakIdKeyDictionary()
-        self._lock = threading.Lock()
-
-    def __call__(self, tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
-        """The value of ``compute()`` for this tensor and purpose."""
-        if torch.compiler.is_compiling() or tensor.is_inference():
-            return compute()
-        base = tensor if tensor._base is None else tensor._base
-        geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = (purpose, geometry, tensor._version)
-        with self._lock:
-            known = self.values.get(base)
-            if known is not None and key in known:
-                kept: T = known[key]
-                return kept
-        value = compute()
-        with self._lock:
-            known = self.values.setdefault(base, {})
-            while len(known) >= self.limit:
-                del known[next(iter(known))]
-            known[key] = value
-        return value
-
-
-#: Shared by all layers and threads: tensors are its keys, so it holds nothing that outlives them.
-memoised = TensorMemo()
 
 
 def as_int(length: Any) -> int:

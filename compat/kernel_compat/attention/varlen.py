@@ -10,10 +10,11 @@ from torch import Tensor
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel
 from ..kernels.catalog import instead
+from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, longest, require_total
 from .call import AttentionCall, PackedLengths
 from .padding import padding, query_mask, runs
-from .tensors import fixed_shapes, offsets_of
+from .tensors import offsets_of
 
 __all__ = ["packed_attention", "padded_attention", "paged_attention", "sequences_attention"]
 

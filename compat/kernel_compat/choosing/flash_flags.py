@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UnsupportedFeatureError
+from ..kernels.catalog import FLEXIBLE
 from .support import has_no_attention
 
 __all__ = ["FLAG", "LEGACY", "declared_flash_support", "has_sdpa", "is_base", "require_flash_support", "sets"]
@@ -43,7 +44,7 @@ def declared_flash_support(owner: type, model: object | None = None) -> bool | N
     return default
 
 
-def require_flash_support(model: Any, name: str, interface: bool = True) -> None:
+def require_flash_support(model: Any, name: str, interface: bool = True, any_mask: bool = False) -> None:
     """Check that a model, or a model class, can compute its attention by the flash attention `name`.
 
     A model without attention, such as a convolutional backbone, passes.
@@ -53,6 +54,7 @@ def require_flash_support(model: Any, name: str, interface: bool = True) -> None
         name: the attention name, for the message.
         interface: whether a model of which no class sets a flag passes if it calls transformers' attention interface, as
             for registered names.
+        any_mask: whether the name's kernel takes masks of any kind: a model that has flex attention passes then.
 
     Raises:
         UnsupportedFeatureError: the model declares that it has no flash attention, or declares nothing and does not call
@@ -62,16 +64,19 @@ def require_flash_support(model: Any, name: str, interface: bool = True) -> None
     declared = declared_flash_support(owner, instance)
     undeclared = declared is None and interface and getattr(model, "_supports_attention_backend", False)
     sparse = None if instance is None else _sparse_attention(instance)
-    if (declared or undeclared or has_no_attention(owner)) and sparse is None:
+    flexible = any_mask and getattr(model, "_supports_flex_attn", False) is True
+    if (declared or undeclared or flexible or has_no_attention(owner)) and sparse is None:
         return
     feature = f"flash attention (attn_implementation={name!r})"
     if sparse is not None:
         feature += f": each query chooses its keys ({sparse}), and flash kernels have no such mask"
     elif declared is False:
         feature += f", as its {FLAG} says"
-    others = "'sdpa' or 'eager'" if has_sdpa(model) else "'eager'"
+    others = ["'sdpa'"] * has_sdpa(model) + ["'eager'"]
+    if getattr(model, "_supports_flex_attn", False) is True and sparse is None:
+        others.insert(0, f"{FLEXIBLE!r}")
     raise UnsupportedFeatureError(
-        feature, owner.__name__, f"Use {others}, or a release of transformers whose model supports it."
+        feature, owner.__name__, f"Use {' or '.join(others)}, or a release of transformers whose model supports it."
     )
 
 

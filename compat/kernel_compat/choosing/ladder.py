@@ -10,12 +10,12 @@ from ..attention.names import upstream_owner
 from ..environment import Environment
 from ..errors import KernelUnavailableError
 from ..kernels import Features, known_kernels
-from ..kernels.catalog import CATALOG, REFERENCE, TRANSFORMERS
+from ..kernels.catalog import CATALOG, FLEXIBLE, REFERENCE, TRANSFORMERS
 from .capabilities import capabilities, kernel_of, owner_of, require_string
 
 __all__ = ["LADDER", "Choice", "Step", "best_available", "ladder", "next_fallback", "step_of"]
 
-LADDER = (*(name for name in CATALOG if name != REFERENCE), *TRANSFORMERS)
+LADDER = (*(name for name in CATALOG if name not in (FLEXIBLE, REFERENCE)), *TRANSFORMERS)
 """From the newest FlashAttention to ``sdpa`` and ``eager``, which every model has."""
 
 

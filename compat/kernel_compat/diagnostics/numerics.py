@@ -38,7 +38,7 @@ class CaseResult:
     Attributes:
         case: the name of the case.
         verdict: ``skipped`` if the kernel lacks a feature that the case needs, ``failed`` if it raised.
-        errors: relative errors of ``output``, ``dq``, ``dk`` and ``dv``: the norm of the difference over the norm of the
+        errors: relative errors of ``output``, ``dq``, ``dk``, ``dv`` and ``dsinks``: the norm of the difference over the norm of the
             reference. Without gradients if the kernel has no backward.
         max_abs: the largest absolute difference of any element.
         tolerance: the largest relative error that counts as right.
@@ -121,6 +121,8 @@ class Case:
         kv_heads: the number of key and value heads.
         value_dim: the head dimension of the values.
         window: the sliding window, in tokens; None for none.
+        softcap: of the scores; None for none.
+        sinks: whether each head has a sink.
         needs: the `Features` that a kernel needs for it.
     """
 
@@ -130,6 +132,8 @@ class Case:
     kv_heads: int = HEADS
     value_dim: int = HEAD_DIM
     window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
     needs: tuple[str, ...] = ("causal",)
 
     def places(self) -> list[tuple[int, slice]]:
@@ -149,6 +153,8 @@ CASES = (
     Case("packed position_ids", (20, 5, 33), "position_ids", needs=("causal", "varlen")),
     Case("packed cu_seq_lens", (20, 5, 33), "cu_seq_lens", needs=("causal", "varlen")),
     Case("window", (33, 33), window=8, needs=("causal", "window")),
+    Case("softcap", (33, 33), softcap=2.0, needs=("causal", "softcap")),
+    Case("sinks", (33, 20, 5), "padded left", sinks=True, needs=("causal", "varlen", "sinks")),
     Case("GQA", (33, 33), kv_heads=HEADS // 2, needs=("causal", "gqa")),
     Case("value head dim smaller", (33, 33), value_dim=HEAD_DIM // 2),
 )
@@ -316,6 +322,8 @@ class _Subject:
             }
         if case.window is not None:
             options["sliding_window"] = case.window
+        if case.softcap is not None:
+            options["softcap"] = case.softcap
         return mask, options
 
 
@@ -377,7 +385,7 @@ def _check_case(case: Case, subject: _Subject, device: str, dtype: Any) -> CaseR
     except Exception as error:
         return CaseResult(case.name, "failed", reason=_one_line(error))
     differences = [x - y for x, y in zip(found, expected, strict=True)]
-    names = ("output", "dq", "dk", "dv")
+    names = ("output", "dq", "dk", "dv", "dsinks")
     errors = {name: float(d.norm() / y.norm()) for name, d, y in zip(names, differences, expected, strict=False)}
     max_abs = float(torch.cat([d.flatten() for d in differences]).abs().max())
     tolerance = _tolerance(device, dtype)
@@ -387,7 +395,7 @@ def _check_case(case: Case, subject: _Subject, device: str, dtype: Any) -> CaseR
 
 
 def _compute(case: Case, subject: _Subject, device: str, dtype: Any, backward: bool) -> tuple[list[Any], list[Any]]:
-    """Output and gradients (dq, dk, dv) at the real tokens, by the attention function and by the reference.
+    """Output and gradients (dq, dk, dv, and dsinks) at the real tokens, by the attention function and by the reference.
 
     Float64 tensors on the CPU, of shape ``(real tokens, heads, head dim)``.
     """
@@ -401,12 +409,19 @@ def _compute(case: Case, subject: _Subject, device: str, dtype: Any, backward: b
         x = torch.randn(rows, heads, length, dim, generator=generator, device="cpu", dtype=torch.float64)
         return x.to(dtype).to(device).requires_grad_(backward)
 
-    inputs = random(HEADS, HEAD_DIM), random(case.kv_heads, HEAD_DIM), random(case.kv_heads, case.value_dim)
+    inputs: tuple[Any, ...] = (
+        random(HEADS, HEAD_DIM),
+        random(case.kv_heads, HEAD_DIM),
+        random(case.kv_heads, case.value_dim),
+    )
     weight = random(HEADS, case.value_dim).detach().transpose(1, 2)
     visible = torch.eye(length, dtype=torch.bool, device="cpu").repeat(rows, 1, 1)  # padding sees itself
     for row, place in places:
         visible[row, place, place] = _visible(place.stop - place.start, case.window)
     mask, options = subject.mask_and_options(case, visible.to(device))
+    if case.sinks:
+        sinks = torch.randn(HEADS, generator=generator, device="cpu").to(dtype).to(device).requires_grad_(backward)
+        inputs, options = (*inputs, sinks), {**options, "s_aux": sinks}
     module = _stub(subject.name, case).to(device)
 
     def joined(x: Any) -> Any:  # (rows, length, ...) to (real tokens, ...)
@@ -421,12 +436,12 @@ def _compute(case: Case, subject: _Subject, device: str, dtype: Any, backward: b
         found = [joined(output)]
         if backward:
             gradients = torch.autograd.grad(found[0], inputs, joined(weight).to(found[0]))
-            found += [joined(x.transpose(1, 2)) for x in gradients]
+            found += [joined(x.transpose(1, 2)) for x in gradients[:3]] + list(gradients[3:])
         return [x.detach().cpu().double() for x in found]
 
-    output = subject.forward(module, *inputs, mask, scaling=HEAD_DIM**-0.5, dropout=0.0, **options)[0]
-    q, k, v = exact = [x.detach().cpu().double().requires_grad_(backward) for x in inputs]
-    return results(output, inputs), results(_reference(q, k, v, visible), exact)
+    output = subject.forward(module, *inputs[:3], mask, scaling=HEAD_DIM**-0.5, dropout=0.0, **options)[0]
+    exact = [x.detach().cpu().double().requires_grad_(backward) for x in inputs]
+    return results(output, inputs), results(_reference(*exact, visible=visible, softcap=case.softcap), exact)
 
 
 def _visible(length: int, window: int | None) -> Any:
@@ -437,13 +452,14 @@ def _visible(length: int, window: int | None) -> Any:
     return (distance >= 0) & (distance < (window or length))
 
 
-def _reference(q: Any, k: Any, v: Any, visible: Any) -> Any:
+def _reference(q: Any, k: Any, v: Any, sinks: Any = None, *, visible: Any, softcap: float | None = None) -> Any:
     """Attention by the formula. Shares no code with any kernel.
 
     Args:
         q: of shape ``(rows, heads, length, head dim)``.
         k: of shape ``(rows, key heads, length, head dim)``.
         v: of shape ``(rows, key heads, length, value dim)``.
+        sinks: of shape ``(heads,)``.
         visible: of shape ``(rows, length, length)``: True where the query attends to the key.
 
     Returns:
@@ -452,7 +468,11 @@ def _reference(q: Any, k: Any, v: Any, visible: Any) -> Any:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
-    return (scores.masked_fill(~visible[:, None], -math.inf).softmax(-1) @ v).transpose(1, 2)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    exponents = scores.masked_fill(~visible[:, None], -math.inf).exp()
+    total = exponents.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks[:, None, None].exp())
+    return (exponents / total @ v).transpose(1, 2)
 
 
 def _stub(name: str, case: Case) -> Any:

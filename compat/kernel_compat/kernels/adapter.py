@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
-from .catalog import REFERENCE, instead, kernels_with
+from .catalog import FLEXIBLE, REFERENCE, instead, kernels_with
 from .primitives import Lengths, Pattern, Primitives
 from .provider import FUNCTIONS, Features, Provider, WarnOnce
 
@@ -25,11 +25,16 @@ class Functions(NamedTuple):
     ``softcap``, ``deterministic``, and ``s_aux`` for sinks of shape (heads,). Varlen adds ``cu_seqlens_q``,
     ``cu_seqlens_k`` of shape (sequences + 1,), int32, ``max_seqlen_q`` and ``max_seqlen_k``. A keyword the kernel can't honour
     raises `UnsupportedFeatureError`.
+
+    The last function takes any mask besides, None if the kernel has no such masks: ``visible`` of shape (batch or 1, heads or 1,
+    q_len, kv_len), bool; ``bias`` of the same shape, added to the scores; ``segments``, of shapes (batch, q_len) and (batch,
+    kv_len), ints, negative for padding: a query sees the keys of its own segment. Inputs have a batch dimension.
     """
 
     flash_attn_func: Callable[..., Any]
     flash_attn_varlen_func: Callable[..., Any]
     flash_attn_with_kvcache: Callable[..., Any] | None
+    masked_attention: Callable[..., Any] | None = None
 
 
 #: Keywords of FlashAttention-2 besides the lengths, with their defaults.
@@ -56,12 +61,17 @@ _LSE = "return_softmax_lse"
 
 
 def adapt(
-    name: str, raw: Mapping[str, Callable[..., Any] | None], features: Features, provider: Provider
+    name: str,
+    raw: Mapping[str, Callable[..., Any] | None],
+    features: Features,
+    provider: Provider,
+    masked: Callable[..., Any] | None = None,
 ) -> tuple[Features, Functions]:
     """Put a package's functions behind FlashAttention-2's keywords, and leave out the features that they don't take."""
     dense, varlen, kvcache = (raw[function] for function in FUNCTIONS)
     assert varlen is not None
     features = replace(_taken(varlen, features, provider), paged=features.paged and kvcache is not None)
+    features = replace(features, masks=masked is not None)
     primitives = None
     if features.sinks_from == "log-sum-exp":
         primitives = provider.primitives()
@@ -71,12 +81,13 @@ def adapt(
         and replace(_taken(dense, features, provider), sinks=features.sinks) == features
     ):
         dense = None  # the varlen function computes it
-    adapter = _Adapter(name, features, provider, (dense, varlen, None), primitives)
+    adapter = _Adapter(name, features, provider, (dense, varlen, None), primitives, masked)
     paged = None
     if kvcache is not None and features.paged:
         cached = _Adapter(name, _taken(kvcache, features, provider), provider, (None, None, kvcache))
         paged = cached.flash_attn_with_kvcache
-    return features, Functions(adapter.flash_attn_func, adapter.flash_attn_varlen_func, paged)
+    masking = adapter.masked_attention if masked is not None else None
+    return features, Functions(adapter.flash_attn_func, adapter.flash_attn_varlen_func, paged, masking)
 
 
 def _taken(function: Callable[..., Any], features: Features, provider: Provider) -> Features:
@@ -116,6 +127,7 @@ class _Adapter:
         provider: Provider,
         functions: tuple[Callable[..., Any] | None, ...],
         primitives: Primitives | None = None,
+        masked: Callable[..., Any] | None = None,
     ) -> None:
         import torch
 
@@ -126,6 +138,7 @@ class _Adapter:
 
             register(provider.distribution, primitives)
         self._dense, self._varlen, self._kvcache = functions
+        self._masked = masked
         self._names = {keyword: provider.renamed.get(keyword, keyword) for keyword in (*_OPTIONAL, "block_table")}
         self._supported = {keyword: getattr(features, feature) for keyword, feature in _OPTIONAL.items()}
         self._dtypes = tuple(getattr(torch, dtype) for dtype in features.dtypes)
@@ -229,6 +242,24 @@ class _Adapter:
 
             found = with_sinks(found[0], found[1], s_aux)
         return _first(found)
+
+    def masked_attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        visible: Any = None,
+        bias: Any = None,
+        segments: Any = None,
+        **options: Any,
+    ) -> Any:
+        assert self._masked is not None
+        self._check(q, k, v)
+        given = {**_DEFAULTS, **options}
+        taken = self._options((q, k, v), given)
+        mask = {"visible": visible, "bias": bias, "segments": segments}
+        scale = {"softmax_scale": given["softmax_scale"], "causal": given["causal"]}
+        return self._masked(q, k, v, **mask, **scale, **taken)
 
     def _compute(
         self,
@@ -367,10 +398,10 @@ class _Adapter:
             if q_dim <= pair[0] and v_dim <= pair[1]:
                 return pair
         if not features.head_dims:
-            advice = f"Its largest is {largest}; {REFERENCE} has no limit."
+            advice = f"Its largest is {largest}; {FLEXIBLE} has no limit."
             raise UnsupportedFeatureError(f"head dimension {q_dim}", self._name, advice)
         beyond = " or ".join(map(str, features.head_dims))
-        advice = f"On this GPU it takes up to {largest}, or {beyond}; {REFERENCE} has no limit."
+        advice = f"On this GPU it takes up to {largest}, or {beyond}; {FLEXIBLE} has no limit."
         raise UnsupportedFeatureError(f"head dimensions {(q_dim, v_dim)} of query and value", self._name, advice)
 
 

@@ -12,12 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ..environment import SHIPS, Environment
-from . import torch_varlen
+from . import flex, torch_varlen
 from .primitives import PackagePrimitives
 from .provider import Features, Limit, Provider
 
 __all__ = [
     "CATALOG",
+    "FLEXIBLE",
     "REFERENCE",
     "TORCH_BACKENDS",
     "TRANSFORMERS",
@@ -171,13 +172,36 @@ _ANYWHERE: dict[str, Any] = {
 OWN = Provider(
     "kernel_compat.kernels.reference",
     "kernel-compat",
-    Features(softcap=True, sinks=True, deterministic=True, **_ANYWHERE),
+    Features(softcap=True, sinks=True, deterministic=True, masks=True, **_ANYWHERE),
     "",
     bundled=True,
+    masked=lambda module: module.masked_attention,
+)
+
+FLEX = Provider(
+    "torch.nn.attention.flex_attention",
+    "torch",
+    Features(
+        softcap=True,
+        sinks=True,
+        masks=True,
+        dtypes=("float32", "bfloat16", "float16"),
+        devices=("cuda", "cpu"),
+        max_head_dim=None,
+        value_head_dim=True,
+    ),
+    "Install a newer torch: pip install --upgrade 'torch>=2.10'",
+    minimum=("2.10", "the oldest that is supported"),
+    bundled=True,
+    refine=flex.refine,
+    functions=flex.functions,
+    masked=lambda module: flex.masked_attention,
 )
 
 #: The name of the kernel that runs everywhere.
 REFERENCE = "flash_attention_reference"
+#: The name of the kernel that takes every mask, bias and head dimension, on a GPU.
+FLEXIBLE = "flash_attention_flex"
 
 #: Kernels by attention name, the newest FlashAttention first, each with its packages in order of preference.
 CATALOG: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
@@ -186,6 +210,7 @@ CATALOG: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
         "flash_attention_3": (FLASH_ATTN_3, FA3_FWD),
         "flash_attention_2": (FLASH_ATTN,),
         "flash_attention_torch": (TORCH,),
+        FLEXIBLE: (FLEX,),
         REFERENCE: (OWN,),
     }
 )
@@ -193,8 +218,8 @@ CATALOG: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
 #: transformers' own two. Its sdpa has no softcap, and drops it silently before 5.21.
 TRANSFORMERS: Mapping[str, Features] = MappingProxyType(
     {
-        "sdpa": Features(varlen=False, **_ANYWHERE),
-        "eager": Features(varlen=False, softcap=True, sinks=True, deterministic=True, **_ANYWHERE),
+        "sdpa": Features(varlen=False, masks=True, **_ANYWHERE),
+        "eager": Features(varlen=False, softcap=True, sinks=True, deterministic=True, masks=True, **_ANYWHERE),
     }
 )
 

@@ -93,6 +93,7 @@ class Kernel:
             reason = f"{provider.distribution} is installed but does not import ({type(error).__name__}: {error})"
             raise KernelUnavailableError(self.name, [reason], provider.install) from error
         declared = provider.features_in(environment)
-        self._features, functions = adapt(self.name, raw, provider.refine(module, declared), provider)
+        masked = provider.masked(module)
+        self._features, functions = adapt(self.name, raw, provider.refine(module, declared), provider, masked)
         self._loaded = (provider, environment.packages.get(provider.distribution), declared)
         return functions

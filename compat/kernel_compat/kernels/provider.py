@@ -20,7 +20,7 @@ __all__ = ["FUNCTIONS", "Features", "Limit", "Provider", "WarnOnce", "older"]
 FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 
 #: Features that messages call by another name.
-_WORDS = {"window": "sliding windows", "sinks": "attention sinks"}
+_WORDS = {"window": "sliding windows", "sinks": "attention sinks", "masks": "masks of any kind"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Features:
         gqa: fewer key and value heads than query heads.
         varlen: sequences of different lengths packed along one dimension.
         paged: key and value cache in pages, addressed by a block table.
+        masks: any mask, and a bias of the scores.
         backward: gradients.
         forward_only: names of supported features without gradients: for ``sinks`` the gradient of the sinks, for others
             every gradient of a call that uses the feature.
@@ -62,6 +63,7 @@ class Features:
     gqa: bool = True
     varlen: bool = True
     paged: bool = False
+    masks: bool = False
     backward: bool = True
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     devices: tuple[str, ...] = ("cuda",)
@@ -146,6 +148,7 @@ class Provider:
             keywords are among its named parameters.
         refine: called with the imported module and its features; returns the features that the module was built with.
         functions: called with the imported module; returns its functions, by their names in FlashAttention-2.
+        masked: called with the imported module; returns its function for any mask, `adapter.Functions.masked_attention`.
         unpaged_because: called with a page size and a head dimension; returns why such pages can't be used, None if they can.
         runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it. A provider
             with this loads without any device, and its functions refuse tensors of other devices.
@@ -165,6 +168,7 @@ class Provider:
     declared: bool = True
     refine: Callable[[Any, Features], Features] = lambda module, features: features
     functions: Callable[[Any], Mapping[str, Any]] = lambda module: {f: getattr(module, f, None) for f in FUNCTIONS}
+    masked: Callable[[Any], Callable[..., Any] | None] = lambda module: None
     unpaged_because: Callable[[int, int], str | None] = lambda page_size, head_dim: None
     runs_on: Callable[[str], bool] | None = None
     primitives: Callable[[], Primitives | None] = lambda: None

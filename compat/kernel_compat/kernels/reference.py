@@ -85,6 +85,35 @@ def flash_attn_varlen_func(
     return _attention(q[None], k[None], v[None], visible, dropout_p, softmax_scale, softcap, s_aux)[0]
 
 
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+    segments: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Attention with any mask and bias: `kernel_compat.kernels.adapter.Functions.masked_attention`."""
+    import torch
+
+    q_position = torch.arange(q.shape[1], device=q.device) + (k.shape[1] - q.shape[1])
+    k_position = torch.arange(k.shape[1], device=q.device)
+    mask = _visible(q_position, k_position, causal, window_size)
+    if segments is not None:
+        of_q, of_k = segments[0][:, None, :, None], segments[1][:, None, None, :]
+        mask = mask & (of_q == of_k) & (of_q >= 0)
+    if visible is not None:
+        mask = mask & visible
+    return _attention(q, k, v, mask, dropout_p, softmax_scale, softcap, s_aux, bias)
+
+
 def _visible(q_position: Tensor, k_position: Tensor, causal: bool, window: tuple[int, int]) -> Tensor:
     """The mask (q_len, kv_len), True where a query sees a key. Positions are aligned to the bottom right corner."""
     import torch
@@ -110,6 +139,7 @@ def _attention(
     scale: float | None,
     softcap: float,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     import torch
 
@@ -121,6 +151,8 @@ def _attention(
         scores = q_ @ k_.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias
         # The least finite number and a product with the mask, not -inf: a query that sees no key gets zeros, and
         # gradients of zero, where softmax over -inf alone would give NaN.
         scores = scores.masked_fill(~visible, torch.finfo(dtype).min)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import UnsupportedFeatureError
+from ...kernels.memo import fixed_shapes, memoised
 from ..call import check_heads, unsupported_argument
-from ..tensors import fixed_shapes, memoised, require
+from ..tensors import require
 from .all_to_all import all_to_all
 
 __all__ = ["Slice", "check_call", "on_every_rank"]

@@ -48,8 +48,8 @@ def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None
     # torch stays unloaded until here.
     import torch.distributed as dist
 
+    from ...kernels.memo import fixed_shapes
     from ..forward_context import current_context
-    from ..tensors import fixed_shapes
     from .all_to_all import gather_heads, scatter_heads
     from .checks import Slice, check_call, on_every_rank
 
@@ -108,8 +108,8 @@ def gathering_mask_function(group: ProcessGroup | None) -> Callable[..., Tensor 
     """
     import torch.distributed as dist
 
+    from ...kernels.memo import fixed_shapes
     from ..mask_function import mask_pattern, plain_mask_function, query_length
-    from ..tensors import fixed_shapes
     from .all_to_all import gather_mask
 
     def mask_function(**arguments: Any) -> Tensor | None:
