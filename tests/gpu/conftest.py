@@ -17,6 +17,7 @@ KERNELS = (
     "flash_attention_torch",
     "flash_attention_torch on FA3",
     "flash_attention_torch on FA4",
+    "flash_attention_flex",
 )
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise, starmap
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import interpreted
@@ -364,6 +364,15 @@ def test_a_new_parameter_that_is_needed_means_no_sinks(package: Package) -> None
     parameters = str(inspect.signature(package.module.varlen_forward))[1:-1]
     package.module.varlen_forward = signed(f"new, {parameters}", package.forward)  # type: ignore[attr-defined]
     assert package.primitives.load() is None
+
+
+def test_custom_operators_are_looked_into(package: Package) -> None:
+    """As flash-attn's are from 2.7 on, and fa3-fwd's: their own signature is ``(*args, **kwargs)``."""
+    for name, function in list(vars(package.module).items()):
+        if callable(function):
+            made = SimpleNamespace(_init_fn=function)
+            setattr(package.module, name, made)
+    assert package.primitives.load() is not None
 
 
 def test_a_missing_function_means_no_sinks(package: Package) -> None:

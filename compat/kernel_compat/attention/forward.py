@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel
 from ..kernels.catalog import instead
+from ..kernels.memo import memoised
 from .boundaries import Sequences, require_agreement, sequences_of_positions, sequences_of_segments
 from .call import AttentionCall, PackedLengths, check_heads, unsupported_argument
 from .forward_context import ForwardContext, current_context
@@ -186,7 +187,8 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
             "a bias of the scores (position_bias)", kernel.name, instead(kernel.name, "masks")
         )
     context = current_context()
-    if functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4:
+    in_full = functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4
+    if in_full and not (kernel.reduces_masks and call.bias is None and _reducible(call, context)):
         return _any_mask(functions.masked_attention, call, context)
     reduced, own = _resolve_mask(call, context)
     if reduced.kv_len != call.key.shape[1]:
@@ -210,13 +212,14 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
     return output
 
 
-def _any_mask(masked: Callable[..., Any], call: AttentionCall, context: ForwardContext | None) -> Tensor:
+def _any_mask(masked: Callable[..., Any] | None, call: AttentionCall, context: ForwardContext | None) -> Tensor:
     """A call with a 4D mask, by a kernel with masks of any kind."""
     (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
     own = None
     if context is not None and context.covers(batch, q_len, kv_len, bool(call.causal)):
         own = context
     assert call.mask is not None
+    assert masked is not None
     visible, bias = visible_and_bias(call.mask, q_len, kv_len)
     if call.bias is not None:
         bias = call.bias if bias is None else call.bias + bias
@@ -238,12 +241,34 @@ def _require_separation(call: AttentionCall, own: ForwardContext | None) -> None
     packed = call.lengths is not None or (
         own is not None and (own.lengths is not None or own.sequences(True) is not None)
     )
-    if packed and not (own is not None and any(same_storage(mask, call.mask) for mask in own.separating)):
+    if packed and not (own is not None and _made_in_full(call, own, separating=True)):
         raise UnsupportedFeatureError(
             "packed sequences",
             "a mask with a pattern of the model's own",
             "transformers separates them without a KV cache: pass use_cache=False. Or pass the sequences as rows of a batch.",
         )
+
+
+def _made_in_full(call: AttentionCall, context: ForwardContext, separating: bool = False) -> bool:
+    """Whether the library's mask function made a call's mask in full, or such that it separates packed sequences."""
+    return any(same_storage(mask, call.mask) for mask, separates in context.full_masks if separates or not separating)
+
+
+def _reducible(call: AttentionCall, context: ForwardContext | None) -> bool:
+    """Whether a 4D mask is made of what every varlen kernel takes. Never attempted where the mask function has seen more."""
+    mask, q_len, kv_len = call.mask, call.query.shape[1], call.key.shape[1]
+    assert mask is not None
+    if torch.compiler.is_compiling() or (context is not None and _made_in_full(call, context)):
+        return False
+
+    def attempt() -> bool:
+        try:
+            reduce_mask(mask, q_len, kv_len)
+        except ValueError:
+            return False
+        return True
+
+    return memoised(mask, ("reducible", q_len, kv_len), attempt)
 
 
 def _biased(

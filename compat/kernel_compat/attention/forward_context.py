@@ -76,7 +76,7 @@ class ForwardContext:
         positions: the ``position_ids``; the outer call's if the model around this one computed M-RoPE's.
         lengths: the ``cu_seq_lens_*`` and ``max_length_*``.
         records: the masks that the library's mask function made.
-        separating: masks of other patterns, made in full, that separate packed sequences.
+        full_masks: masks of other patterns, which it made in full, each with whether it separates packed sequences.
         rows: the `Rows` of packed sequences, padded or not, as far as they were found; None for none.
         padded_rows: the `Rows` of the padded batch; None if not found yet.
         tokens_after_padding: how many tokens there are, if one of them comes after padding; else 0.
@@ -100,7 +100,7 @@ class ForwardContext:
                     self.tokens_only = False
         mask = arguments.get("attention_mask")
         self.records: list[MaskRecord] = []
-        self.separating: list[Tensor] = []
+        self.full_masks: list[tuple[Tensor, bool]] = []
         self.masks_by_layer_type = isinstance(mask, dict)
         if isinstance(mask, dict):
             if not torch.compiler.is_compiling():

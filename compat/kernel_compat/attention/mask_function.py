@@ -44,8 +44,8 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     context = current_context()
     pattern = mask_pattern(arguments)
     mask = padding = _make_mask(pattern, context, arguments)
-    if pattern is None and mask is not None and context is not None and _separates(arguments["mask_function"]):
-        context.separating.append(mask)
+    if pattern is None and mask is not None and context is not None:
+        context.full_masks.append((mask, _separates(arguments["mask_function"])))
     if pattern is None or (context is None and torch.compiler.is_compiling()):
         return mask
     kv_length = arguments["kv_length"]

@@ -8,9 +8,22 @@ from .adapter import Functions
 from .catalog import CATALOG
 from .foreign import ForeignKernel
 from .kernel import Kernel
+from .layered import LayeredKernel
+from .needs import Needs, unmet
 from .provider import Features, Limit, Provider
 
-__all__ = ["Features", "Functions", "Kernel", "Limit", "Provider", "as_kernel", "known_kernels"]
+__all__ = [
+    "Features",
+    "Functions",
+    "Kernel",
+    "LayeredKernel",
+    "Limit",
+    "Needs",
+    "Provider",
+    "as_kernel",
+    "known_kernels",
+    "unmet",
+]
 
 _KERNELS = {name: Kernel(name, packages) for name, packages in CATALOG.items()}
 
@@ -23,14 +36,23 @@ def known_kernels() -> dict[str, Kernel]:
 def as_kernel(kernel: Any) -> Kernel:
     """A kernel by its name, a `Kernel` as it is, or a kernel made from any object with FlashAttention's functions.
 
+    A list of these, or ``"auto"`` for all of the library's in their order, is a kernel that gives each call to the first of them
+    that computes it.
+
     Raises:
-        ValueError: no kernel has that name, or the object has no ``flash_attn_varlen_func`` that takes FA2's keywords.
+        ValueError: no kernel has that name, the list is empty, or the object has no ``flash_attn_varlen_func`` that takes FA2's
+            keywords.
         TypeError: `kernel` is none of these.
     """
     if isinstance(kernel, Kernel):
         return kernel
+    if kernel == "auto":
+        return LayeredKernel("auto", tuple(_KERNELS.values()))
+    if isinstance(kernel, (list, tuple)):
+        members = [as_kernel(member) for member in kernel]
+        return LayeredKernel("+".join(member.name for member in members), members)
     if not isinstance(kernel, str):
         return ForeignKernel(kernel)
     if kernel not in _KERNELS:
-        raise ValueError(f"{kernel!r} is no kernel; there are: {', '.join(_KERNELS)}")
+        raise ValueError(f"{kernel!r} is no kernel; there are: {', '.join(_KERNELS)}, and 'auto'")
     return _KERNELS[kernel]

@@ -253,13 +253,8 @@ class _Adapter:
         segments: Any = None,
         **options: Any,
     ) -> Any:
-        assert self._masked is not None
-        self._check(q, k, v)
-        given = {**_DEFAULTS, **options}
-        taken = self._options((q, k, v), given)
         mask = {"visible": visible, "bias": bias, "segments": segments}
-        scale = {"softmax_scale": given["softmax_scale"], "causal": given["causal"]}
-        return self._masked(q, k, v, **mask, **scale, **taken)
+        return self._compute(self._masked, (q, k, v), (q.shape[1], k.shape[1]), mask, {**_DEFAULTS, **options})
 
     def _compute(
         self,
@@ -273,7 +268,7 @@ class _Adapter:
 
         Args:
             longest: the lengths of the longest sequences of query and key.
-            lengths: the function's keywords for the sequences.
+            lengths: the function's keywords for the sequences, or for a mask.
             given: the keywords of `_DEFAULTS`.
         """
         dims = self._check(*inputs)
@@ -392,8 +387,8 @@ class _Adapter:
         features = self._features
         largest, multiple = features.max_head_dim, features.head_dim_multiple
         if largest is None or q_dim <= largest:
-            dim = -(-q_dim // multiple) * multiple
-            return dim, v_dim if features.value_head_dim else dim
+            dim, of_values = (-(-x // multiple) * multiple for x in (q_dim, v_dim))
+            return dim, of_values if features.value_head_dim else dim
         for pair in features.head_dims:
             if q_dim <= pair[0] and v_dim <= pair[1]:
                 return pair

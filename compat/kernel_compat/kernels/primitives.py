@@ -83,7 +83,9 @@ class PackagePrimitives:
             module = importlib.import_module(self.module)
         except ImportError:
             return None
-        functions = [getattr(module, name, None) for name in (*self.dense, *self.varlen)]
+        found = [getattr(module, name, None) for name in (*self.dense, *self.varlen)]
+        # Most are custom operators, of which the function itself has the parameters.
+        functions = [getattr(function, "_init_fn", function) for function in found]
         values = (_FORWARD, _BACKWARD) * 2
         if any(f is None or _missing(f, known) for f, known in zip(functions, values, strict=True)):
             return None

@@ -1,0 +1,156 @@
+"""One kernel of several: each call goes to the first of them that computes exactly what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from ..environment import Environment
+from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from .adapter import Functions
+from .catalog import REFERENCE
+from .kernel import Kernel
+from .needs import Needs, unmet
+from .provider import Features
+
+__all__ = ["LayeredKernel"]
+
+
+class LayeredKernel(Kernel):
+    """A kernel that gives each call to the first of its members that meets the call's needs.
+
+    Equal to another of the same name and members. The reference kernel is used for tensors on a CPU alone, unless it is the only
+    member.
+
+    Args:
+        name: the name in messages.
+        members: kernels in order of preference. Those that can't run here are left out; one has to.
+    """
+
+    reduces_masks = True
+
+    def __init__(self, name: str, members: Sequence[Kernel]) -> None:
+        if not members:
+            raise ValueError("a list of kernels must not be empty")
+        super().__init__(name, tuple(provider for member in members for provider in member.providers))
+        self.members = tuple(members)
+        #: The member of each kind of call so far.
+        self._chosen: dict[Needs, Kernel] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayeredKernel) and (self.name, self.members) == (other.name, other.members)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.members))
+
+    def usable(self, environment: Environment) -> list[Kernel]:
+        """The members that can run in an environment."""
+        return [member for member in self.members if not member.unavailable_because(environment)]
+
+    def unavailable_because(self, environment: Environment) -> list[str]:
+        """Why no member can run in an environment; empty when one can."""
+        if self.usable(environment):
+            return []
+        return [
+            f"{member.name}: {reason}" for member in self.members for reason in member.unavailable_because(environment)
+        ]
+
+    def features_in(self, environment: Environment) -> Features:
+        """The features that at least one usable member has."""
+        every = [member.features_in(environment) for member in self.usable(environment) or self.members]
+        merged: dict[str, Any] = {
+            f.name: any(getattr(one, f.name) for one in every) for f in fields(Features) if f.type == "bool"
+        }
+        merged["dtypes"] = tuple(dict.fromkeys(dtype for one in every for dtype in one.dtypes))
+        merged["devices"] = tuple(dict.fromkeys(device for one in every for device in one.devices))
+        largest = [one.max_head_dim for one in every]
+        merged["max_head_dim"] = None if None in largest else max(size for size in largest if size is not None)
+        forward_only = set.intersection(*(set(one.forward_only) for one in every))
+        return replace(
+            every[0], **merged, forward_only=tuple(sorted(forward_only)), min_capability=None, max_capability=None
+        )
+
+    @property
+    def features(self) -> Features:
+        """The features that at least one usable member has here."""
+        return self.features_in(Environment.detect())
+
+    def choose(self, needs: Needs) -> Kernel:
+        """The first member that meets the needs; loads it.
+
+        Raises:
+            UnsupportedFeatureError: none does; the message says what each lacks.
+        """
+        if needs not in self._chosen:
+            self._chosen[needs] = self._choose(needs)
+        return self._chosen[needs]
+
+    def _choose(self, needs: Needs) -> Kernel:
+        reasons = []
+        members = self.usable(Environment.detect()) or list(self.members)
+        if not any(member.features.dropout and not unmet(member.features, needs) for member in members):
+            needs = needs._replace(
+                features=needs.features - {"dropout"}
+            )  # the first member warns that it is not applied
+        for member in members:
+            try:
+                member.load()
+            except KernelUnavailableError as error:
+                reasons.append(f"{member.name}: {'; '.join(error.reasons)}")
+                continue
+            reason = unmet(member.features, needs)
+            if not reason and member.name == REFERENCE and needs.device != "cpu" and len(members) > 1:
+                reason = "for tensors on a CPU alone"
+            if not reason:
+                return member
+            reasons.append(f"{member.name}: {reason}")
+        what = f"head dimensions {needs[:2]}, {needs.dtype or 'any dtype'}, {', '.join(sorted(needs.features)) or 'nothing else'}"
+        raise UnsupportedFeatureError(f"a call with {what}", self.name, f"{'; '.join(reasons)}.")
+
+    def _load(self, environment: Environment) -> Functions:
+        if reasons := self.unavailable_because(environment):
+            raise KernelUnavailableError(self.name, reasons)
+        usable = self.usable(environment)
+        features = [member.features_in(environment) for member in usable]
+        return Functions(
+            self._dispatch("flash_attn_func"),
+            self._dispatch("flash_attn_varlen_func"),
+            self._dispatch("flash_attn_with_kvcache", "paged") if any(f.paged for f in features) else None,
+            self._dispatch("masked_attention", "masks") if any(f.masks for f in features) else None,
+        )
+
+    def unpaged_because(self, page_size: int, head_dim: int) -> str | None:
+        """Why no usable member can use a cache in pages of `page_size` tokens now; None if one can."""
+        reasons = [member.unpaged_because(page_size, head_dim) for member in self.usable(Environment.detect())]
+        return next(
+            (None for reason in reasons if reason is None),
+            next(filter(None, reasons), f"{self.name} has no paged cache"),
+        )
+
+    def _dispatch(self, function: str, *features: str) -> Callable[..., Any]:
+        def call(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
+            needs = _needs(q, k, v, options, features)
+            return getattr(self.choose(needs).load(), function)(q, k, v, *args, **options)
+
+        call.__name__ = function
+        return call
+
+
+def _needs(q: Any, k: Any, v: Any, options: dict[str, Any], features: tuple[str, ...]) -> Needs:
+    import torch
+
+    used = set(features)
+    left, right = options.get("window_size") or (-1, -1)
+    given = {
+        "window": (left is not None and left >= 0) or (right is not None and right >= 0),
+        "softcap": bool(options.get("softcap")),
+        "sinks": options.get("s_aux") is not None,
+        "dropout": bool(options.get("dropout_p")),
+        "gqa": q.shape[-2] != k.shape[-2],
+        "backward": torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, options.get("s_aux"), options.get("bias"))),
+    }
+    used.update(feature for feature, needed in given.items() if needed)
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Needs(q.shape[-1], v.shape[-1], dtype, q.device.type, frozenset(used))

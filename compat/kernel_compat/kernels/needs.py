@@ -1,0 +1,41 @@
+"""The needs of one attention call or layer, and why a kernel doesn't meet them. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .provider import Features
+
+__all__ = ["Needs", "unmet"]
+
+
+class Needs(NamedTuple):
+    """What a call of attention needs of a kernel.
+
+    Attributes:
+        head_dim, value_dim: the head dimensions of query and value.
+        dtype: the name of the inputs' torch dtype; empty for one that isn't known yet.
+        device: the inputs' torch device type.
+        features: names of the `Features` that it needs, besides causal masks.
+    """
+
+    head_dim: int
+    value_dim: int
+    dtype: str
+    device: str
+    features: frozenset[str]
+
+
+def unmet(features: Features, needs: Needs) -> str:
+    """Why a kernel with these features can't compute a call, in a few words; empty if it can."""
+    if needs.device not in features.devices:
+        return f"no {needs.device}"
+    if needs.dtype and needs.dtype not in features.dtypes:
+        return f"no {needs.dtype}"
+    largest, dims = features.max_head_dim, (needs.head_dim, needs.value_dim)
+    pairs = any(needs.head_dim <= q and needs.value_dim <= v for q, v in features.head_dims)
+    if needs.value_dim > needs.head_dim and not (features.value_head_dim and largest is None):
+        return f"no head dimensions {dims}"
+    if largest is not None and needs.head_dim > largest and not pairs:
+        return f"no head dimension {needs.head_dim}" if dims[0] == dims[1] else f"no head dimensions {dims}"
+    return ", ".join(f"no {lacking}" for lacking in features.lacking(needs.features))
