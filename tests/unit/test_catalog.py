@@ -55,7 +55,7 @@ def test_imports_that_several_distributions_ship() -> None:
 
 
 def test_the_ladder_is_the_table() -> None:
-    assert (*(name for name in CATALOG if name != catalog.REFERENCE), *TRANSFORMERS) == policy.LADDER
+    assert (*(name for name in CATALOG if name not in (catalog.FLEXIBLE, catalog.REFERENCE)), *TRANSFORMERS) == policy.LADDER
 
 
 def test_explain_has_the_features_of_this_version_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_head_dimensions(version: str, device: Device, given: tuple[int, int], p
     functions, calls = adapted(fa4(version, device))
     q, v = torch.ones(1, 3, 2, given[0]), torch.ones(1, 3, 2, given[1])
     if padded is None:
-        with pytest.raises(UnsupportedFeatureError, match="head dimension.*flash_attention_reference has no limit"):
+        with pytest.raises(UnsupportedFeatureError, match="head dimension.*flash_attention_flex has no limit"):
             functions.flash_attn_func(q, q, v)
         assert not calls
         return
@@ -264,7 +264,7 @@ def test_the_refusal_names_the_head_dimensions_that_are_taken() -> None:
         functions.flash_attn_func(q, q, q)
     assert str(caught.value) == (
         "flash_attention_4 does not support head dimensions (192, 192) of query and value. On this GPU it takes up to 128, "
-        "or (192, 128); flash_attention_reference has no limit."
+        "or (192, 128); flash_attention_flex has no limit."
     )
 
 
@@ -308,18 +308,24 @@ def test_check_computes_no_gradients_where_a_feature_has_none() -> None:
         (
             environment(A100, flash_attn_4=NEWEST),
             "sinks",
-            "flash_attention_2, flash_attention_torch, flash_attention_reference",
+            "flash_attention_2, flash_attention_torch, flash_attention_flex, flash_attention_reference",
         ),
         (
             environment(RTX5090, flash_attn_4=NEWEST),
             "softcap",
-            "flash_attention_4, flash_attention_2, flash_attention_reference",
+            "flash_attention_4, flash_attention_2, flash_attention_flex, flash_attention_reference",
         ),
         (environment(B200), "paged", "flash_attention_2, flash_attention_torch"),
         (environment(H100), "paged", "flash_attention_3, flash_attention_2, flash_attention_torch"),
         (environment(H100, fa3_fwd="0.0.3"), "paged", "flash_attention_2, flash_attention_torch"),
         (replace(environment(B200), packages={"torch": "2.11.0"}), "paged", "flash_attention_2"),
-        (environment(A100), "window", "flash_attention_2, flash_attention_torch, flash_attention_reference"),
+        (
+            environment(A100),
+            "window",
+            "flash_attention_2, flash_attention_torch, flash_attention_flex, flash_attention_reference",
+        ),
+        (environment(A100), "masks", "flash_attention_flex, flash_attention_reference"),
+        (environment(), "masks", "flash_attention_flex, flash_attention_reference"),
     ],
 )
 def test_errors_name_the_kernels_that_have_it_here(
@@ -334,7 +340,10 @@ def test_errors_name_the_kernels_that_have_it_here(
 def test_gradients_are_named_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     where = environment(H100, flash_attn_4="4.0.0b8")
     monkeypatch.setattr(Environment, "detect", lambda *distributions: where)
-    both = "Kernels that do: flash_attention_4, flash_attention_3, flash_attention_2, flash_attention_reference."
+    both = (
+        "Kernels that do: flash_attention_4, flash_attention_3, flash_attention_2, flash_attention_flex, "
+        "flash_attention_reference."
+    )
     assert catalog.instead("x", "softcap") == both
     assert catalog.instead("x", "softcap", gradients=True) == both.replace("flash_attention_4, ", "")
 

@@ -31,6 +31,7 @@ KERNELS = (
     "flash_attention_3",
     "flash_attention_2",
     "flash_attention_torch",
+    "flash_attention_flex",
     "flash_attention_reference",
 )
 #: The kernels with a package of their own, and the kernels that need a GPU.
@@ -346,13 +347,15 @@ def test_features_by_name() -> None:
 
 
 def test_as_kernel() -> None:
+    with pytest.raises(ValueError, match="a list of kernels must not be empty"):
+        as_kernel([])
     kernel = Kernel("own", (provider(),))
     assert as_kernel(kernel) is kernel
     for name in KERNELS:
         assert as_kernel(name) is known_kernels()[name]
 
 
-@pytest.mark.parametrize("nonsense", [None, 1, 2.5, object(), [], {}, print, b"flash_attention_2", calls_varlen])
+@pytest.mark.parametrize("nonsense", [None, 1, 2.5, object(), {}, print, b"flash_attention_2", calls_varlen])
 def test_nonsense_is_no_kernel(nonsense: Any) -> None:
     with pytest.raises(TypeError, match="a kernel is a name, a Kernel or an object with flash_attn_varlen_func"):
         as_kernel(nonsense)
@@ -651,7 +654,7 @@ def test_a_window_without_a_limit_to_the_right(which: str, options: dict[str, An
     [
         ({"window_size": (2, 0)}, "window", "sliding windows", "flash_attention_3"),
         ({"softcap": 30.0}, "softcap", "softcap", "flash_attention_2"),
-        ({"s_aux": torch.zeros(4)}, "sinks", "attention sinks", "flash_attention_torch, flash_attention_reference"),
+        ({"s_aux": torch.zeros(4)}, "sinks", "attention sinks", "flash_attention_torch, flash_attention_flex, flash_attention_reference"),
     ],
 )
 @pytest.mark.parametrize("missing", ["declared", "no keyword"])
@@ -752,7 +755,7 @@ def test_head_dimensions_are_padded(which: str, own_value_dim: bool) -> None:
         devices=("cpu",), dtypes=("float32",), head_dim_multiple=8, max_head_dim=None, value_head_dim=own_value_dim
     )
     _, functions, calls = adapted("", dense="", returns="v", features=features)
-    q, k, v = torch.ones(1, 3, 2, 5), torch.ones(1, 3, 2, 5), torch.ones(1, 3, 2, 4)
+    q, k, v = torch.ones(1, 3, 2, 21), torch.ones(1, 3, 2, 21), torch.ones(1, 3, 2, 4)
     lengths = {"cu_seqlens_q": CU[:2], "cu_seqlens_k": CU[:2], "max_seqlen_q": 3, "max_seqlen_k": 3}
     for scale in (None, 0.5):
         if which == "dense":
@@ -762,12 +765,12 @@ def test_head_dimensions_are_padded(which: str, own_value_dim: bool) -> None:
         assert out.shape[-1] == 4
         call = calls.pop()
         for name, given in (("q", q), ("k", k)):
-            assert call[name].shape[-1] == 8
-            assert (call[name][..., :5] == given.reshape((*call[name].shape[:-1], 5))).all()
-            assert (call[name][..., 5:] == 0).all()
-        assert call["v"].shape[-1] == (4 if own_value_dim else 8)
+            assert call[name].shape[-1] == 24
+            assert (call[name][..., :21] == given.reshape((*call[name].shape[:-1], 21))).all()
+            assert (call[name][..., 21:] == 0).all()
+        assert call["v"].shape[-1] == (8 if own_value_dim else 24)
         assert (call["v"][..., 4:] == 0).all()
-        assert call["softmax_scale"] == (5**-0.5 if scale is None else scale)
+        assert call["softmax_scale"] == (21**-0.5 if scale is None else scale)
     fitting = torch.ones(1, 3, 2, 8)
     functions.flash_attn_func(fitting, fitting, fitting)
     assert calls.pop()["q"] is fitting  # not copied, because it fits
@@ -862,7 +865,7 @@ def test_the_reference_is_a_kernel_like_the_others() -> None:
     assert functions.flash_attn_with_kvcache is None
     assert not kernel.features.paged
     wanted = {"causal", "window", "softcap", "sinks", "dropout", "deterministic", "gqa", "varlen", "backward"}
-    wanted.add("value_head_dim")
+    wanted |= {"value_head_dim", "masks"}
     assert set(kernel.features.names()) == wanted
     integers = torch.ones(1, 2, 1, 4, dtype=torch.int64)
     with pytest.raises(UnsupportedFeatureError, match=r"torch\.int64"):

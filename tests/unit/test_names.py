@@ -230,7 +230,7 @@ def test_before_or_after_install(first: str) -> None:
     assert masks()["x_flash"] is plain_mask_function
     assert ("paged|y_flash" in functions()) == ("paged|flash_attention_2" in before[0])
     assert "paged|x_flash" not in functions()  # transformers' paged forward would bypass the registered one
-    added = {"x_flash", "y_flash", REFERENCE, "flash_attention_torch", "flash_attention_4"}
+    added = {"x_flash", "y_flash", REFERENCE, "flash_attention_torch", "flash_attention_flex", "flash_attention_4"}
     assert {key.removeprefix("paged|") for key in functions().keys() - before[0].keys()} <= added
     for name in ("x_flash", "y_flash", "paged|x_flash"):
         entry = resolve(name)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from ..attention.defaults import registered_attention, status
 from ..choosing.capabilities import kernel_of, require_known
 from ..choosing.ladder import LADDER, Step, ladder
+from ..choosing.layers import LayerKernels, layer_kernels
 from ..kernels import Features
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
 from .status import name_status
 from .tables import COLOURS, Output, print_shims, print_table, print_text, reasons_text, usable_text
 
-__all__ = ["add_arguments", "explain", "explain_type", "find", "show"]
+__all__ = ["add_arguments", "explain", "explain_layers", "explain_type", "find", "show"]
 
 _OWNERS = {
     "transformers": "transformers' own",
@@ -38,8 +40,13 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     name, model = arguments.name, arguments.model
     if not name and not model:
         raise BadArgumentsError("explain takes an attention NAME, or --model")
-    found = {} if name is None else explain(name)
-    return {**found, **explain_type(model_type(model), name or LADDER[0])} if model else found
+    found = {} if name in (None, "auto") else explain(name)
+    if model is None:
+        if name == "auto":
+            raise BadArgumentsError("explain auto takes --model FOLDER: it chooses a kernel for each layer of a model")
+        return found
+    found |= explain_type(model_type(model), name if name not in (None, "auto") else LADDER[0])
+    return {**found, "layers": explain_layers(model, name)} if name and os.path.isdir(model) else found
 
 
 def explain(name: str) -> dict[str, Any]:
@@ -110,12 +117,39 @@ def explain_type(model_type: str, name: str) -> dict[str, Any]:
     }
 
 
+def explain_layers(folder: str, name: str) -> list[LayerKernels]:
+    """The kernels of the layers of a model under an attention name; its weights are not read.
+
+    Args:
+        folder: with a config.json.
+        name: an attention name, or ``auto``.
+
+    Raises:
+        BadArgumentsError: no model can be built from the config.
+    """
+    try:
+        import torch
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        architecture = (config.architectures or [None])[0]
+        owner = getattr(transformers, architecture or "", None) or transformers.AutoModelForCausalLM
+        build = getattr(owner, "_from_config", None) or owner.from_config
+        with torch.device("meta"):
+            model = build(config, attn_implementation="eager")
+    except Exception as error:  # a config may be anything
+        raise BadArgumentsError(f"--model {folder}: no model can be built ({type(error).__name__}: {error})") from None
+    return layer_kernels(model, name)
+
+
 def show(console: Output, found: dict[str, Any]) -> None:
     """Print the explanation."""
     if "model" in found:
         _show_type(console, **found["model"])
     if "name" in found:
         _show_name(console, found)
+    if "layers" in found:
+        _show_layers(console, found["layers"])
     _print_ladder(console, found["ladder"])
     if found.get("kernel"):
         print_shims(console, found["shims"])
@@ -167,6 +201,19 @@ def _show_name(console: Output, found: dict[str, Any]) -> None:
         if provider["reasons"]:
             why = reasons_text(provider["reasons"], provider["install"] if provider["version"] is None else "")
             print_text(console, f"  not usable: {why}", "yellow")
+
+
+def _show_layers(console: Output, layers: Sequence[LayerKernels]) -> None:
+    rows = []
+    for found in layers:
+        needs = found.needs
+        dims = str(needs.head_dim) if needs.head_dim == needs.value_dim else f"{needs.head_dim} and {needs.value_dim}"
+        which = found.layers[0] if len(found.layers) == 1 else f"{found.layers[0]} and {len(found.layers) - 1} more"
+        wanted = ", ".join(sorted(Features.word(feature) for feature in needs.features)) or "-"
+        kernels = (found.forward or "none", found.training or "none")
+        rows.append((which, dims, wanted, *kernels, "; ".join(found.reasons)))
+    columns = ("layers", "head dims", "needs", "forward", "training", "before it")
+    print_table(console, "Layers, as far as their attributes say; masks are seen in the forward", columns, rows)
 
 
 def _print_ladder(console: Output, steps: Sequence[Step]) -> None:

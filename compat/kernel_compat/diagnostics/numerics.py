@@ -369,6 +369,7 @@ def _check_case(case: Case, subject: _Subject, device: str, dtype: Any) -> CaseR
         return CaseResult(case.name, "skipped", reason=reason)
     features = subject.features
     backward = features.backward and set(case.needs).isdisjoint(features.forward_only)
+    backward = backward and torch.device(device).type not in features.no_backward_on
     try:
         # The caller's no_grad, inference mode and autocast must not change the result.
         with (

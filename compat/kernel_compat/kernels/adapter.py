@@ -377,6 +377,9 @@ class _Adapter:
             raise UnsupportedFeatureError(excess, self._name, "No kernel does.")
         if q.shape[-2] != k.shape[-2] and not features.gqa:
             raise UnsupportedFeatureError("fewer key heads than query heads", self._name, instead(self._name, "gqa"))
+        if device in features.no_backward_on and _needs_gradient((q, k, v)):
+            advice = f"Use {REFERENCE}, or run it under torch.no_grad()."
+            raise UnsupportedFeatureError(f"gradients on {device!r}", self._name, advice)
         if not features.backward and _needs_gradient((q, k, v)):
             advice = f"{instead(self._name, 'backward')} Or run it under torch.no_grad()."
             raise UnsupportedFeatureError("gradients", self._name, advice)

@@ -191,11 +191,11 @@ FLEX = Provider(
         head_dim_multiple=16,
         value_head_dim=True,
         min_capability=(8, 0),
+        no_backward_on=("cpu",),
     ),
     "Install a newer torch: pip install --upgrade 'torch>=2.10'",
     minimum=("2.10", "the oldest that is supported"),
     bundled=True,
-    refine=flex.refine,
     functions=flex.functions,
     masked=lambda module: flex.masked_attention,
 )

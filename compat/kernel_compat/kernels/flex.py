@@ -7,30 +7,16 @@ is computed without compiling, which stores the scores; torch has no backward th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
-from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
-
-from ..errors import UnsupportedFeatureError
-from .provider import Features
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .flex_mask import FlexMask
 
-__all__ = ["functions", "masked_attention", "refine"]
-
-_NAME = "flash_attention_flex"
-
-
-def refine(module: Any, features: Features) -> Features:
-    """The features of this process: torch has no backward on a CPU."""
-    import torch
-
-    return features if torch.cuda.is_available() else replace(features, backward=False)
+__all__ = ["functions", "masked_attention"]
 
 
 def functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
@@ -121,12 +107,8 @@ def _attention(
     import torch
 
     on_cpu = q.device.type == "cpu"
-    inputs = [q, k, v, *(x for x in (bias, sinks) if x is not None)]
-    if on_cpu and any(x.requires_grad for x in inputs):
-        if torch.is_grad_enabled():
-            advice = "Use flash_attention_reference, a GPU, or torch.no_grad()."
-            raise UnsupportedFeatureError("gradients on a CPU", _NAME, advice)
-        q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses them even where no gradient is computed
+    if on_cpu:
+        q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses inputs with gradients even where none is computed
     tokens = (mask.q_sequence, mask.k_sequence, mask.q_position, mask.k_position) if mask else ()
     limits = (mask.left, mask.right, mask.visible) if mask else ()
     options = (q.shape[-1] ** -0.5 if scale is None else scale, softcap or 0.0)
@@ -244,14 +226,11 @@ def _compiled(*key: Any) -> Callable[..., Any]:
     """`_attend`, compiled anew for a key: torch.compile counts recompilations by the code object, and stops at eight."""
     import torch
 
-    name = f"_attend_{next(_numbers)}"
+    name = f"_attend_{_compiled.cache_info().misses}"
     code = _attend.__code__.replace(co_name=name)
     copy = FunctionType(code, _attend.__globals__, name, _attend.__defaults__, _attend.__closure__)
     compiled: Callable[..., Any] = torch.compile(copy, fullgraph=True)
     return compiled
-
-
-_numbers = count()
 
 
 def _mark_dynamic(tensors: tuple[Tensor | None, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -37,6 +38,8 @@ class LayeredKernel(Kernel):
         self.members = tuple(members)
         #: The member of each kind of call so far.
         self._chosen: dict[Needs, Kernel] = {}
+        #: Members whose package is there and doesn't import, with the error.
+        self._broken: dict[Kernel, KernelUnavailableError] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayeredKernel) and (self.name, self.members) == (other.name, other.members)
@@ -45,15 +48,19 @@ class LayeredKernel(Kernel):
         return hash((self.name, self.members))
 
     def usable(self, environment: Environment) -> list[Kernel]:
-        """The members that can run in an environment."""
-        return [member for member in self.members if not member.unavailable_because(environment)]
+        """The members that can run in an environment, without those that couldn't be loaded."""
+        return [m for m in self.members if m not in self._broken and not m.unavailable_because(environment)]
 
     def unavailable_because(self, environment: Environment) -> list[str]:
         """Why no member can run in an environment; empty when one can."""
         if self.usable(environment):
             return []
         return [
-            f"{member.name}: {reason}" for member in self.members for reason in member.unavailable_because(environment)
+            f"{member.name}: {reason}"
+            for member in self.members
+            for reason in (
+                self._broken[member].reasons if member in self._broken else member.unavailable_because(environment)
+            )
         ]
 
     def features_in(self, environment: Environment) -> Features:
@@ -76,39 +83,51 @@ class LayeredKernel(Kernel):
         """The features that at least one usable member has here."""
         return self.features_in(Environment.detect())
 
+    def member_for(self, needs: Needs, environment: Environment) -> tuple[Kernel | None, list[str]]:
+        """The first member that meets the needs in an environment, None if none does; and what those before it lack."""
+        members = self.usable(environment) or list(self.members)
+        reasons: list[str] = []
+        for member in members:
+            reason = unmet(member.features_in(environment), needs)
+            if not reason and member.name == REFERENCE and needs.device != "cpu" and len(members) > 1:
+                reason = "for tensors on a CPU alone"
+            if not reason:
+                return member, reasons
+            reasons.append(f"{member.name}: {reason}")
+        return None, reasons
+
     def choose(self, needs: Needs) -> Kernel:
         """The first member that meets the needs; loads it.
+
+        Dropout that no member has is left out: the member warns.
 
         Raises:
             UnsupportedFeatureError: none does; the message says what each lacks.
         """
         if needs not in self._chosen:
-            self._chosen[needs] = self._choose(needs)
+            environment = Environment.detect()
+            self._load_members(environment)
+            found, reasons = self.member_for(needs, environment)
+            if found is None:
+                found, _ = self.member_for(needs._replace(features=needs.features - {"dropout"}), environment)
+            if found is None:
+                dims = f"head dimensions {needs.head_dim} and {needs.value_dim}"
+                what = ", ".join([f"a call on {needs.device} in {needs.dtype}", dims, *sorted(needs.features)])
+                raise UnsupportedFeatureError(what, self.name, f"{'; '.join(reasons)}.")
+            self._chosen[needs] = found
         return self._chosen[needs]
 
-    def _choose(self, needs: Needs) -> Kernel:
-        reasons = []
-        members = self.usable(Environment.detect()) or list(self.members)
-        if not any(member.features.dropout and not unmet(member.features, needs) for member in members):
-            needs = needs._replace(
-                features=needs.features - {"dropout"}
-            )  # the first member warns that it is not applied
-        for member in members:
+    def _load_members(self, environment: Environment) -> None:
+        """Load every member that can run: a build of a package may lack features."""
+        for member in self.usable(environment):
             try:
-                member.load()
+                member.load(environment)
             except KernelUnavailableError as error:
-                reasons.append(f"{member.name}: {'; '.join(error.reasons)}")
-                continue
-            reason = unmet(member.features, needs)
-            if not reason and member.name == REFERENCE and needs.device != "cpu" and len(members) > 1:
-                reason = "for tensors on a CPU alone"
-            if not reason:
-                return member
-            reasons.append(f"{member.name}: {reason}")
-        what = f"head dimensions {needs[:2]}, {needs.dtype or 'any dtype'}, {', '.join(sorted(needs.features)) or 'nothing else'}"
-        raise UnsupportedFeatureError(f"a call with {what}", self.name, f"{'; '.join(reasons)}.")
+                self._broken[member] = error
+                warnings.warn(f"{self.name} goes on without {member.name}: {error}", stacklevel=2)
 
     def _load(self, environment: Environment) -> Functions:
+        self._load_members(environment)
         if reasons := self.unavailable_because(environment):
             raise KernelUnavailableError(self.name, reasons)
         usable = self.usable(environment)

@@ -38,4 +38,6 @@ def unmet(features: Features, needs: Needs) -> str:
         return f"no head dimensions {dims}"
     if largest is not None and needs.head_dim > largest and not pairs:
         return f"no head dimension {needs.head_dim}" if dims[0] == dims[1] else f"no head dimensions {dims}"
+    if "backward" in needs.features and needs.device in features.no_backward_on:
+        return f"no gradients on {needs.device}"
     return ", ".join(f"no {lacking}" for lacking in features.lacking(needs.features))

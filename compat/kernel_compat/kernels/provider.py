@@ -52,6 +52,7 @@ class Features:
         max_capability: the greatest CUDA compute capability, None for no limit.
         sinks_from: ``keyword`` if the package's functions take sinks; ``log-sum-exp`` if they take none, or have no gradients
             for them, and sinks are computed from the log-sum-exp that they return.
+        no_backward_on: torch device types on which it has no gradients.
     """
 
     causal: bool = True
@@ -75,6 +76,7 @@ class Features:
     head_dims: tuple[tuple[int, int], ...] = ()
     forward_only: tuple[str, ...] = ()
     sinks_from: str = "keyword"
+    no_backward_on: tuple[str, ...] = ()
 
     def names(self) -> tuple[str, ...]:
         """The names of the supported yes-or-no features."""

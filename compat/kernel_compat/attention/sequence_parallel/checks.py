@@ -111,6 +111,8 @@ def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str
     skip = "Pass skip_sequence_parallel=True where every rank has all keys, or none of another's."
     if argument := "cache" if kwargs.get("cache") is not None else unsupported_argument(kwargs):
         raise _unsupported(f"the argument {argument}", skip)
+    if kwargs.get("position_bias") is not None:
+        raise _unsupported("a bias of the scores (position_bias)", skip)
     (batch, heads, length), (kv_heads, kv_length) = query.shape[:3], key.shape[1:3]
     if kv_length != length:
         raise _unsupported(

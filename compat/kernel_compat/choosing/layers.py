@@ -1,0 +1,129 @@
+"""Which kernel computes each attention layer of a model, from the layers' attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..environment import Environment
+from ..errors import UnsupportedFeatureError
+from ..kernels import Kernel, LayeredKernel, Needs, unmet
+from .capabilities import kernel_of, require_known
+
+__all__ = ["LayerKernels", "layer_kernels", "require_layers"]
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """The kernels of the layers of a model that need the same.
+
+    Attributes:
+        layers: the names of the modules.
+        needs: what they need, as far as their attributes say; the needs of a gradient excluded.
+        forward: the kernel without gradients; None if there is none.
+        training: the kernel with gradients; None if there is none.
+        reasons: why kernels before these can't compute them, ``NAME: REASON`` each.
+    """
+
+    layers: tuple[str, ...]
+    needs: Needs
+    forward: str | None
+    training: str | None
+    reasons: tuple[str, ...]
+
+
+def layer_kernels(model: Any, name: str, environment: Environment | None = None) -> list[LayerKernels]:
+    """The kernels of a model's attention layers under an attention name, in the order of the layers.
+
+    Args:
+        model: a model; its parameters may be on the meta device.
+        name: a registered name or a kernel's; ``auto`` for all kernels.
+        environment: default: this one.
+
+    Raises:
+        UnknownNameError: there is no such name.
+    """
+    from ..kernels import as_kernel
+
+    if name == "auto":
+        kernel: Kernel | None = as_kernel(name)
+    else:
+        require_known(name)
+        kernel = kernel_of(name)
+    return [] if kernel is None else _assigned(model, kernel, environment or Environment.detect())
+
+
+def require_layers(model: Any, name: str, kernel: Kernel) -> None:
+    """Check that a kernel of several has a member for every layer of a model.
+
+    Raises:
+        UnsupportedFeatureError: it has none; the message names the layer.
+    """
+    if not isinstance(kernel, LayeredKernel):
+        return
+    for found in _assigned(model, kernel, Environment.detect()):
+        if found.forward is None:
+            where = f"{found.layers[0]} of {type(model).__name__}"
+            raise UnsupportedFeatureError(f"the layer {where}", name, f"{'; '.join(found.reasons)}.")
+
+
+def _assigned(model: Any, kernel: Kernel, environment: Environment) -> list[LayerKernels]:
+    device = "cuda" if environment.devices else "cpu"
+    alike: dict[Needs, list[str]] = {}
+    for layer, needs in _layers(model, device):
+        alike.setdefault(needs, []).append(layer)
+    found = []
+    for needs, layers in alike.items():
+        with_gradients = needs._replace(features=needs.features | {"backward"})
+        (forward, reasons), (training, more) = (_first(kernel, n, environment) for n in (needs, with_gradients))
+        found.append(LayerKernels(tuple(layers), needs, forward, training, tuple(dict.fromkeys((*reasons, *more)))))
+    return found
+
+
+def _first(kernel: Kernel, needs: Needs, environment: Environment) -> tuple[str | None, list[str]]:
+    if isinstance(kernel, LayeredKernel):
+        member, reasons = kernel.member_for(needs, environment)
+        return (None if member is None else member.name), reasons
+    reason = "; ".join(kernel.unavailable_because(environment)) or unmet(kernel.features_in(environment), needs)
+    return (None, [f"{kernel.name}: {reason}"]) if reason else (kernel.name, [])
+
+
+def _layers(model: Any, device: str) -> Iterator[tuple[str, Needs]]:
+    """The attention layers of a model by the names of their modules."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_supports_sdpa"):  # a model
+            continue
+        dims = [getattr(module, attribute, None) for attribute in ("qk_head_dim", "head_dim", "key_value_proj_dim")]
+        head_dim = next((dim for dim in dims if isinstance(dim, int)), None)
+        if head_dim is None or not any(hasattr(module, part) for part in _PROJECTIONS):
+            continue
+        value_dim = getattr(module, "v_head_dim", None)
+        yield name, Needs(head_dim, value_dim or head_dim, _dtype(module), device, frozenset(_features(module)))
+
+
+#: The projections of which an attention layer has one.
+_PROJECTIONS = ("q_proj", "k_proj", "qkv", "qkv_proj", "q_b_proj", "kv_b_proj", "q")
+
+
+def _dtype(module: Any) -> str:
+    """The dtype of a layer's weights; empty for float32, which autocast may cast."""
+    parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
+    dtype = "" if parameter is None else str(parameter.dtype).removeprefix("torch.")
+    return "" if dtype == "float32" else dtype
+
+
+def _features(module: Any) -> Iterator[str]:
+    config = getattr(module, "config", None)
+    types, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+    kind = types[index] if isinstance(index, int) and index < len(types) else ""
+    if getattr(module, "sliding_window", None):
+        yield "window"
+    if getattr(module, "attn_logit_softcapping", None):
+        yield "softcap"
+    if getattr(module, "sinks", None) is not None:
+        yield "sinks"
+    if (getattr(module, "num_key_value_groups", None) or 1) > 1:
+        yield "gqa"
+    if kind == "chunked_attention" or hasattr(module, "has_relative_attention_bias"):
+        yield "masks"
