@@ -18,6 +18,7 @@ from tiny import (
     accepts,
     bart,
     distance,
+    gradients,
     llava,
     load,
     modernbert,
@@ -192,15 +193,18 @@ class TestParts:
         assert torch.equal(self.logits(model), expected)
 
 
-def test_a_mask_no_flash_kernel_has_is_refused(models: Path) -> None:
-    """A bidirectional prefix: transformers' own flash attention would drop it."""
+def test_a_mask_of_any_kind(models: Path) -> None:
+    """A bidirectional prefix, which transformers' own flash attention would drop: right, or refused by a kernel without such masks."""
     visible = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     visible[..., :4, :4] = True
     ids = torch.randint(3, VOCAB, (1, 8))
     mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    load(saved(models, "llama"), "eager")(input_ids=ids, attention_mask=mask)
-    with pytest.raises(ValueError, match="4D attention mask.*sdpa"):
-        load(saved(models, "llama"), NAME)(input_ids=ids, attention_mask=mask)
+    eager, ours, torchs = (load(saved(models, "llama"), name) for name in ("eager", NAME, "flash_attention_torch"))
+    expected, found = (model(input_ids=ids, attention_mask=mask).logits for model in (eager, ours))
+    assert distance(found, expected) < TOLERANCE
+    assert distance(gradients(ours, found), gradients(eager, expected)) < 1e-4
+    with pytest.raises(ValueError, match="4D attention mask.*flash_attention_flex"):
+        torchs(input_ids=ids, attention_mask=mask)
 
 
 def test_a_4d_mask_of_padding_and_causality_is_honoured(models: Path) -> None:

@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import transformers.modeling_flash_attention_utils as upstream
 import transformers.modeling_utils
-from tiny import NAME, TRANSFORMERS, VOCAB, load, saved
+from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, accepts, distance, load, saved
 from torch import Tensor
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernel_compat
@@ -430,3 +432,51 @@ class TestUpstreamsOwnFlashAttention4:
                 q, q, q, offsets, offsets, 5, 5, softmax_scale=0.25, causal=True
             )
             torch.testing.assert_close(call(), expected)
+
+
+@on((5, 0))
+class TestChunkedMasks:
+    """A flash name's model that attends in chunks, as Llama 4: its mask function raises (huggingface/transformers#37351)."""
+
+    def model(self, name: str) -> Any:
+        config = transformers.Llama4TextConfig(
+            **SHAPE,
+            head_dim=8,
+            intermediate_size_mlp=64,
+            num_local_experts=2,
+            attention_chunk_size=8,
+            no_rope_layers=[1, 0],
+        )
+        torch.manual_seed(0)
+        return transformers.Llama4ForCausalLM._from_config(config, attn_implementation=name).eval()
+
+    @pytest.fixture
+    def pair(self, installed: kernel_compat.Report) -> tuple[Any, Any]:
+        eager, ours = (self.model(name) for name in ("eager", NAME))
+        ours.load_state_dict(eager.state_dict())
+        return eager, ours
+
+    def test_upstream_raises(self, pair: tuple[Any, Any]) -> None:
+        kernel_compat.uninstall()
+        with (
+            kernel_compat.installed(skip=["tf5_chunked_masks"]),
+            pytest.raises(ValueError, match="cannot handle chunked attention"),
+        ):
+            pair[1](input_ids=torch.randint(3, VOCAB, (2, 20)))
+
+    def test_with_the_library(self, pair: tuple[Any, Any]) -> None:
+        ids = torch.randint(3, VOCAB, (2, 20))
+        expected, found = (model(input_ids=ids).logits for model in pair)
+        assert distance(found, expected) < 1e-5
+
+    @pytest.mark.skipif(
+        accepts(masking_utils.create_masks_for_generate, "block_sequence_ids")
+        and not accepts(masking_utils.create_chunked_causal_mask, "block_sequence_ids"),
+        reason="generate passes an argument that the mask function doesn't have",
+    )
+    def test_generate(self, pair: tuple[Any, Any]) -> None:
+        """With a static cache, `generate` looks the mask function up in a mapping."""
+        ids = torch.randint(3, VOCAB, (2, 20))
+        options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+        expected, found = (model.generate(input_ids=ids, **options) for model in pair)
+        assert torch.equal(found, expected)

@@ -55,7 +55,10 @@ def test_imports_that_several_distributions_ship() -> None:
 
 
 def test_the_ladder_is_the_table() -> None:
-    assert (*(name for name in CATALOG if name not in (catalog.FLEXIBLE, catalog.REFERENCE)), *TRANSFORMERS) == policy.LADDER
+    assert (
+        *(name for name in CATALOG if name not in (catalog.FLEXIBLE, catalog.REFERENCE)),
+        *TRANSFORMERS,
+    ) == policy.LADDER
 
 
 def test_explain_has_the_features_of_this_version_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -654,7 +654,12 @@ def test_a_window_without_a_limit_to_the_right(which: str, options: dict[str, An
     [
         ({"window_size": (2, 0)}, "window", "sliding windows", "flash_attention_3"),
         ({"softcap": 30.0}, "softcap", "softcap", "flash_attention_2"),
-        ({"s_aux": torch.zeros(4)}, "sinks", "attention sinks", "flash_attention_torch, flash_attention_flex, flash_attention_reference"),
+        (
+            {"s_aux": torch.zeros(4)},
+            "sinks",
+            "attention sinks",
+            "flash_attention_torch, flash_attention_flex, flash_attention_reference",
+        ),
     ],
 )
 @pytest.mark.parametrize("missing", ["declared", "no keyword"])

@@ -108,6 +108,15 @@ def test_what_does_not_fit(module: Any, attribute: str, parameters: tuple[str, .
         assert parameter in error.expected
 
 
+def test_any_form(module: Any) -> None:
+    """What isn't a function, or needs any parameters, is found; what isn't there, or is inherited, is not."""
+    for attribute in ("constant", "f", "Model.of"):
+        assert Seam(f"upstream_of_seams:{attribute}", any_form=True).locate("1.0").name == attribute.rpartition(".")[2]
+    for attribute in ("missing", "Model.inherited"):
+        with pytest.raises(SeamError, match="expected an attribute, found nothing of that name"):
+            Seam(f"upstream_of_seams:{attribute}", any_form=True).locate("1.0")
+
+
 @pytest.mark.parametrize("content", ["raise RuntimeError('built for another torch')", "1 +", "import not_there_at_all"])
 def test_a_module_that_does_not_import(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "upstream_that_breaks.py").write_text(content)

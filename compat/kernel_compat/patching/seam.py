@@ -25,12 +25,15 @@ class Seam:
             if they have defaults: a release that adds an option doesn't break a replacement that passes it on.
         versions: releases of the shim's distribution that have this seam; it is left alone on the others.
         inherited: for a class that inherits the attribute: it gets one of its own, which `undo` deletes.
+        any_form: for a replacement that is right whatever the parameters are, as a copy of the function, or of something
+            that isn't a function: `parameters` is empty.
     """
 
     target: str
     parameters: tuple[str, ...] = ()
     versions: str = ""
     inherited: bool = False
+    any_form: bool = False
 
     @property
     def module(self) -> str:
@@ -68,12 +71,12 @@ class Seam:
             value = getattr(owner, name)
             original = getattr(owner, "__dict__", {}).get(name, value if self.inherited else ABSENT)
             if original is not ABSENT:
-                problem = parameter_problem(value, self.parameters)
+                problem = None if self.any_form else parameter_problem(value, self.parameters)
         except Exception as error:  # a broken install raises any error; transformers imports its parts on first access
             problem, cause = f"{problem} ({type(error).__name__}: {error})", error
         if problem:
             expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
-            raise SeamError(self.target, expected, problem, version) from cause
+            raise SeamError(self.target, "an attribute" if self.any_form else expected, problem, version) from cause
         return Located(owner, name, original=original, seam=self)
 
 

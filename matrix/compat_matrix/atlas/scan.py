@@ -182,7 +182,7 @@ def _names(found: Found) -> list[str]:
 
 
 def _expected(seam: Seam) -> str:
-    return f"({', '.join([*seam.parameters, '...'])})"
+    return "an attribute" if seam.any_form else f"({', '.join([*seam.parameters, '...'])})"
 
 
 class _Doubt(NamedTuple):
@@ -198,6 +198,8 @@ def _doubt(seam: Seam, found: Found) -> _Doubt | None:
         return _Doubt(str(found), True)
     if found.kind == "unknown":
         return _Doubt(str(found), False)
+    if seam.any_form:
+        return None
     if found.kind == "value" or found.signature is None:
         return _Doubt(str(found), found.type in _NOT_CALLABLE)
 
