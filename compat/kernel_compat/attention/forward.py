@@ -188,8 +188,7 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         )
     context = current_context()
     in_full = functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4
-    reduces = kernel.reduces_masks or call.lengths is not None  # lengths are compared with the mask
-    if in_full and not (reduces and call.bias is None and _reducible(call, context)):
+    if in_full and not (call.bias is None and _reducible(call, context)):
         return _any_mask(functions.masked_attention, call, context)
     reduced, own = _resolve_mask(call, context)
     if reduced.kv_len != call.key.shape[1]:

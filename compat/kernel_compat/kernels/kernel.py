@@ -21,10 +21,6 @@ class Kernel:
         providers: packages in order of preference.
     """
 
-    #: Whether a 4D mask is reduced to padding, causality, a window and packed sequences where it is made of these, though the
-    #: kernel takes masks of any kind: calls without such a mask are faster.
-    reduces_masks = False
-
     def __init__(self, name: str, providers: tuple[Provider, ...]) -> None:
         self.name = name
         self.providers = providers

@@ -29,8 +29,6 @@ class LayeredKernel(Kernel):
         members: kernels in order of preference. Those that can't run here are left out; one has to.
     """
 
-    reduces_masks = True
-
     def __init__(self, name: str, members: Sequence[Kernel]) -> None:
         if not members:
             raise ValueError("a list of kernels must not be empty")
