@@ -1,0 +1,110 @@
+"""Tiny models whose layers need what not every kernel has: chunks, sinks, two head dimensions, a smaller value.
+
+All their experts take all tokens: bfloat16 would choose others than float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import SHAPE, VOCAB, randomize
+from transformers import masking_utils
+
+LENGTH = 24
+
+
+def there(*classes: str) -> pytest.MarkDecorator:
+    missing = [name for name in classes if not hasattr(transformers, name)]
+    return pytest.mark.skipif(bool(missing), reason=f"this release has no {', '.join(missing)}")
+
+
+def pair(class_: Any, config: Any, name: str) -> tuple[Any, Any]:
+    """The same model with eager attention and with a name."""
+    eager = randomize(class_._from_config(copy.deepcopy(config), attn_implementation="eager")).eval()
+    ours = class_._from_config(copy.deepcopy(config), attn_implementation=name).eval()
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+def ids(rows: int = 2) -> torch.Tensor:
+    return torch.randint(3, VOCAB - 7, (rows, LENGTH))
+
+
+def llama4(name: str) -> tuple[Any, Any]:
+    of_layers = {"attention_chunk_size": 8, "no_rope_layers": [1, 0]}
+    config = transformers.Llama4TextConfig(
+        **SHAPE, head_dim=8, intermediate_size_mlp=64, num_local_experts=1, **of_layers
+    )
+    return pair(transformers.Llama4ForCausalLM, config, name)
+
+
+def gemma3(name: str) -> tuple[Any, Any]:
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=8, layer_types=kinds)
+    return pair(transformers.Gemma3ForCausalLM, config, name)
+
+
+def gemma4(name: str) -> tuple[Any, Any]:
+    """Its sliding layers have another head dimension than its global ones."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        **SHAPE,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=8,
+        layer_types=kinds,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=0,
+    )
+    return pair(transformers.Gemma4ForCausalLM, config, name)
+
+
+def gpt_oss(name: str) -> tuple[Any, Any]:
+    config = transformers.GptOssConfig(
+        **SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=2, sliding_window=8
+    )
+    return pair(transformers.GptOssForCausalLM, config, name)
+
+
+def deepseek(name: str) -> tuple[Any, Any]:
+    """The value's head dimension is smaller than the query's."""
+    config = transformers.DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4},
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+    return pair(transformers.DeepseekV3ForCausalLM, config, name)
+
+
+MODELS = [
+    pytest.param(gemma3, marks=there("Gemma3ForCausalLM"), id="gemma3"),
+    pytest.param(gemma4, marks=there("Gemma4ForCausalLM"), id="gemma4"),
+    pytest.param(gpt_oss, marks=there("GptOssForCausalLM"), id="gpt_oss"),
+    pytest.param(llama4, marks=there("Llama4ForCausalLM"), id="llama4"),
+    pytest.param(deepseek, marks=there("DeepseekV3ForCausalLM"), id="deepseek_v3"),
+]
+
+
+def packed() -> tuple[torch.Tensor, torch.Tensor, tuple[slice, slice]]:
+    """Two sequences in a row: ids and positions (1, `LENGTH`), and where each sequence is."""
+    positions = torch.cat([torch.arange(11), torch.arange(LENGTH - 11)])[None]
+    return ids(1), positions, (slice(11), slice(11, None))
+
+
+def separates_chunks() -> bool:
+    """Whether Llama 4's chunks begin with each packed sequence; older releases count them from the row's first token."""
+    return hasattr(masking_utils, "packed_sequence_compatibility_function")
