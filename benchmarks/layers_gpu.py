@@ -8,6 +8,7 @@ exits with 1 if one does.
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 import sys
@@ -150,7 +151,9 @@ def mixed() -> None:
     models: dict[str, Any] = {}
     for name in ("sdpa", "layers_flash"):
         torch.manual_seed(0)
-        model = transformers.Gemma4TextModel._from_config(config, attn_implementation=name, dtype=torch.bfloat16)
+        model = transformers.Gemma4TextModel._from_config(
+            copy.deepcopy(config), attn_implementation=name, dtype=torch.bfloat16
+        )
         models[name] = model.cuda()
 
     def forward(model: Any) -> Tensor:
