@@ -48,13 +48,13 @@ def gemma3(name: str) -> tuple[Any, Any]:
     return pair(transformers.Gemma3ForCausalLM, config, name)
 
 
-def gemma4(name: str) -> tuple[Any, Any]:
+def gemma4(name: str, global_head_dim: int = 32) -> tuple[Any, Any]:
     """Its sliding layers have another head dimension than its global ones."""
     kinds = ["sliding_attention", "full_attention"]
     config = transformers.Gemma4TextConfig(
         **SHAPE,
         head_dim=16,
-        global_head_dim=32,
+        global_head_dim=global_head_dim,
         sliding_window=8,
         layer_types=kinds,
         hidden_size_per_layer_input=8,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from any_layer import LENGTH, MODELS, ids, llama4, packed, pair, separates_chunks, there
+from any_layer import LENGTH, MODELS, deepseek, gemma4, gpt_oss, ids, llama4, packed, pair, separates_chunks, there
 from tiny import SHAPE, VOCAB, distance, gradients
 from transformers.models.t5 import modeling_t5
 
 import kernel_compat
+from kernel_compat.choosing.layers import layer_kernels
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -116,3 +118,55 @@ def test_the_prefix_of_paligemma(training: bool) -> None:
         for model in models:
             model.train()
     assert_equal(models, **inputs)
+
+
+class TestAssignment:
+    """Which kernel each layer gets on a GPU that isn't here: from the catalog, for real models."""
+
+    @staticmethod
+    def on(capability: tuple[int, int], *packages: str) -> kernel_compat.Environment:
+        versions = {"torch": "2.11.0", "flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36"}
+        imports = {"torch": ("torch",), "flash-attn": ("flash_attn",), "flash-attn-4": ("flash_attn.cute",)}
+        names = ("torch", *packages)
+        return kernel_compat.Environment(
+            packages={name: versions[name] for name in names},
+            imports={module: (name,) for name in names for module in imports[name]},
+            devices=(kernel_compat.Device("a GPU", capability),),
+        )
+
+    def kernels(self, made: Any, environment: kernel_compat.Environment) -> list[tuple[str | None, str | None]]:
+        model = made(AUTO)[1].to(torch.bfloat16)
+        return [(found.forward, found.training) for found in layer_kernels(model, "auto", environment)]
+
+    @there("GptOssForCausalLM")
+    def test_sinks(self) -> None:
+        """FlashAttention-4 has a gradient of sinks on Hopper. FlashAttention-2's are from the log-sum-exp."""
+        for package, name in (("flash-attn", "flash_attention_2"), ("flash-attn-4", "flash_attention_4")):
+            assert set(self.kernels(gpt_oss, self.on((9, 0), package))) == {(name, name)}
+
+    @there("DeepseekV3ForCausalLM")
+    def test_a_smaller_value(self) -> None:
+        assert self.kernels(deepseek, self.on((8, 0), "flash-attn")) == [("flash_attention_2", "flash_attention_2")]
+
+    @there("Gemma4ForCausalLM")
+    def test_two_head_dimensions(self) -> None:
+        """Dimensions of 32 and 16 are any kernel's; of 512, flex's alone."""
+        environment = self.on((9, 0), "flash-attn")
+        assert set(self.kernels(gemma4, environment)) == {("flash_attention_2", "flash_attention_2")}
+        found = self.kernels(functools.partial(gemma4, global_head_dim=512), environment)
+        assert found == [("flash_attention_2",) * 2, ("flash_attention_flex",) * 2]
+
+    @there("Gemma4ForCausalLM")
+    def test_a_layer_without_a_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The layer is named when the model is built."""
+        environment = self.on((9, 0), "flash-attn")
+        monkeypatch.setattr(kernel_compat.Environment, "detect", lambda *args: environment)
+        kernel_compat.register_attention("no_flex_flash", kernel=["flash_attention_2", "flash_attention_torch"])
+        try:
+            refused = pytest.raises(
+                kernel_compat.UnsupportedFeatureError, match=r"layers\.1\.self_attn.*head dimension"
+            )
+            with pytest.warns(UserWarning, match="goes on without flash_attention_2"), refused:
+                gemma4("no_flex_flash", global_head_dim=512)
+        finally:
+            kernel_compat.unregister_attention("no_flex_flash")
