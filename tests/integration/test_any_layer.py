@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from any_layer import LENGTH, MODELS, deepseek, gemma4, gpt_oss, ids, llama4, packed, pair, separates_chunks, there
-from tiny import SHAPE, VOCAB, distance, gradients
+from tiny import SHAPE, TRANSFORMERS, VOCAB, distance, gradients
 from transformers.models.t5 import modeling_t5
 
 import kernel_compat
@@ -170,3 +170,38 @@ class TestAssignment:
                 gemma4("no_flex_flash", global_head_dim=512)
         finally:
             kernel_compat.unregister_attention("no_flex_flash")
+
+
+@there("MllamaForConditionalGeneration")
+def test_the_cross_attention_of_mllama() -> None:
+    """A row's first tokens see no image, the others both of its tiles."""
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    text = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
+        **{**SHAPE, "num_hidden_layers": 3},
+        cross_attention_layers=[1],
+        **({"rope_scaling": rope} if TRANSFORMERS.major < 5 else {"rope_parameters": rope}),
+    )
+    vision = transformers.models.mllama.configuration_mllama.MllamaVisionConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_global_layers=1,
+        attention_heads=2,
+        intermediate_size=32,
+        vision_output_dim=32,
+        image_size=16,
+        patch_size=8,
+        max_num_tiles=2,
+        supported_aspect_ratios=[[1, 1], [1, 2]],
+        intermediate_layers_indices=[0],
+    )
+    config = transformers.MllamaConfig(vision_config=vision, text_config=text)
+    models = pair(transformers.MllamaForConditionalGeneration, config, AUTO)
+    sees = torch.ones(2, LENGTH, 1, 2, dtype=torch.long)
+    sees[0, :5] = 0
+    images = {
+        "pixel_values": torch.randn(2, 1, 2, 3, 16, 16),
+        "aspect_ratio_ids": torch.tensor([[1], [2]]),
+        "aspect_ratio_mask": torch.ones(2, 1, 2, dtype=torch.long),
+        "cross_attention_mask": sees,
+    }
+    assert_equal(models, input_ids=ids(), attention_mask=torch.ones(2, LENGTH, dtype=torch.long), **images)
