@@ -146,9 +146,11 @@ def _tiles(q: Tensor, v: Tensor) -> dict[str, Any]:
         (tile for tile in ((64, 32, 2), (64, 32, 1), (32, 32, 1), (32, 16, 1)) if fits(*tile)), (16, 16, 1)
     )
     chosen |= {"fwd_BLOCK_M": queries, "fwd_BLOCK_N": keys, "fwd_num_stages": stages, "fwd_num_warps": 8}
-    if size == 2 and memory >= 150 * 1024:
+    # It keeps q and the output's gradient, or k and v, of 32 tokens, and the other two of 32 tokens a stage; and 512 bytes.
+    stages = (memory - 512) // (32 * dims * size) - 1
+    if size == 2 and stages > 0:
         sides = dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), 32)
-        chosen |= {**sides, "bwd_num_stages": 1, "bwd_num_warps": 8}
+        chosen |= {**sides, "bwd_num_stages": min(stages, 2), "bwd_num_warps": 8}
     return chosen
 
 
