@@ -15,6 +15,7 @@ from transformers.models.t5 import modeling_t5
 
 import kernel_compat
 from kernel_compat.choosing.layers import layer_kernels
+from kernel_compat.kernels import LayeredKernel
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -118,6 +119,24 @@ def test_the_prefix_of_paligemma(training: bool) -> None:
         for model in models:
             model.train()
     assert_equal(models, **inputs)
+
+
+@pytest.mark.parametrize("made", MODELS)
+def test_the_forward_asks_for_what_the_layers_say(made: Callable[[str], tuple[Any, Any]]) -> None:
+    """What is shown of a model that isn't called is what its calls get."""
+    name = "assigned_flash"
+    kernel_compat.register_attention(name, kernel="auto")
+    try:
+        model = made(name)[1]
+        model(input_ids=ids()).logits.sum().backward()
+        found = [(of.needs, of.training) for of in layer_kernels(model, name)]
+        said = {(n.head_dim, n.value_dim, n.features | {"backward"}, training) for n, training in found}
+        kernel = kernel_compat.registered_attention()[name].kernel
+        assert isinstance(kernel, LayeredKernel)
+        assert {(n.head_dim, n.value_dim, n.features, taken.name) for n, taken in kernel.chosen.items()} == said
+        assert set(kernel_compat.status().chosen[name].values()) == {training for *_, training in said}
+    finally:
+        kernel_compat.unregister_attention(name)
 
 
 class TestAssignment:

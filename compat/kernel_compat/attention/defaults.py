@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..environment import torch_flash_backend
-from ..kernels import Kernel, as_kernel
+from ..kernels import Kernel, LayeredKernel, as_kernel
 from ..patching import report
 from ..patching.installation import Installation
 from .names import AttentionName
@@ -51,11 +51,13 @@ class Report(report.Report):
         shims: one entry a shim.
         left_alone: after `uninstall()`, the values that other code has overwritten, which stay theirs.
         attention: state by registered attention name: ``"available"``, ``"pending"``, or why transformers doesn't have it.
+        chosen: by attention name that was registered with several kernels, the kernel of each kind of call so far.
         torch_flash_backend: the FlashAttention behind torch's own attention in this process (``"FA3"``, ``"FA4"``), None for
             the FlashAttention-2 it is built with.
     """
 
     attention: dict[str, str] = field(default_factory=dict)
+    chosen: dict[str, dict[str, str]] = field(default_factory=dict)
     torch_flash_backend: str | None = None
 
     @property
@@ -132,7 +134,7 @@ def unproven() -> str:
 
 def register_attention(
     name: str,
-    kernel: str | Kernel | Any,
+    kernel: str | Kernel | Sequence[Any] | Any,
     forward: Callable[..., Any] | None = None,
     mask: Callable[..., Any] | None = None,
     *,
@@ -154,9 +156,10 @@ def register_attention(
     Args:
         name: any string but a hub kernel's (``org/repo``). One that has no ``flash`` in it warns, because from
             transformers 5.0 on models choose their flash code path by that substring.
-        kernel: a kernel's name (``flash_attention_2``, ``_3``, ``_4``, ``_reference``), a `Kernel`, or any object with
-            a ``flash_attn_varlen_func`` that takes FA2's keywords, such as a module. It has the features whose keywords
-            are named parameters, or those of its attribute `features`, a `Features`.
+        kernel: a kernel's name (a key of `known_kernels()`), a `Kernel`, or any object with a ``flash_attn_varlen_func`` that
+            takes FA2's keywords, such as a module. It has the features whose keywords are named parameters, or those of its
+            attribute `features`, a `Features`. A list of these, or ``"auto"`` for all of the library's, gives each call to the
+            first kernel that computes exactly what it asks for; `Report.chosen` shows which.
         forward: replaces the library's attention function. Called as transformers calls its own:
             ``forward(module, query, key, value, attention_mask, *, scaling, dropout, **kwargs)`` with query, key and
             value of shape (batch, heads, length, head_dim); returns ``(output, None)`` with the output of shape
@@ -209,4 +212,9 @@ def _checked(value: str | None, name: str = "unproven") -> str | None:
 
 
 def _with_attention(found: report.Report) -> Report:
-    return Report(**vars(found), attention=registry.states(), torch_flash_backend=torch_flash_backend())
+    chosen = {
+        name: {str(needs): member.name for needs, member in entry.kernel.chosen.items()}
+        for name, entry in registry.names().items()
+        if isinstance(entry.kernel, LayeredKernel)
+    }
+    return Report(**vars(found), attention=registry.states(), chosen=chosen, torch_flash_backend=torch_flash_backend())

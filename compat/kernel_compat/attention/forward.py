@@ -64,6 +64,8 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paging)
             cu_seq_lens_k, max_length_k = paging["cu_seq_lens_k"], paging["max_length_k"]
         in_pages = paging.get("block_table") is not None
+        if not in_pages:
+            value = _unpadded(module, query, value)
         dtype = None if in_pages else target_dtype(query, module)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if dtype is not None:
@@ -96,6 +98,16 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
 
     forward.__name__ = forward.__qualname__ = f"attention_forward[{name}]"
     return forward
+
+
+def _unpadded(module: torch.nn.Module, query: Tensor, value: Tensor) -> Tensor:
+    """The value of multi-head latent attention without the zeros that older releases pad it with for every flash attention.
+
+    They take as many dimensions of the output as the value had.
+    """
+    dims = (getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None))
+    padded = dims[0] == query.shape[-1] == value.shape[-1] and isinstance(dims[1], int) and dims[1] < dims[0]
+    return value[..., : dims[1]] if padded else value
 
 
 def _require_mask(module: torch.nn.Module, call: AttentionCall, records_masks: bool) -> None:

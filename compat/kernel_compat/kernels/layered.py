@@ -34,10 +34,14 @@ class LayeredKernel(Kernel):
             raise ValueError("a list of kernels must not be empty")
         super().__init__(name, tuple(provider for member in members for provider in member.providers))
         self.members = tuple(members)
-        #: The member of each kind of call so far.
         self._chosen: dict[Needs, Kernel] = {}
         #: Members whose package is there and doesn't import, with the error.
         self._broken: dict[Kernel, KernelUnavailableError] = {}
+
+    @property
+    def chosen(self) -> dict[Needs, Kernel]:
+        """The member of each kind of call so far."""
+        return dict(self._chosen)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayeredKernel) and (self.name, self.members) == (other.name, other.members)
@@ -87,6 +91,8 @@ class LayeredKernel(Kernel):
         reasons: list[str] = []
         for member in members:
             reason = unmet(member.features_in(environment), needs)
+            if not reason and needs.page_size:
+                reason = member.unpaged_because(needs.page_size, needs.head_dim) or ""
             if not reason and member.name == REFERENCE and needs.device != "cpu" and len(members) > 1:
                 reason = "for tensors on a CPU alone"
             if not reason:
@@ -97,7 +103,7 @@ class LayeredKernel(Kernel):
     def choose(self, needs: Needs) -> Kernel:
         """The first member that meets the needs; loads it.
 
-        Dropout that no member has is left out: the member warns.
+        Determinism and dropout that no member has are left out: the member warns.
 
         Raises:
             UnsupportedFeatureError: none does; the message says what each lacks.
@@ -106,12 +112,11 @@ class LayeredKernel(Kernel):
             environment = Environment.detect()
             self._load_members(environment)
             found, reasons = self.member_for(needs, environment)
+            for less in ({"deterministic"}, {"dropout"}, {"deterministic", "dropout"}):
+                if found is None:
+                    found, _ = self.member_for(needs._replace(features=needs.features - less), environment)
             if found is None:
-                found, _ = self.member_for(needs._replace(features=needs.features - {"dropout"}), environment)
-            if found is None:
-                dims = f"head dimensions {needs.head_dim} and {needs.value_dim}"
-                what = ", ".join([f"a call on {needs.device} in {needs.dtype}", dims, *sorted(needs.features)])
-                raise UnsupportedFeatureError(what, self.name, f"{'; '.join(reasons)}.")
+                raise UnsupportedFeatureError(str(needs), self.name, f"{'; '.join(reasons)}.")
             self._chosen[needs] = found
         return self._chosen[needs]
 
@@ -169,5 +174,8 @@ def _needs(q: Any, k: Any, v: Any, options: dict[str, Any], features: tuple[str,
         and any(x is not None and x.requires_grad for x in (q, k, v, options.get("s_aux"), options.get("bias"))),
     }
     used.update(feature for feature, needed in given.items() if needed)
+    if options.get("deterministic") and "backward" in used:
+        used.add("deterministic")
     dtype = str(q.dtype).removeprefix("torch.")
-    return Needs(q.shape[-1], v.shape[-1], dtype, q.device.type, frozenset(used))
+    page_size = 0 if options.get("block_table") is None else k.shape[1]
+    return Needs(q.shape[-1], v.shape[-1], dtype, q.device.type, frozenset(used), page_size)

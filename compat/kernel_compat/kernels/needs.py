@@ -17,6 +17,7 @@ class Needs(NamedTuple):
         dtype: the name of the inputs' torch dtype; empty for one that isn't known yet.
         device: the inputs' torch device type.
         features: names of the `Features` that it needs, besides causal masks.
+        page_size: the tokens of a page of the cache; 0 for no paged cache.
     """
 
     head_dim: int
@@ -24,6 +25,11 @@ class Needs(NamedTuple):
     dtype: str
     device: str
     features: frozenset[str]
+    page_size: int = 0
+
+    def __str__(self) -> str:
+        dims = f"head dimensions {self.head_dim} and {self.value_dim}"
+        return ", ".join([f"a call on {self.device} in {self.dtype}", dims, *map(Features.word, sorted(self.features))])
 
 
 def unmet(features: Features, needs: Needs) -> str:
