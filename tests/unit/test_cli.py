@@ -305,6 +305,7 @@ def test_a_failed_shim_ends_in_1(run: Cli, tmp_path: Path, monkeypatch: pytest.M
         ([], "the following arguments are required"),
         (["explain"], "explain takes an attention NAME, or --model"),
         (["explain", "--model", os.path.dirname(__file__)], "no model type in its config.json"),
+        (["explain", "auto"], "explain auto takes --model FOLDER"),
         (["explain", "nope"], "'nope' is no attention name here; there are: eager"),
         (["plan", "--attn", "flash_atention_2"], "'flash_atention_2' is no attention name here; there are: eager"),
         (["plan", "--attn="], "an attention name must not be empty"),
@@ -333,6 +334,21 @@ def test_explain_shows_features_and_reasons(run: Cli) -> None:
     found = json.loads(run("explain", "flash_attention_4", "--json").stdout)
     assert found["name"] == "flash_attention_4"
     assert found["providers"][0]["features"]["min_capability"] == [9, 0]
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_shows_the_kernel_of_each_layer(run: Cli, tmp_path: Path) -> None:
+    """Of a model of which there are no weights: Gemma 2's sliding and global layers."""
+    config = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4, "head_dim": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = json.loads(run("explain", "auto", "--model", str(tmp_path), "--json").stdout)["layers"]
+    assert [of["layers"] for of in found] == [[f"model.layers.{i}.self_attn" for i in one] for one in ((0, 2), (1, 3))]
+    assert ["window" in of["needs"]["features"] for of in found] == [True, False]
+    assert all(of["training"] == of["forward"] == "flash_attention_reference" for of in found)
+    text = run("explain", "auto", "--model", str(tmp_path)).stdout
+    assert "model.layers.1.self_attn and 1 more" in text
+    text = run("explain", "flash_attention_2", "--model", str(tmp_path)).stdout
+    assert "flash_attention_2: " in text
 
 
 @pytest.mark.usefixtures("without_gpu")

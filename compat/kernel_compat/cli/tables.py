@@ -50,11 +50,15 @@ COLOURS = {
 
 
 def plain(value: Any) -> Any:
-    """A value made of dataclasses, mappings and sequences as JSON values; a float that isn't finite becomes None."""
+    """A value made of dataclasses, mappings, sequences and sets as JSON values; a float that isn't finite becomes None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {key: plain(inner) for key, inner in fields_of(value).items()}
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if hasattr(value, "_asdict"):  # a NamedTuple
+        return plain(value._asdict())
     if isinstance(value, (list, tuple)):
         return [plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .adapter import Functions
-from .catalog import CATALOG
+from .catalog import CATALOG, FLEXIBLE
 from .foreign import ForeignKernel
 from .kernel import Kernel
 from .layered import LayeredKernel
@@ -47,7 +47,8 @@ def as_kernel(kernel: Any) -> Kernel:
     if isinstance(kernel, Kernel):
         return kernel
     if kernel == "auto":
-        return LayeredKernel("auto", tuple(_KERNELS.values()))
+        # On a CPU the reference kernel is faster than torch's flex_attention, and has gradients.
+        return LayeredKernel("auto", sorted(_KERNELS.values(), key=lambda kernel: kernel.name == FLEXIBLE))
     if isinstance(kernel, (list, tuple)):
         members = [as_kernel(member) for member in kernel]
         return LayeredKernel("+".join(member.name for member in members), members)
