@@ -15,7 +15,7 @@ from kernel_compat.kernels import flex, reference
 pytestmark = pytest.mark.gpu
 
 #: bfloat16's rounding in the forward and backward; float32's.
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,19 @@ def test_gradients_of_an_interleaved_mask(dtype: torch.dtype) -> None:
     (q, k, v), (exact_q, exact_k, exact_v) = inputs, exact
     found = flex.masked_attention(q, k, v, visible=visible)
     expected = reference.masked_attention(exact_q, exact_k, exact_v, visible=visible)
+    compare(found, inputs, expected, exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (320, 320), (192, 128), (576, 512)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gradients_of_large_head_dimensions(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """Its tiles fit into the GPU's memory, forward and backward."""
+    inputs = random_inputs((1, 300, 4, dims[0]), (1, 300, 2, dims[0]), (1, 300, 2, dims[1]), dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    functions = kernel_compat.known_kernels()["flash_attention_flex"].load()
+    (q, k, v), (exact_q, exact_k, exact_v) = inputs, exact
+    found = functions.flash_attn_func(q, k, v, causal=True, window_size=(200, 0))
+    expected = reference.flash_attn_func(exact_q, exact_k, exact_v, causal=True, window_size=(200, 0))
     compare(found, inputs, expected, exact, TOLERANCE[dtype])
 
 

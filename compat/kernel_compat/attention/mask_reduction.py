@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ __all__ = ["ReducedMask", "reduce_mask", "visible_and_bias"]
 
 #: An additive mask hides a key by any number up to this: some models use -1e4 and -1e9, most the dtype's lowest.
 _HIDDEN = -1e4
+#: Beside it a score vanishes, as beside the dtype's lowest; and a kernel may multiply it.
+_SWAMPS = -1e30
 
 
 class ReducedMask(NamedTuple):
@@ -111,9 +114,16 @@ def visible_and_bias(mask: Tensor, q_len: int, kv_len: int) -> tuple[Tensor, Ten
         visible = visible[..., :kv_len]
         if mask.dtype == torch.bool:
             return visible, None
-        bias = mask[..., :kv_len].masked_fill(~visible, 0)
+        numbers = mask[..., :kv_len]
+        bias = numbers.masked_fill(~visible, 0)
         # A bias that needs a gradient must not be kept: its graph lasts for one backward.
-        return visible, bias if fixed_shapes(mask) or mask.requires_grad or bool(bias.any()) else None
+        if not (fixed_shapes(mask) or mask.requires_grad or bool(bias.any())):
+            return visible, None
+        # Eager attention adds numbers, not minus infinity: where a row hides all keys, as Parakeet's do for padding, it sees them all.
+        hidden = ~visible.any(-1, keepdim=True)
+        wide = numbers.float() if numbers.dtype == torch.float16 else numbers
+        lowest = wide.masked_fill(numbers <= torch.finfo(numbers.dtype).min, _SWAMPS)
+        return visible | (hidden & (numbers > -math.inf)), torch.where(hidden, lowest, bias)
 
     return split() if mask.requires_grad else memoised(mask, ("visible", kv_len), split)
 

@@ -132,13 +132,14 @@ def _tiles(q: Tensor, v: Tensor) -> dict[str, Any]:
     if q.shape[2] == 1:
         return {}
     chosen: dict[str, Any] = {"BACKEND": "TRITON"}  # its kernel for decoding takes no number of queries that changes
-    size, dims = q.dtype.itemsize, q.shape[-1] + v.shape[-1]
+    of_q, of_v = (1 << (x.shape[-1] - 1).bit_length() for x in (q, v))  # a tile's sides are powers of 2
+    size, dims = q.dtype.itemsize, of_q + of_v
     memory: int = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin", 99 * 1024)
 
     def fits(queries: int, keys: int, stages: int) -> bool:
-        return bool(size * (queries * q.shape[-1] + stages * keys * dims) <= memory)
+        return bool(size * (queries * of_q + stages * keys * dims) <= memory - 512)
 
-    if max(q.shape[-1], v.shape[-1]) <= 256 and (size == 2 or fits(64, 64, 3)):
+    if max(of_q, of_v) <= 256 and (size == 2 or fits(64, 64, 3)):
         return chosen
     # Measured on an H200 with head dimension 512 and bfloat16: torch's own tiles don't fit into its memory in the forward, and
     # are slower in the backward than these.
