@@ -254,7 +254,9 @@ class Results:
                     if remark := cell["reason"] or cell.get("remark"):
                         remarks[f"- {label}, {cell['name']}: {remark}"] = None
                     if "error" in cell:
-                        remarks[f"- {label}, {cell['name']}: an error of {cell['error']:.2e} against float32"] = None
+                        remarks[f"- {cell['name']}: outputs have an error of {cell['error']:.2e} against float32"] = (
+                            None
+                        )
             text += [f"### {title}", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
         return "\n".join([*text, *(["### Remarks", "", *remarks] if remarks else [])]).rstrip() + "\n"
 
@@ -274,7 +276,7 @@ class Results:
                 values = [statistics.median(pair[number]["ms"]) for pair in pairs]
                 places = [place + 0.4 * number for place in range(len(pairs))]
                 bars = axis.barh(places, values, 0.4, align="edge", label=pairs[0][number]["name"])
-                axis.bar_label(bars, fmt="%.3g", padding=2)
+                axis.bar_label(bars, [f"{ms:.{0 if ms >= 100 else 2}f}" for ms in values], padding=2)
             axis.set_yticks([place + 0.4 for place in range(len(pairs))], labels)
             axis.invert_yaxis()
             axis.set(title=part, xlabel="ms")
