@@ -9,7 +9,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from any_layer import LENGTH, MODELS, deepseek, gemma4, gpt_oss, ids, llama4, packed, pair, separates_chunks, there
+from any_layer import (
+    LENGTH,
+    MODELS,
+    deepseek,
+    gemma3,
+    gemma4,
+    gpt_oss,
+    ids,
+    llama4,
+    packed,
+    pair,
+    separates_chunks,
+    there,
+)
 from tiny import SHAPE, TRANSFORMERS, VOCAB, distance, gradients
 from transformers.models.t5 import modeling_t5
 
@@ -57,6 +70,23 @@ class TestDecoders:
         expected = torch.cat([models[0](input_ids=tokens[:, part]).logits for part in sequences], 1)
         assert distance(found, expected) < 1e-5
         assert distance(gradients(models[1], found), gradients(models[0], expected)) < 1e-4
+
+
+@pytest.mark.parametrize("made", [gemma3, llama4])  # experts of the others are what older releases break the graph at
+def test_compiled_in_one_graph(made: Callable[[str], tuple[Any, Any]]) -> None:
+    """The choice of a kernel isn't traced."""
+    name = "compiled_flash"
+    kernel_compat.register_attention(name, kernel="auto")  # has chosen nothing yet
+    try:
+        eager, ours = made(name)
+        torch.compiler.reset()
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        tokens = ids()
+        expected, found = (model(input_ids=tokens, use_cache=False).logits for model in (eager, compiled))
+        assert distance(found, expected) < 1e-5
+        assert distance(gradients(ours, found), gradients(eager, expected)) < 1e-4
+    finally:
+        kernel_compat.unregister_attention(name)
 
 
 @pytest.mark.skipif(

@@ -151,31 +151,40 @@ class LayeredKernel(Kernel):
         )
 
     def _dispatch(self, function: str, *features: str) -> Callable[..., Any]:
+        import torch
+
+        def index(
+            head_dim: int, value_dim: int, dtype: str, device: str, features: tuple[str, ...], page_size: int
+        ) -> int:
+            found = self.choose(Needs(head_dim, value_dim, dtype, device, frozenset(features), page_size))
+            return next(number for number, member in enumerate(self.members) if member is found)
+
+        untraced = torch.compiler.assume_constant_result(index)  # it looks for packages and loads them
+
         def call(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
-            needs = _needs(q, k, v, options, features)
-            return getattr(self.choose(needs).load(), function)(q, k, v, *args, **options)
+            member = self.members[untraced(*_needs(q, k, v, options, features))]
+            return getattr(member.load(), function)(q, k, v, *args, **options)
 
         call.__name__ = function
         return call
 
 
-def _needs(q: Any, k: Any, v: Any, options: dict[str, Any], features: tuple[str, ...]) -> Needs:
+def _needs(q: Any, k: Any, v: Any, options: dict[str, Any], features: tuple[str, ...]) -> tuple[Any, ...]:
+    """The fields of a call's `Needs`, as constants that torch.compile can pass on."""
     import torch
 
-    used = set(features)
     left, right = options.get("window_size") or (-1, -1)
-    given = {
+    tensors = (q, k, v, options.get("s_aux"), options.get("bias"))
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    asked = {
         "window": (left is not None and left >= 0) or (right is not None and right >= 0),
         "softcap": bool(options.get("softcap")),
         "sinks": options.get("s_aux") is not None,
         "dropout": bool(options.get("dropout_p")),
         "gqa": q.shape[-2] != k.shape[-2],
-        "backward": torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (q, k, v, options.get("s_aux"), options.get("bias"))),
+        "backward": backward,
+        "deterministic": bool(options.get("deterministic")) and backward,
     }
-    used.update(feature for feature, needed in given.items() if needed)
-    if options.get("deterministic") and "backward" in used:
-        used.add("deterministic")
-    dtype = str(q.dtype).removeprefix("torch.")
+    used = (*features, *[feature for feature, needed in asked.items() if needed])
     page_size = 0 if options.get("block_table") is None else k.shape[1]
-    return Needs(q.shape[-1], v.shape[-1], dtype, q.device.type, frozenset(used), page_size)
+    return (q.shape[-1], v.shape[-1], str(q.dtype).removeprefix("torch."), q.device.type, used, page_size)
