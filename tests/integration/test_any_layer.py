@@ -12,19 +12,22 @@ import transformers
 from any_layer import (
     LENGTH,
     MODELS,
+    T5,
     deepseek,
     gemma3,
     gemma4,
     gpt_oss,
     ids,
     llama4,
+    mllama,
     packed,
     pair,
+    paligemma,
     separates_chunks,
+    t5,
     there,
 )
-from tiny import SHAPE, TRANSFORMERS, VOCAB, distance, gradients
-from transformers.models.t5 import modeling_t5
+from tiny import SHAPE, distance, gradients
 
 import kernel_compat
 from kernel_compat.choosing.layers import layer_kernels
@@ -89,27 +92,17 @@ def test_compiled_in_one_graph(made: Callable[[str], tuple[Any, Any]]) -> None:
         kernel_compat.unregister_attention(name)
 
 
-@pytest.mark.skipif(
-    not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"),
-    reason="this release's T5 computes its own attention: its name is refused",
-)
+@T5
 class TestT5:
     """A bias of relative positions is added to the scores of every layer, and trained."""
 
-    @pytest.fixture
-    def models(self) -> tuple[Any, Any]:
-        config = transformers.T5Config(
-            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCAB, decoder_start_token_id=0
-        )
-        return pair(transformers.T5ForConditionalGeneration, config, AUTO)
+    def test_plain(self) -> None:
+        models, inputs = t5(AUTO)
+        assert_equal(models, **{**inputs, "attention_mask": None})
 
-    def test_plain(self, models: tuple[Any, Any]) -> None:
-        assert_equal(models, input_ids=ids(), decoder_input_ids=ids()[:, :9])
-
-    def test_padded(self, models: tuple[Any, Any]) -> None:
-        mask = torch.ones(2, LENGTH, dtype=torch.long)
-        mask[0, 14:] = 0
-        assert_equal(models, input_ids=ids(), attention_mask=mask, decoder_input_ids=ids()[:, :9])
+    def test_padded(self) -> None:
+        models, inputs = t5(AUTO)
+        assert_equal(models, **inputs)
 
 
 class TestMasksOfTheUser:
@@ -132,16 +125,8 @@ class TestMasksOfTheUser:
 @pytest.mark.parametrize("training", [False, True])
 def test_the_prefix_of_paligemma(training: bool) -> None:
     """The image and the prompt see each other both ways; the answer is causal."""
-    text = transformers.GemmaConfig(**SHAPE, head_dim=8)
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = transformers.SiglipVisionConfig(**tower, image_size=16, patch_size=8, vision_use_head=False)
-    config = transformers.PaliGemmaConfig(
-        text_config=text, vision_config=vision, image_token_index=VOCAB - 1, projection_dim=64, hidden_size=64
-    )
-    models = pair(transformers.PaliGemmaForConditionalGeneration, config, AUTO)
-    tokens = ids()
-    tokens[:, :4] = VOCAB - 1
-    inputs = {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 16, 16), "attention_mask": torch.ones_like(tokens)}
+    models, inputs = paligemma(AUTO)
+    tokens = inputs["input_ids"]
     if training:
         kinds = torch.zeros_like(tokens)
         kinds[:, 12:] = 1
@@ -239,40 +224,12 @@ def test_rows_of_a_bias_that_hide_all_keys(dtype: torch.dtype) -> None:
     assert distance(found[finite], expected[finite]) < 8 * torch.finfo(dtype).eps
     if (
         dtype == torch.float32 and finite.all()
-    ):  # those of a sum over normalised states are small: rounding in fewer bits is larger
+    ):  # those of normalised states are smaller than the rounding of fewer bits
         assert distance(gradients(models[1], found), gradients(models[0], expected)) < 1e-4
 
 
 @there("MllamaForConditionalGeneration")
 def test_the_cross_attention_of_mllama() -> None:
     """A row's first tokens see no image, the others both of its tiles."""
-    rope = {"rope_type": "default", "rope_theta": 500000.0}
-    text = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
-        **{**SHAPE, "num_hidden_layers": 3},
-        cross_attention_layers=[1],
-        **({"rope_scaling": rope} if TRANSFORMERS.major < 5 else {"rope_parameters": rope}),
-    )
-    vision = transformers.models.mllama.configuration_mllama.MllamaVisionConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_global_layers=1,
-        attention_heads=2,
-        intermediate_size=32,
-        vision_output_dim=32,
-        image_size=16,
-        patch_size=8,
-        max_num_tiles=2,
-        supported_aspect_ratios=[[1, 1], [1, 2]],
-        intermediate_layers_indices=[0],
-    )
-    config = transformers.MllamaConfig(vision_config=vision, text_config=text)
-    models = pair(transformers.MllamaForConditionalGeneration, config, AUTO)
-    sees = torch.ones(2, LENGTH, 1, 2, dtype=torch.long)
-    sees[0, :5] = 0
-    images = {
-        "pixel_values": torch.randn(2, 1, 2, 3, 16, 16),
-        "aspect_ratio_ids": torch.tensor([[1], [2]]),
-        "aspect_ratio_mask": torch.ones(2, 1, 2, dtype=torch.long),
-        "cross_attention_mask": sees,
-    }
-    assert_equal(models, input_ids=ids(), attention_mask=torch.ones(2, LENGTH, dtype=torch.long), **images)
+    models, inputs = mllama(AUTO)
+    assert_equal(models, **inputs)
