@@ -62,6 +62,12 @@ class TestDecoders:
         mask[0, :10] = 0
         assert_equal(made(AUTO), mask.bool(), input_ids=ids(), attention_mask=mask)
 
+    def test_padding_between_tokens(self, made: Callable[[str], tuple[Any, Any]]) -> None:
+        """A window counts the padding, as in eager attention."""
+        mask = torch.ones(2, LENGTH, dtype=torch.long)
+        mask[0, :2] = mask[0, 6:9] = mask[1, 20:22] = 0
+        assert_equal(made(AUTO), mask.bool(), input_ids=ids(), attention_mask=mask)
+
     def test_packed(self, made: Callable[[str], tuple[Any, Any]]) -> None:
         """Two sequences in a row: as each alone."""
         models, (tokens, positions, sequences) = made(AUTO), packed()

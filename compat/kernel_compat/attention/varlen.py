@@ -13,7 +13,7 @@ from ..kernels.catalog import instead
 from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, longest, require_total
 from .call import AttentionCall, PackedLengths
-from .padding import padding, query_mask, runs
+from .padding import padding, padding_segments, query_mask, runs
 from .tensors import offsets_of
 
 __all__ = ["packed_attention", "padded_attention", "paged_attention", "sequences_attention"]
@@ -63,7 +63,8 @@ def sequences_attention(
     """
     if keys.interior_padding and options["window_size"] != (-1, -1):
         raise ValueError(
-            "a sliding window over a mask with padding between tokens: distances would shrink with the padding"
+            "a sliding window over a mask with padding between tokens: distances would shrink with the padding. "
+            f"{instead('', 'masks')}"
         )
     query = call.query
     batch, q_len, heads = query.shape[:3]
@@ -97,7 +98,7 @@ def padded_attention(
         padded_queries: whether the mask applies to the queries too.
 
     Raises:
-        ValueError: the mask doesn't fit the batch, or a sliding window over interior padding.
+        ValueError: the mask doesn't fit the batch, or a sliding window over interior padding, by a kernel without masks of any kind.
     """
     (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
     if mask.shape[0] != batch:
@@ -117,6 +118,10 @@ def padded_attention(
     if found is None:
         output: Tensor = functions.flash_attn_func(call.query, call.key, call.value, **options)
         return output
+    if found[1].interior_padding and options["window_size"] != (-1, -1) and functions.masked_attention is not None:
+        segments = padding_segments(mask, batch, q_len, padded_queries)
+        masked: Tensor = functions.masked_attention(call.query, call.key, call.value, segments=segments, **options)
+        return masked
     return sequences_attention(functions, call, *found, options)
 
 
