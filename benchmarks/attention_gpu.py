@@ -130,6 +130,17 @@ def measure(cells: list[Cell], sample: Callable[[Cell], float], rounds: int, dea
         del cell.ms[0:1]
 
 
+def recorded(part: str, cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Measured cells as they are written to the file of measurements."""
+    return [
+        {
+            **{"part": part, "case": cell.case, "mode": cell.mode, "name": cell.name},
+            **{"ms": [] if cell.reason else cell.ms, **cell.facts, "reason": cell.reason},
+        }
+        for cell in cells
+    ]
+
+
 def host_ms(cell: Cell) -> float:
     """Host time of a call with almost no work for the device, in ms; on the CPU the time of the call."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -359,11 +370,7 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
     def enter(part: str, cells: list[Cell], sample: Callable[[Cell], float], rounds: int) -> None:
         measure(cells, host_ms if args.tiny else sample, rounds, begun + args.seconds)
-        for cell in cells:
-            place = {"part": part, "case": cell.case, "mode": cell.mode, "name": cell.name}
-            results["cells"].append(
-                {**place, "ms": [] if cell.reason else cell.ms, **cell.facts, "reason": cell.reason}
-            )
+        results["cells"] += recorded(part, cells)
         (out / "results.json").write_text(json.dumps(results))
         print(f"{part}, {cells[0].case} ...: {time.monotonic() - begun:.0f} s", flush=True)
 

@@ -33,6 +33,7 @@ from attention_gpu import (
     measure,
     options,
     plotter,
+    recorded,
     running_ms,
 )
 
@@ -210,10 +211,7 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         for cells in pairs(shrink, device) if part in args.parts else ():
             rounds = 2 if args.tiny else 15 if part == "sinks" else 5
             measure(cells, host_ms if args.tiny else sample, rounds, begun + args.seconds)
-            for cell in cells:
-                place = {"part": part, "case": cell.case, "mode": cell.mode, "name": cell.name}
-                ms = [] if cell.reason else cell.ms
-                results["cells"].append({**place, "ms": ms, **cell.facts, "reason": cell.reason})
+            results["cells"] += recorded(part, cells)
             (out / "layers.json").write_text(json.dumps(results))
             print(f"{part}, {cells[0].case}, {cells[0].mode}: {time.monotonic() - begun:.0f} s", flush=True)
     return results

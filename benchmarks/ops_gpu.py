@@ -38,6 +38,7 @@ from attention_gpu import (
     measure,
     options,
     plotter,
+    recorded,
     running_ms,
 )
 
@@ -485,10 +486,7 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
     def enter(part: str, cells: list[Cell], sample: Callable[[Cell], float], rounds: int) -> None:
         measure(cells, host_ms if args.tiny else sample, rounds, begun + args.seconds)
-        for cell in cells:
-            place = {"part": part, "case": cell.case, "mode": cell.mode, "name": cell.name}
-            ms = [] if cell.reason else cell.ms
-            results["cells"].append({**place, "ms": ms, **cell.facts, "reason": cell.reason})
+        results["cells"] += recorded(part, cells)
         (out / "ops.json").write_text(json.dumps(results))
         print(f"{part}, {cells[0].case}: {time.monotonic() - begun:.0f} s", flush=True)
 

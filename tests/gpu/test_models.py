@@ -402,9 +402,8 @@ def test_late_inputs(models: Path, skipped: list[str], asynchronous: bool, monke
             with monkeypatch.context() as patch:
                 for name, late in zip(names, (late_reset, late_tokens, early_copy), strict=True):
                     patch.setattr(inputs, name, late)
-                if (
-                    skipped
-                ):  # the library notices positions that are left over, and the assertion ends all use of the GPU
+                if skipped:
+                    # The library notices positions that are left over, and the assertion would end all use of the GPU.
                     patch.setattr(torch, "_assert_async", lambda *args: None)
                 found = batched(model, use_async_batching=asynchronous, use_cuda_graph=False)
         assert len(found) == len(expected)

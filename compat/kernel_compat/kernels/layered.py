@@ -156,8 +156,9 @@ class LayeredKernel(Kernel):
         def index(
             head_dim: int, value_dim: int, dtype: str, device: str, features: tuple[str, ...], page_size: int
         ) -> int:
-            found = self.choose(Needs(head_dim, value_dim, dtype, device, frozenset(features), page_size))
-            return next(number for number, member in enumerate(self.members) if member is found)
+            return self.members.index(
+                self.choose(Needs(head_dim, value_dim, dtype, device, frozenset(features), page_size))
+            )
 
         untraced = torch.compiler.assume_constant_result(index)  # it looks for packages and loads them
 
