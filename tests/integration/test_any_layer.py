@@ -13,6 +13,7 @@ from any_layer import (
     LENGTH,
     MODELS,
     T5,
+    WITH_INPUTS,
     deepseek,
     gemma3,
     gemma4,
@@ -125,6 +126,27 @@ class TestMasksOfTheUser:
         visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         mask = torch.where(visible, bias, torch.finfo(torch.float32).min)
         assert_equal(self.models(), input_ids=ids(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("made", [*MODELS, *WITH_INPUTS])
+def test_flex_on_a_cpu(made: Callable[[str], Any]) -> None:
+    """Without gradients, padded; training says that it has none there."""
+    name = "cpu_flex_flash"
+    kernel_compat.register_attention(name, kernel="flash_attention_flex")
+    try:
+        found = made(name)
+        models, inputs = found if isinstance(found[1], dict) else (found, {"input_ids": ids()})
+        if models is found:
+            inputs["attention_mask"] = torch.ones(2, LENGTH, dtype=torch.long)
+            inputs["attention_mask"][0, :10] = 0
+        seen = inputs["attention_mask"].bool() if models is found else ...
+        with torch.no_grad():
+            expected, ours = (model(**inputs, use_cache=False).logits[seen] for model in models)
+        assert distance(ours, expected) < 1e-5
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="gradients"):
+            models[1](**inputs, use_cache=False)
+    finally:
+        kernel_compat.unregister_attention(name)
 
 
 @there("PaliGemmaForConditionalGeneration")
