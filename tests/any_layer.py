@@ -17,6 +17,9 @@ from transformers.models.t5 import modeling_t5
 
 LENGTH = 24
 
+#: A model in eager attention and with a name, and inputs.
+Made = tuple[tuple[Any, Any], dict[str, Any]]
+
 
 def there(*classes: str) -> pytest.MarkDecorator:
     missing = [name for name in classes if not hasattr(transformers, name)]
@@ -43,9 +46,10 @@ def llama4(name: str) -> tuple[Any, Any]:
     return pair(transformers.Llama4ForCausalLM, config, name)
 
 
-def gemma3(name: str) -> tuple[Any, Any]:
-    kinds = ["sliding_attention", "full_attention"]
-    config = transformers.Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=8, layer_types=kinds)
+def gemma3(name: str, layers: int = 2) -> tuple[Any, Any]:
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    shape = {**SHAPE, "num_hidden_layers": layers}
+    config = transformers.Gemma3TextConfig(**shape, head_dim=16, sliding_window=8, layer_types=kinds)
     return pair(transformers.Gemma3ForCausalLM, config, name)
 
 
@@ -91,7 +95,7 @@ def deepseek(name: str) -> tuple[Any, Any]:
     return pair(transformers.DeepseekV3ForCausalLM, config, name)
 
 
-def t5(name: str) -> tuple[tuple[Any, Any], dict[str, Any]]:
+def t5(name: str) -> Made:
     """A bias of relative positions is added to the scores of every layer. Its models, and padded inputs."""
     config = transformers.T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCAB, decoder_start_token_id=0
@@ -102,7 +106,7 @@ def t5(name: str) -> tuple[tuple[Any, Any], dict[str, Any]]:
     return pair(transformers.T5ForConditionalGeneration, config, name), inputs
 
 
-def paligemma(name: str) -> tuple[tuple[Any, Any], dict[str, Any]]:
+def paligemma(name: str) -> Made:
     """The image and the prompt see each other both ways. Its models, and inputs with an image of four tokens."""
     text = transformers.GemmaConfig(**SHAPE, head_dim=8)
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -116,7 +120,7 @@ def paligemma(name: str) -> tuple[tuple[Any, Any], dict[str, Any]]:
     return pair(transformers.PaliGemmaForConditionalGeneration, config, name), inputs
 
 
-def mllama(name: str) -> tuple[tuple[Any, Any], dict[str, Any]]:
+def mllama(name: str) -> Made:
     """Cross-attention to an image. Its models, and inputs of which a row's first tokens see no image."""
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     text = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
@@ -151,6 +155,67 @@ def mllama(name: str) -> tuple[tuple[Any, Any], dict[str, Any]]:
     return pair(transformers.MllamaForConditionalGeneration, config, name), inputs
 
 
+def llama(name: str, visible: torch.Tensor, bias: torch.Tensor | None = None, **config: Any) -> Made:
+    """Llama, and inputs with a 4D mask; of the keys more than `LENGTH` are in a cache.
+
+    Args:
+        visible: (LENGTH, keys).
+        bias: (heads, LENGTH, keys).
+    """
+    shape = {**SHAPE, **config}
+    mask = torch.zeros(2, 1, 1, 1) if bias is None else bias.expand(2, -1, -1, -1)
+    inputs = {"input_ids": ids(), "attention_mask": mask.where(visible, torch.finfo(torch.bfloat16).min)}
+    if cached := visible.shape[1] - LENGTH:
+        keys = (2, shape["num_key_value_heads"], cached, shape["hidden_size"] // shape["num_attention_heads"])
+        inputs["past_key_values"] = torch.randn(2, shape["num_hidden_layers"], *keys)
+    return pair(transformers.LlamaForCausalLM, transformers.LlamaConfig(**shape), name), inputs
+
+
+def trees(name: str) -> Made:
+    """A draft of several continuations of what is in the cache: each token sees that, and its ancestors."""
+    visible = torch.eye(LENGTH, dtype=torch.bool)
+    for token in range(1, LENGTH):
+        visible[token] |= visible[(token - 1) // 2]
+    return llama(name, torch.cat([torch.ones(LENGTH, 9, dtype=torch.bool), visible], 1))
+
+
+def documents_over_a_cache(name: str) -> Made:
+    """Each token sees its own document's tokens before it, of which the first are in the cache."""
+    documents = torch.tensor([0] * 5 + [1] * 7 + [0] * 11 + [1] * (LENGTH - 11))
+    visible = (documents[12:, None] == documents) & torch.ones(LENGTH, LENGTH + 12, dtype=torch.bool).tril(12)
+    return llama(name, visible)
+
+
+def blocks(name: str) -> Made:
+    """Causal, or of the same image."""
+    images = torch.arange(LENGTH) // 5
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() | (images[:, None] == images)
+    return llama(name, visible)
+
+
+def random_pairs(name: str) -> Made:
+    """Any pair may be hidden."""
+    return llama(name, (torch.rand(LENGTH, LENGTH) < 0.5) | torch.eye(LENGTH, dtype=torch.bool))
+
+
+def alibi(name: str) -> Made:
+    """Each head has a bias of its own, for the distance to the key."""
+    distance = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    return llama(name, distance <= 0, distance * slopes[:, None, None])
+
+
+def to_call(inputs: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Inputs of a model in a dtype, with a cache of its own: made of (keys and values, layers, batch, heads, length, dim)."""
+    given = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}
+    if "past_key_values" in given:
+        cache = transformers.DynamicCache()
+        for layer, (keys, values) in enumerate(zip(*given["past_key_values"], strict=True)):
+            cache.update(keys, values, layer)
+        given["past_key_values"] = cache
+    return given
+
+
 T5 = pytest.mark.skipif(
     not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"),
     reason="this release's T5 computes its own attention: its name is refused",
@@ -160,6 +225,7 @@ WITH_INPUTS = [
     pytest.param(t5, marks=T5, id="t5"),
     pytest.param(paligemma, marks=there("PaliGemmaForConditionalGeneration"), id="paligemma"),
     pytest.param(mllama, marks=there("MllamaForConditionalGeneration"), id="mllama"),
+    *[trees, documents_over_a_cache, blocks, random_pairs, alibi],
 ]
 
 MODELS = [

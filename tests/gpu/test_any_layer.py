@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_layer import LENGTH, MODELS, WITH_INPUTS, ids, llama4, packed, separates_chunks
+from any_layer import LENGTH, MODELS, WITH_INPUTS, Made, gpt_oss, ids, llama4, packed, separates_chunks, there, to_call
 from tiny import distance, gradients
 
 import kernel_compat
@@ -46,17 +46,30 @@ def test_models(made: Callable[[str], tuple[Any, Any]], case: str, name: str) ->
 
 
 @pytest.mark.parametrize("made", WITH_INPUTS)
-def test_biases_and_images(made: Callable[[str], tuple[tuple[Any, Any], dict[str, Any]]], name: str) -> None:
+def test_masks_and_biases(made: Callable[[str], Made], name: str) -> None:
     def of_one_draw() -> list[tuple[torch.Tensor, torch.Tensor]]:
         (eager, ours), inputs = made(name)
         found = []
         for model, dtype in in_precisions(eager, ours):
-            given = {k: v.cuda().to(dtype) if v.is_floating_point() else v.cuda() for k, v in inputs.items()}
-            logits = model(**given, use_cache=False).logits.float()
+            logits = model(**to_call(inputs, "cuda", dtype), use_cache=False).logits.float()
             found.append((logits.detach(), gradients(model, logits).float()))
         return found
 
     within_eagers_error(of_one_draw)
+
+
+@there("GptOssForCausalLM")
+def test_generate(name: str) -> None:
+    """gpt-oss: the same tokens as without a cache, of two prompts that are padded."""
+    ours = gpt_oss(name)[1].to("cuda", torch.bfloat16)
+    tokens, mask = ids().cuda(), torch.ones(2, LENGTH, dtype=torch.long, device="cuda")
+    mask[0, :10] = 0
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "output_logits": True}
+    found = ours.generate(input_ids=tokens, attention_mask=mask, **options, return_dict_in_generate=True)
+    mask = torch.nn.functional.pad(mask, (0, 12), value=1)
+    with torch.no_grad():
+        again = ours(input_ids=found.sequences, attention_mask=mask, use_cache=False).logits[:, LENGTH - 1 : -1]
+    assert distance(torch.stack(found.logits, 1), again) < 2e-2
 
 
 def within_eagers_error(draw: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]) -> None:

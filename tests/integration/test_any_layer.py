@@ -12,27 +12,27 @@ import transformers
 from any_layer import (
     LENGTH,
     MODELS,
-    T5,
     WITH_INPUTS,
+    Made,
+    blocks,
     deepseek,
     gemma3,
     gemma4,
     gpt_oss,
     ids,
     llama4,
-    mllama,
     packed,
     pair,
     paligemma,
     separates_chunks,
-    t5,
     there,
+    to_call,
 )
-from tiny import SHAPE, distance, gradients
+from tiny import distance, gradients
 
 import kernel_compat
 from kernel_compat.choosing.layers import layer_kernels
-from kernel_compat.kernels import LayeredKernel
+from kernel_compat.kernels import LayeredKernel, flex_mask
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -46,9 +46,9 @@ def auto(installed_for_all: None) -> Iterator[None]:
     kernel_compat.unregister_attention(AUTO)
 
 
-def assert_equal(models: tuple[Any, Any], keep: Any = ..., **inputs: Any) -> None:
+def assert_equal(models: tuple[Any, Any], inputs: dict[str, Any], keep: Any = ...) -> None:
     """Logits, and the gradients of all parameters."""
-    expected, found = (model(**inputs).logits[keep] for model in models)
+    expected, found = (model(**to_call(inputs)).logits[keep] for model in models)
     assert distance(found, expected) < 1e-5
     assert distance(gradients(models[1], found), gradients(models[0], expected)) < 1e-4
 
@@ -56,18 +56,18 @@ def assert_equal(models: tuple[Any, Any], keep: Any = ..., **inputs: Any) -> Non
 @pytest.mark.parametrize("made", MODELS)
 class TestDecoders:
     def test_plain(self, made: Callable[[str], tuple[Any, Any]]) -> None:
-        assert_equal(made(AUTO), input_ids=ids())
+        assert_equal(made(AUTO), {"input_ids": ids()})
 
     def test_padded(self, made: Callable[[str], tuple[Any, Any]]) -> None:
         mask = torch.ones(2, LENGTH, dtype=torch.long)
         mask[0, :10] = 0
-        assert_equal(made(AUTO), mask.bool(), input_ids=ids(), attention_mask=mask)
+        assert_equal(made(AUTO), {"input_ids": ids(), "attention_mask": mask}, mask.bool())
 
     def test_padding_between_tokens(self, made: Callable[[str], tuple[Any, Any]]) -> None:
         """A window counts the padding, as in eager attention."""
         mask = torch.ones(2, LENGTH, dtype=torch.long)
         mask[0, :2] = mask[0, 6:9] = mask[1, 20:22] = 0
-        assert_equal(made(AUTO), mask.bool(), input_ids=ids(), attention_mask=mask)
+        assert_equal(made(AUTO), {"input_ids": ids(), "attention_mask": mask}, mask.bool())
 
     def test_packed(self, made: Callable[[str], tuple[Any, Any]]) -> None:
         """Two sequences in a row: as each alone."""
@@ -99,33 +99,10 @@ def test_compiled_in_one_graph(made: Callable[[str], tuple[Any, Any]]) -> None:
         kernel_compat.unregister_attention(name)
 
 
-@T5
-class TestT5:
-    """A bias of relative positions is added to the scores of every layer, and trained."""
-
-    def test_plain(self) -> None:
-        models, inputs = t5(AUTO)
-        assert_equal(models, **{**inputs, "attention_mask": None})
-
-    def test_padded(self) -> None:
-        models, inputs = t5(AUTO)
-        assert_equal(models, **inputs)
-
-
-class TestMasksOfTheUser:
-    def models(self) -> tuple[Any, Any]:
-        return pair(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SHAPE), AUTO)
-
-    def test_hidden_pairs(self) -> None:
-        visible = (torch.rand(2, 1, LENGTH, LENGTH) < 0.5) | torch.eye(LENGTH, dtype=torch.bool)
-        mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
-        assert_equal(self.models(), input_ids=ids(), attention_mask=mask)
-
-    def test_a_bias(self) -> None:
-        bias = torch.linspace(-1, 1, LENGTH**2).view(1, 1, LENGTH, LENGTH).expand(2, -1, -1, -1)
-        visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        mask = torch.where(visible, bias, torch.finfo(torch.float32).min)
-        assert_equal(self.models(), input_ids=ids(), attention_mask=mask)
+@pytest.mark.parametrize("made", WITH_INPUTS)
+def test_masks_and_biases(made: Callable[[str], Made]) -> None:
+    """Logits and gradients."""
+    assert_equal(*made(AUTO))
 
 
 @pytest.mark.parametrize("made", [*MODELS, *WITH_INPUTS])
@@ -141,27 +118,54 @@ def test_flex_on_a_cpu(made: Callable[[str], Any]) -> None:
             inputs["attention_mask"][0, :10] = 0
         seen = inputs["attention_mask"].bool() if models is found else ...
         with torch.no_grad():
-            expected, ours = (model(**inputs, use_cache=False).logits[seen] for model in models)
+            expected, ours = (model(**to_call(inputs), use_cache=False).logits[seen] for model in models)
         assert distance(ours, expected) < 1e-5
         with pytest.raises(kernel_compat.UnsupportedFeatureError, match="gradients"):
-            models[1](**inputs, use_cache=False)
+            models[1](**to_call(inputs), use_cache=False)
     finally:
         kernel_compat.unregister_attention(name)
 
 
 @there("PaliGemmaForConditionalGeneration")
-@pytest.mark.parametrize("training", [False, True])
-def test_the_prefix_of_paligemma(training: bool) -> None:
-    """The image and the prompt see each other both ways; the answer is causal."""
+def test_training_paligemma() -> None:
+    """The image and the prompt see each other both ways; the answer, which has token types, is causal."""
     models, inputs = paligemma(AUTO)
     tokens = inputs["input_ids"]
-    if training:
-        kinds = torch.zeros_like(tokens)
-        kinds[:, 12:] = 1
-        inputs |= {"token_type_ids": kinds, "labels": tokens}
-        for model in models:
-            model.train()
-    assert_equal(models, **inputs)
+    kinds = torch.zeros_like(tokens)
+    kinds[:, 12:] = 1
+    for model in models:
+        model.train()
+    assert_equal(models, inputs | {"token_type_ids": kinds, "labels": tokens})
+
+
+@there("Gemma3ForCausalLM")
+@pytest.mark.parametrize("case", ["plain", "padded", "packed", "4D"])
+def test_block_masks_are_made_once_a_forward(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers with a window share one, and three without."""
+    made: list[torch.Tensor] = []
+    block_lists = flex_mask._block_lists
+
+    def counted(partial: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made.append(partial)
+        return block_lists(partial, full)
+
+    monkeypatch.setattr(flex_mask, "_block_lists", counted)
+    flex_mask._equal_lengths.cache_clear()  # which other tests have filled
+    name = "counted_flash"
+    kernel_compat.register_attention(name, kernel="flash_attention_flex")
+    try:
+        model, tokens = gemma3(name, layers=6)[1], ids()
+        of_case: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "padded": {"attention_mask": (tokens != tokens[0, 0]).long()},
+            "packed": {"input_ids": packed()[0], "position_ids": packed()[1]},
+            "4D": {"attention_mask": blocks(name)[1]["attention_mask"]},
+        }
+        with torch.no_grad():
+            model(**{"input_ids": tokens, "use_cache": False} | of_case[case])
+        assert len(made) == 2
+    finally:
+        kernel_compat.unregister_attention(name)
 
 
 @pytest.mark.parametrize("made", MODELS)
@@ -253,10 +257,3 @@ def test_rows_of_a_bias_that_hide_all_keys(dtype: torch.dtype) -> None:
     if dtype == torch.float32 and finite.all():
         # In fewer bits rounding is larger than the gradients of normalised states.
         assert distance(gradients(models[1], found), gradients(models[0], expected)) < 1e-4
-
-
-@there("MllamaForConditionalGeneration")
-def test_the_cross_attention_of_mllama() -> None:
-    """A row's first tokens see no image, the others both of its tiles."""
-    models, inputs = mllama(AUTO)
-    assert_equal(models, **inputs)
