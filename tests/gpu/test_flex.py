@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny import distance
 from torch import Tensor
 
 import kernel_compat
-from kernel_compat.kernels import flex, reference
+from kernel_compat.kernels import flex, indices, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -78,6 +79,32 @@ def test_gradients_of_large_head_dimensions(dtype: torch.dtype, dims: tuple[int,
     found = functions.flash_attn_func(q, k, v, causal=True, window_size=(200, 0))
     expected = reference.flash_attn_func(exact_q, exact_k, exact_v, causal=True, window_size=(200, 0))
     compare(found, inputs, expected, exact, TOLERANCE[dtype])
+
+
+def test_compiled_with_its_mask() -> None:
+    """Masks that are made in a compiled graph are right, and no kernel in it takes minutes to compile."""
+    offsets = torch.tensor([0, 700, 701, 1900, 3000], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    options |= {"max_seqlen_q": 1199, "max_seqlen_k": 1199, "causal": True}
+    inputs = random_inputs(*[(3000, heads, 64) for heads in (4, 2, 2)], dtype=torch.bfloat16)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    torch.compiler.reset()
+    attend = torch.compile(lambda q, k, v: flex.flash_attn_varlen_func(q, k, v, **options), fullgraph=True)
+    expected = reference.flash_attn_varlen_func(*exact, **options)
+    compare(attend(*inputs), inputs, expected, exact, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_compiled_indices(dtype: torch.dtype) -> None:
+    """Of offsets that are a slice (pytorch/pytorch#160964), and of masks."""
+    many = torch.tensor([-5, 0, 3, 3, 9, 11], dtype=dtype, device="cuda")
+    torch.compiler.reset()
+    of_slice = torch.compile(lambda x: indices.sequence_numbers(x[1:], 13), fullgraph=True)
+    assert of_slice(many).tolist() == [0, 0, 0, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4]
+    mask = torch.rand(3, 200, device="cuda") < 0.5
+    order, place = torch.compile(indices.true_first, fullgraph=True)(mask)
+    assert torch.equal(order, torch.argsort(~mask, dim=1, stable=True))
+    assert torch.equal(place, torch.argsort(order, dim=1))
 
 
 def test_a_hundred_lengths() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedFeatureError
+from ..kernels.indices import sequence_numbers, true_first
 from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, offsets_on_host
 from .call import PackedLengths
@@ -81,14 +82,14 @@ def padded_rows(context: ForwardContext) -> Rows:
 
 
 def _padded_rows(context: ForwardContext) -> Rows:
-    order = torch.argsort(context.mask == 0, dim=1, stable=True)
+    order, place = true_first(context.mask != 0)
     if context.batch == 1:
         order = order[:, : context.tokens_after_padding]
         index = torch.arange(context.tokens_after_padding, device=order.device)
         return Rows((order,), (order.new_full((1, 1), context.tokens_after_padding),), index, order[0])
     first = torch.arange(context.batch, device=order.device)[:, None] * context.length
     lengths = (context.mask != 0).sum(1, keepdim=True)  # type: ignore[union-attr]
-    return Rows((order + first,), (lengths,), (order.argsort(1) + first).flatten(), None)
+    return Rows((order + first,), (lengths,), (place + first).flatten(), None)
 
 
 def _grouped_rows(sequences: Sequences, tokens: int, padded: bool) -> Rows:
@@ -134,7 +135,7 @@ def _fixed_rows(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:
     within = torch.arange(longest, device=cu_seqlens.device)
     source = (starts[:, None] + within).clamp(max=tokens - 1)
     index = torch.arange(tokens, device=cu_seqlens.device)
-    number = torch.searchsorted(stops, index, right=True).clamp(max=stops.shape[0] - 1)
+    number = sequence_numbers(cu_seqlens, tokens).clamp(max=stops.shape[0] - 1)
     lengths = (stops - starts)[:, None]
     return Rows((source,), (lengths,), number * longest + (index - starts[number]).clamp(0, longest - 1), None)
 

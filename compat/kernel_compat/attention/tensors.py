@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..kernels.indices import true_first
 from ..kernels.memo import fixed_shapes, memoised
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ def same_storage(tensor: Tensor, other: Tensor | None) -> bool:
 
 def true_indices(mask: Tensor, count: int) -> Tensor:
     """The indices of the `count` true elements of a flattened mask; unlike ``nonzero``, without synchronising."""
-    return torch.argsort(~mask.flatten(), stable=True)[:count]
+    return true_first(mask.flatten())[0][:count]
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

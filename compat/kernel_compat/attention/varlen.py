@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel
 from ..kernels.catalog import instead
+from ..kernels.indices import true_first
 from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, longest, require_total
 from .call import AttentionCall, PackedLengths
@@ -142,8 +143,8 @@ def _padded_by_sorting(
     def sort(x: Tensor, order: Tensor) -> Tensor:
         return x.gather(1, order[:, :, None, None].expand_as(x))
 
-    k_order = torch.argsort(~mask, dim=1, stable=True)
-    q_order = torch.argsort(~queries, dim=1, stable=True)
+    k_order, _ = true_first(mask)
+    q_order, q_place = true_first(queries)
     packed = functions.flash_attn_varlen_func(
         sort(query, q_order).flatten(0, 1),
         sort(key, k_order).flatten(0, 1),
@@ -154,7 +155,7 @@ def _padded_by_sorting(
         max_seqlen_k=kv_len,
         **options,
     )
-    output = sort(packed.unflatten(0, (batch, q_len)), torch.argsort(q_order, dim=1))
+    output = sort(packed.unflatten(0, (batch, q_len)), q_place)
     return torch.where(queries[:, :, None, None], output, 0)
 
 

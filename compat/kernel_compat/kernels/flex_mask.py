@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .indices import sequence_numbers, true_first
 from .memo import fixed_shapes, memoised
 
 __all__ = ["FlexMask", "any_mask", "equal_lengths", "packed_sequences"]
@@ -79,8 +80,8 @@ def packed_sequences(
         with torch.inference_mode(False):
             # Offsets decrease where transformers 5.0 to 5.5 appends padding: such sequences have no token.
             q_offsets, k_offsets = (x.to(torch.int32).cummax(0).values for x in (cu_seqlens_q, cu_seqlens_k))
-            q_index, q_sequence = _sequences(q_offsets, tokens[0])
-            k_index, k_sequence = _sequences(k_offsets, tokens[1])
+            q_index, k_index = (torch.arange(total, dtype=torch.int32, device=q_offsets.device) for total in tokens)
+            q_sequence, k_sequence = map(sequence_numbers, (q_offsets, k_offsets), tokens)
             ends = (k_offsets - q_offsets)[1:]
             q_position = q_index + ends[q_sequence.clamp(max=len(ends) - 1)]
             q_sequence = q_sequence.where(q_sequence < len(ends), -1)
@@ -148,12 +149,6 @@ def _limits(causal: bool, window: Window) -> Window:
     return left, 0 if causal else right
 
 
-def _sequences(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The index of each token, and the number of its sequence; the number of sequences for a token behind the last one."""
-    index = torch.arange(tokens, dtype=torch.int32, device=offsets.device)
-    return index, torch.bucketize(index, offsets[1:], right=True)
-
-
 def _mask(q_sequence: Tensor, k_sequence: Tensor, q_position: Tensor, k_position: Tensor, window: Window) -> FlexMask:
     (q_first, q_last), (k_first, k_last) = (_range_of_blocks(x) for x in (q_sequence, k_sequence))
     (q_low, q_high), (k_low, k_high) = (_range_of_blocks(x) for x in (q_position, k_position))
@@ -191,6 +186,5 @@ def _block_lists(partial: Tensor, full: Tensor) -> tuple[Tensor, ...]:
     """For each row of blocks how many there are and which, partial and full; then the same for each column."""
     lists: list[Tensor] = []
     for blocks in (partial, full, partial.mT, full.mT):
-        which = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
-        lists += [blocks.sum(-1, dtype=torch.int32), which.to(torch.int32).contiguous()]
+        lists += [blocks.sum(-1, dtype=torch.int32), true_first(blocks)[0].to(torch.int32).contiguous()]
     return tuple(lists)

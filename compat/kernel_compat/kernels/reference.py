@@ -68,9 +68,11 @@ def flash_attn_varlen_func(
     """
     import torch
 
+    from .indices import sequence_numbers
+
     def positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
         index = torch.arange(total, device=q.device)
-        sequence = torch.bucketize(index, cu_seqlens[1:].to(index.dtype), right=True)
+        sequence = sequence_numbers(cu_seqlens, total)
         # Tokens behind the last sequence get zeros; the other kernels leave them unwritten.
         return sequence, index - cu_seqlens.to(index.dtype)[sequence.clamp(max=cu_seqlens.shape[0] - 1)]
 
