@@ -38,6 +38,22 @@ def test_forward(shape: tuple[int, ...], dtype: torch.dtype, transposed: bool) -
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_whose_rounding_hides_the_sink(dtype: torch.dtype) -> None:
+    """They are as they were: of every value of a binade, and of shares of the sink around the limit."""
+    eps = torch.finfo(dtype).eps
+    shares = eps / 4 * torch.tensor([1e-3, 0.5, 0.9, 0.99, 0.999, 1.1, 2.0, 100.0])
+    lse = ((1 - shares) / shares).log()[None]  # a sink of 0 has a share of 1 / (1 + exp(lse))
+    values = torch.arange(1, 2, eps)
+    values = torch.cat([values, -values, torch.tensor([0.0, torch.finfo(dtype).smallest_normal])]).to(dtype)
+    out = values.repeat(len(shares), 1, 1)
+    exact = (out.double() * (1 - shares.double()[:, None, None])).to(dtype)
+    found, _ = triton_sinks.add_sinks(out.clone(), lse, torch.zeros(1))
+    torch.testing.assert_close(found, exact, rtol=eps, atol=0)
+    same = (found == out).all(-1).flatten().tolist()
+    assert same == (exact == out).all(-1).flatten().tolist() == [True] * 5 + [False] * 3
+
+
 def test_a_sink_of_minus_infinity() -> None:
     out, lse = torch.zeros(2, 1, 4), torch.tensor([[torch.inf, 1.0]])
     found, total = triton_sinks.add_sinks(out, lse, torch.tensor([-torch.inf]))

@@ -1,4 +1,4 @@
-"""Sinks in Triton: one pass over the output in the forward, and one over the output and its gradient in the backward."""
+"""Sinks in Triton: at most one pass over the output in the forward, and one over the output and its gradient in the backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     if rows.numel():
         with torch.cuda.device_of(out):
             _forward_kernel[_grid(rows)](
-                rows, wide, sinks.contiguous(), *_layout(rows), *wide.stride()[:2], **_sizes(out)
+                rows,
+                wide,
+                sinks.contiguous(),
+                *_layout(rows),
+                *wide.stride()[:2],
+                **_sizes(out),
+                UNCHANGED=1 - torch.finfo(out.dtype).eps / 4,
             )
     return out, lse
 
@@ -79,6 +85,7 @@ def _forward_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
+    UNCHANGED: tl.constexpr,
 ) -> None:
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -93,7 +100,9 @@ def _forward_kernel(
     factor = tl.where(before == -infinite, 0.0, tl.exp(before - after))
     tl.store(sums, tl.where(largest == -infinite, largest, after), mask=there)
     column = tl.arange(0, BLOCK_DIM)
-    inside = there[:, None] & (column < DIM)[None, :]
+    # The product of a factor above this limit rounds to the same value: the row is neither read nor written.
+    changed = there & ~(factor > UNCHANGED)
+    inside = changed[:, None] & (column < DIM)[None, :]
     place = out + batch * of_batch + head * of_head + (token * of_token)[:, None] + column[None, :]
     value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     tl.store(place, (value * factor[:, None]).to(out.dtype.element_ty), mask=inside)
