@@ -6,12 +6,27 @@ The bound is eager's own error in bfloat16, as in test_models.py.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from any_layer import LENGTH, MODELS, WITH_INPUTS, Made, gpt_oss, ids, llama4, packed, separates_chunks, there, to_call
+from any_layer import (
+    LENGTH,
+    MODELS,
+    WITH_INPUTS,
+    Made,
+    gemma3,
+    gemma4,
+    gpt_oss,
+    ids,
+    llama4,
+    packed,
+    separates_chunks,
+    there,
+    to_call,
+)
 from tiny import distance, gradients
 
 import kernel_compat
@@ -24,6 +39,10 @@ KERNELS = {
     "a list": ["flash_attention_2", "flash_attention_flex"],
     "flash_attention_flex": "flash_attention_flex",
 }
+#: Of its head dimensions only the smaller one is a flash kernel's.
+GEMMA4_512 = pytest.param(
+    functools.partial(gemma4, global_head_dim=512), marks=there("Gemma4ForCausalLM"), id="gemma4_512"
+)
 
 
 @pytest.fixture(params=KERNELS)
@@ -38,11 +57,27 @@ def name(request: pytest.FixtureRequest, usable: Callable[[str], None]) -> Itera
 
 
 @pytest.mark.parametrize("case", ["plain", "padded", "packed"])
-@pytest.mark.parametrize("made", MODELS)
+@pytest.mark.parametrize("made", [*MODELS, GEMMA4_512])
 def test_models(made: Callable[[str], tuple[Any, Any]], case: str, name: str) -> None:
     if case == "packed" and made is llama4 and not separates_chunks():
         pytest.skip("older releases count chunks from the row's first token: refused")
     within_eagers_error(lambda: results(*made(name), case))
+
+
+@pytest.mark.parametrize("name", ["auto"], indirect=True)
+@pytest.mark.parametrize("case", ["plain", "packed"])
+@pytest.mark.parametrize("made", [gemma3, GEMMA4_512])
+def test_compiled(made: Callable[[str], tuple[Any, Any]], case: str, name: str) -> None:
+    """One graph, its masks included. Packed sequences are given by their lengths."""
+    torch.compiler.reset()
+    ours = made(name)[1]
+
+    def of_one_draw() -> list[tuple[torch.Tensor, ...]]:
+        eager = made(name)[0]
+        ours.load_state_dict(eager.state_dict())
+        return results(eager, ours, case, compiled=True)
+
+    within_eagers_error(of_one_draw)
 
 
 @pytest.mark.parametrize("made", WITH_INPUTS)
@@ -100,19 +135,24 @@ def in_precisions(eager: Any, ours: Any) -> list[tuple[Any, torch.dtype]]:
     return [(truth, torch.float32), (copy.deepcopy(truth).bfloat16(), torch.bfloat16), (ours, torch.bfloat16)]
 
 
-def results(eager: Any, ours: Any, case: str) -> list[tuple[torch.Tensor, ...]]:
-    """Logits and gradients of eager in float32 and in bfloat16, and of ours."""
+def results(eager: Any, ours: Any, case: str, compiled: bool = False) -> list[tuple[torch.Tensor, ...]]:
+    """Logits and gradients of eager in float32 and in bfloat16, and of ours, which may be compiled."""
     tokens, mask = ids().cuda(), torch.ones(2, LENGTH, dtype=torch.long, device="cuda")
     if case == "padded":
         mask[0, :10] = 0
     row, positions, sequences = packed()
     row, positions = row.cuda(), positions.cuda()
+    packing: dict[str, Any] = {"position_ids": positions}
+    if compiled:
+        lengths = torch.tensor([0, *(part.stop or LENGTH for part in sequences)], dtype=torch.int32, device="cuda")
+        packing |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": LENGTH, "max_length_k": LENGTH}
 
     def logits(model: Any) -> torch.Tensor:
+        call = torch.compile(model, fullgraph=True) if compiled and model is ours else model
         if case != "packed":
-            found: torch.Tensor = model(input_ids=tokens, attention_mask=mask).logits[mask.bool()]
+            found: torch.Tensor = call(input_ids=tokens, attention_mask=mask).logits[mask.bool()]
         elif model is ours:
-            found = model(input_ids=row, position_ids=positions, use_cache=False).logits[0]
+            found = call(input_ids=row, use_cache=False, **packing).logits[0]
         else:
             found = torch.cat([model(input_ids=row[:, part]).logits[0] for part in sequences])
         return found
