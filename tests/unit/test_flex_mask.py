@@ -88,3 +88,25 @@ def test_a_mask_in_full() -> None:
     assert changed is not None
     assert not changed.visible[0, 0].any()  # type: ignore[index]
     assert_blocks_are_right(changed)
+
+
+@pytest.mark.parametrize("kind", ["packed", "segments", "segments and pairs"])
+def test_compiled(kind: str) -> None:
+    """Masks of several tensors are made in the graph."""
+    queries, keys = torch.tensor([0, 5, 9], dtype=torch.int32), torch.tensor([0, 150, 300], dtype=torch.int32)
+    segments = (torch.zeros(1, 9, dtype=torch.int32), torch.arange(300, dtype=torch.int32)[None] // 200)
+    pairs = None if kind == "segments" else torch.rand(1, 1, 9, 300) < 0.5
+
+    def make() -> FlexMask | None:
+        if kind == "packed":
+            return flex_mask.packed_sequences(queries, keys, (9, 300), True, (200, 0))
+        return flex_mask.any_mask(pairs, segments, (9, 300), True, (200, 0), queries.device)
+
+    def results() -> tuple[Tensor, ...]:
+        mask = make()
+        assert mask is not None
+        return visible_pairs(mask), *mask.blocks
+
+    assert make() is make()  # kept with its tensors
+    found = torch.compile(results, fullgraph=True, backend="eager")()
+    assert all(map(torch.equal, found, results()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .indices import sequence_numbers, true_first
-from .memo import fixed_shapes, memoised
+from .memo import fixed_shapes, memoised_of_all
 
 __all__ = ["FlexMask", "any_mask", "equal_lengths", "packed_sequences"]
 
@@ -89,11 +89,7 @@ def packed_sequences(
             of_queries, of_keys = (x[None].to(torch.int32) for x in (q_sequence, k_sequence))
             return _mask(of_queries, of_keys, q_position[None], k_index[None], _limits(causal, window))
 
-    purpose = ("flex", *tokens, causal, window)
-    if cu_seqlens_k is cu_seqlens_q:
-        return memoised(cu_seqlens_q, purpose, make)
-    queries = memoised(cu_seqlens_q, ("flex",), object)  # stands for the offsets of the queries
-    return memoised(cu_seqlens_k, (*purpose, queries), make)
+    return memoised_of_all((cu_seqlens_q, cu_seqlens_k), ("flex", *tokens, causal, window), make)
 
 
 def any_mask(
@@ -124,10 +120,8 @@ def any_mask(
             mask = _mask(q_segment, k_segment, q_position, k_position, _limits(causal, window))
             return mask if visible is None else _hiding(mask, visible)
 
-    purpose: tuple[object, ...] = ("flex", *shape, causal, window)
-    for tensor in (segments or ()) if visible is None else (*(segments or ()), visible):
-        last, purpose = tensor, (*purpose, memoised(tensor, ("flex",), object))
-    return memoised(last, purpose, make)
+    tensors = (*(segments or ()), *(() if visible is None else (visible,)))
+    return memoised_of_all(tensors, ("flex", *shape, causal, window), make)
 
 
 def _hiding(structure: FlexMask, visible: Tensor) -> FlexMask:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 T = TypeVar("T")
 
-__all__ = ["fixed_shapes", "memoised"]
+__all__ = ["fixed_shapes", "memoised", "memoised_of_all"]
 
 
 def fixed_shapes(tensor: Tensor) -> bool:
@@ -61,3 +61,14 @@ class TensorMemo:
 
 #: Shared by all layers and threads: tensors are its keys, so it holds nothing that outlives them.
 memoised = TensorMemo()
+
+
+def memoised_of_all(tensors: tuple[Tensor, ...], purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
+    """The value of ``compute()`` for these tensors and purpose. It is kept with the last one.
+
+    In its key, each of the others is represented by an object that is memoised with it.
+    """
+    if torch.compiler.is_compiling():  # it can't trace an object
+        return compute()
+    *others, last = tensors
+    return memoised(last, (*purpose, *(memoised(other, ("itself",), object) for other in others)), compute)
