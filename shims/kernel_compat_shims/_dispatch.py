@@ -90,9 +90,11 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         _own_attention.prepare(type(self), entry.name)
         entry.kernel.load()
         if entry.forward is None:  # a user's own forward is not the library's to prove
-            from kernel_compat.proving.loading import require_proof
+            from kernel_compat.proving.loading import require_padding_free, require_proof
 
             require_proof(self, entry.name, unproven())
+            if entry.padding_free and not self.config.is_encoder_decoder:
+                require_padding_free(self, entry.name, unproven(), by_name=True)
         preload(attn_implementation)
         return attn_implementation
 

@@ -26,6 +26,7 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     from kernel_compat.attention.forward_context import with_context
+    from kernel_compat.attention.unpadding import unpadded
 
     called: WeakSet[Any] = WeakSet()
 
@@ -36,7 +37,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         _mixers().patch(model)
         _refuse_attention_weights(model, arguments.get("output_attentions"))
 
-    return with_context(original, before)
+    return with_context(unpadded(original), before)
 
 
 def _wrap_checkpoints(model: Any) -> None:

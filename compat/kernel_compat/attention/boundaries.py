@@ -55,11 +55,17 @@ class Packing(NamedTuple):
         sequences: None if no row has more than one.
         without_padding: whether no token is padding; None if the bool mask differs from the mask.
         tokens_after_padding: the number of tokens if one of them comes after padding in its row; else 0.
+        tokens: the number of tokens.
+        longest: the number of tokens of the longest sequence.
+        interior_padding: as in `Sequences`.
     """
 
     sequences: Sequences | None
     without_padding: bool | None
     tokens_after_padding: int = 0
+    tokens: int = 0
+    longest: int = 0
+    interior_padding: bool = False
 
 
 def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> tuple[Tensor, Tensor] | None:
@@ -151,10 +157,11 @@ def find_packing(
     without_padding = tokens == valid.numel()
     known = without_padding if same else None
     if not packed:
-        return Packing(None, known, tokens if after_padding else 0)
+        return Packing(None, known, tokens if after_padding else 0, tokens, max_seqlen, bool(interior))
     cu_seqlens = torch.nn.functional.pad(rank[true_indices(first, count)], (0, 1), value=tokens).to(torch.int32)
     indices = None if without_padding else true_indices(valid, tokens)
-    return Packing(Sequences(indices, cu_seqlens, max_seqlen, bool(interior)), known)
+    sequences = Sequences(indices, cu_seqlens, max_seqlen, bool(interior))
+    return Packing(sequences, known, 0, tokens, max_seqlen, bool(interior))
 
 
 def sequences_of_positions(positions: Tensor, batch: int, length: int, causal: bool) -> Sequences | None:

@@ -141,6 +141,7 @@ def register_attention(
     override: bool = False,
     handles_context_parallel: bool = False,
     sequence_parallel: ProcessGroup | DeviceMesh | bool | None = False,
+    padding_free: bool = False,
 ) -> None:
     """Make `name` usable as ``attn_implementation=name`` once `install()` is called, or at once where it is.
 
@@ -173,11 +174,14 @@ def register_attention(
         sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, True or None for the
             default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
             gathers the slices of a padding mask. One of your own must make masks of the full sequence.
+        padding_free: models under the name compute padded batches without their padding, as by
+            `kernel_compat.models.padding_free`. A model for which that is wrong is refused when it is loaded.
 
     Raises:
         TypeError: `name` is not a string, `forward` or `mask` is not callable, `kernel` is no kernel, or
             `sequence_parallel` no group that this rank is in.
-        ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name.
+        ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name; or `padding_free` beside `forward` or
+            `sequence_parallel`.
     """
     entry = AttentionName(
         name,
@@ -187,6 +191,7 @@ def register_attention(
         override,
         handles_context_parallel=handles_context_parallel,
         sequence_parallel=None if sequence_parallel is True else sequence_parallel,
+        padding_free=padding_free,
     )
     registry.register(entry)
 

@@ -7,6 +7,7 @@ of a checkpoint.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .boundaries import Sequences, find_packing, require_agreement, restarts_of
+from .boundaries import Packing, Sequences, find_packing, require_agreement, restarts_of
 from .call import PackedLengths
 from .tensors import constant, same_storage
 
@@ -29,6 +30,7 @@ __all__ = [
     "in_current_context",
     "parameter_names",
     "record_mask",
+    "set_context",
     "with_context",
     "within",
 ]
@@ -80,6 +82,9 @@ class ForwardContext:
         rows: the `Rows` of packed sequences, padded or not, as far as they were found; None for none.
         padded_rows: the `Rows` of the padded batch; None if not found yet.
         tokens_after_padding: how many tokens there are, if one of them comes after padding; else 0.
+        packing: what `sequences` found; None before it, and where the forward has neither mask nor positions.
+        unpadding: the `Unpadding` of the batch, if its layers run on the real tokens alone.
+        packed: of a context that stands for the real tokens alone, what it belongs to.
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any], outer: ForwardContext | None) -> None:
@@ -118,6 +123,9 @@ class ForwardContext:
         self.rows: dict[bool, Any] = {}
         self.padded_rows: Any = None
         self.tokens_after_padding = 0
+        self.packing: Packing | None = None
+        self.unpadding: Any = None
+        self.packed: Any = None
         self._outer_made_positions = False
         self._segment_ids: Tensor | None = None
         self._sequences: dict[bool, Sequences | None] = {}
@@ -148,6 +156,18 @@ class ForwardContext:
         self.tokens_only = self.tokens_only and (outer.tokens_only or self._ids is None)
         self.takes_positions = self.takes_positions or outer.takes_positions
         self.has_4d_mask = self.has_4d_mask and outer.has_4d_mask  # if not, the outer model made it
+        self.unpadding = outer.unpadding
+
+    def of_packed(self, lengths: PackedLengths, tokens: int) -> ForwardContext:
+        """A context for the tokens of this one as sequences packed in one row, with no masks yet."""
+        packed = copy.copy(self)
+        found: dict[str, Any] = {"batch": 1, "length": tokens, "lengths": lengths, "tokens_after_padding": 0}
+        found |= dict.fromkeys(("mask", "positions", "cache", "packing", "padded_rows", "unpadding"))
+        found |= dict.fromkeys(("_ids", "_embeddings", "_segment_ids", "_bool_mask", "_without_padding"))
+        found |= {"records": [], "full_masks": [], "rows": {}, "_sequences": {}}
+        # Positions and masks were those of the rows.
+        vars(packed).update(found, takes_positions=True, _offsets_agree=True)
+        return packed
 
     def close(self, outputs: Any) -> None:
         """Mark the cache that the forward returned, if packed sequences were put in it."""
@@ -196,6 +216,9 @@ class ForwardContext:
         """
         same_size = self.mask is not None and self.mask.shape == mask.shape == (self.batch, self.length)
         if same_size and (causal or not self._has_other_keys):
+            if self.unpadding is not None:
+                self._bool_mask = mask if self._bool_mask is None else self._bool_mask
+                return self._bool_mask
             if self._without_padding is None and not self._sequences:
                 self._bool_mask = mask
                 self.sequences(True)
@@ -271,8 +294,12 @@ class ForwardContext:
             mask = self._segment_ids + 1
         if mask is None:
             return None
-        sequences, self._without_padding, self.tokens_after_padding = find_packing(mask, restarts, self._bool_mask)
-        return sequences
+        self.packing = find_packing(mask, restarts, self._bool_mask)
+        self._without_padding, self.tokens_after_padding = (
+            self.packing.without_padding,
+            self.packing.tokens_after_padding,
+        )
+        return self.packing.sequences
 
 
 def _identity_of(past: Any) -> Any:
@@ -293,6 +320,11 @@ def record_mask(record: MaskRecord) -> None:
 def current_context() -> ForwardContext | None:
     """The context of the innermost forward that this thread is in."""
     return getattr(_local, "context", None)
+
+
+def set_context(context: ForwardContext | None) -> None:
+    """Make a context the current one of this thread, for hooks, which can't be a block."""
+    _local.context = context
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class AttentionName:
         override: whether it may replace a name that transformers has itself.
         builtin: whether the library registered it itself.
         handles_context_parallel: whether it is right under context parallelism.
+        padding_free: whether models under it compute padded batches without their padding.
         sequence_parallel: the group that `ulysses` spreads the forward over, None for the default one; False for none.
     """
 
@@ -50,6 +51,7 @@ class AttentionName:
     builtin: bool = False
     handles_context_parallel: bool = False
     sequence_parallel: Any = False
+    padding_free: bool = False
 
     @property
     def spreads(self) -> bool:

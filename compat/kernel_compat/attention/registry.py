@@ -49,6 +49,10 @@ class AttentionRegistry:
         for argument, value in (("forward", entry.forward), ("mask", entry.mask)):
             if value is not None and not callable(value):
                 raise TypeError(f"{argument} must be callable or None, not {value!r}")
+        if entry.padding_free and (entry.forward is not None or entry.spreads):
+            raise ValueError(
+                "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence parallelism"
+            )
         if entry.sequence_parallel is not False:
             process_group(entry.sequence_parallel)
         with self._lock:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from ..patching.handle import Handle as Handle  # documented where it is
 from ..patching.wrapping import assert_same_signature
 from .liger import LigerSupport, liger_support, use_liger_kernel
+from .padding_free import padding_free
 from .sdpa_backends import use_sdpa_backends
 
-__all__ = ["LigerSupport", "assert_same_signature", "liger_support", "use_liger_kernel", "use_sdpa_backends"]
+__all__ = [
+    "LigerSupport",
+    "assert_same_signature",
+    "liger_support",
+    "padding_free",
+    "use_liger_kernel",
+    "use_sdpa_backends",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.unpadding import FLAG, Request, predicts_next, remove_hooks
+from ..errors import UnsupportedFeatureError
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens
 from .subject import NotApplicableError, Subject, forward, main_output, training
 
-__all__ = ["CASES", "GRADIENTS", "OUTPUTS", "QUICK", "Comparison"]
+__all__ = ["CASES", "GRADIENTS", "OUTPUTS", "PADDING_FREE", "QUICK", "Comparison"]
 
 #: Tolerances for float32 sums computed in another order, relative to the norm of the whole.
 OUTPUTS, GRADIENTS = 1e-5, 1e-4
@@ -446,6 +448,97 @@ def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
         yield Comparison(expected, found, GRADIENTS, also=also, note=note)
 
 
+# Without padding.
+
+#: Every target counts but these.
+_IGNORED = -100
+
+
+def _padding_free(subject: Subject) -> Iterator[Comparison]:
+    """Padded batches computed without their padding: outputs, whose padding is zero, the loss, its gradients, and generation."""
+    _need(not subject.is_encoder_decoder, "it has an encoder and a decoder")
+    _need(subject.has_tokens, "it takes no tokens")
+    _need_mask(subject)
+    request = Request()
+
+    def free(run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        def found(model: Any) -> Tensor:
+            vars(model)[FLAG] = request
+            try:
+                return run(model)
+            finally:
+                del vars(model)[FLAG]
+                remove_hooks(model)
+
+        return found
+
+    def compare(run: Callable[[Any], Tensor], tolerance: float = OUTPUTS) -> Comparison:
+        note = "eager attention differs from the same name with padding"
+        return Comparison(run, free(run), tolerance, also=lambda _: run(subject.named), note=note)
+
+    rows, length = subject.shape
+    # As many tokens as a row has columns: shapes don't tell packed tokens from the padded batch.
+    one_row = torch.arange(length) < torch.tensor([length - 2 * (rows - 1), *[2] * (rows - 1)])[:, None]
+    for mask in (padding("right", rows, length), padding("left", rows, length), one_row.long()):
+        yield compare(_without_padding(_given(subject, attention_mask=mask), mask))
+    holes = padding("holes", rows, length)
+    run = _without_padding(_given(subject, attention_mask=holes), holes)
+    with suppress(UnsupportedFeatureError, ValueError):  # a window, over padding between tokens
+        run(subject.named)
+        yield compare(run)
+    labels = _labels(subject, padding("right", rows, length))
+    if labels is not None:
+        inputs = _given(subject, attention_mask=padding("right", rows, length), labels=labels)
+        yield compare(_loss_and_gradients(inputs), GRADIENTS)
+    if subject.is_causal and subject.eager.can_generate() and hasattr(subject.eager, "generate"):
+        yield from (compare(comparison.expected) for comparison in _generated(subject))
+
+    def packed(model: Any) -> Tensor:
+        if not request.packed and model is not subject.eager:
+            raise UnsupportedFeatureError("padding_free", type(model).__name__, "Its layers get the padded batch.")
+        return torch.ones(1)
+
+    yield Comparison(packed)
+
+
+def _without_padding(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Tensor]:
+    """A function that returns the outputs of real tokens, and a one for every number that isn't zero in the padding's."""
+
+    def run(model: Any) -> Tensor:
+        output = main_output(forward(model, inputs))
+        if output.shape[:2] != mask.shape:
+            return output
+        of_padding = output[~mask.bool()] if FLAG in vars(model) else torch.zeros(())
+        return torch.cat([output[mask.bool()].flatten(), of_padding.count_nonzero()[None]])
+
+    return run
+
+
+def _labels(subject: Subject, mask: Tensor) -> Tensor | None:
+    """Labels of the model's kind, whose padding is no target, but for the first of it; None if its forward takes none."""
+    if "labels" not in subject.names:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    if not subject.has_sequence:
+        return torch.zeros(len(mask), dtype=torch.long)
+    count = forward(subject.eager, subject.inputs).logits.shape[-1]
+    labels = torch.randint(0, count, mask.shape, generator=generator)
+    after = predicts_next(subject.model_class) & (mask.cumprod(1).sum(1, keepdim=True) == torch.arange(mask.shape[1]))
+    return labels.where(mask.bool() | after, _IGNORED)
+
+
+def _loss_and_gradients(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:
+    def run(model: Any) -> Tensor:
+        with training(model):
+            loss = forward(model, inputs, gradients=True).loss
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
+            return torch.cat([loss.detach()[None], *(grad.flatten() for grad in grads)])
+
+    return run
+
+
 # Encoder-decoders.
 
 
@@ -515,9 +608,13 @@ CASES: dict[str, Callable[[Subject], Iterable[Comparison]]] = {
     "gradients_packed": _gradients_packed,
     "checkpointing": partial(_checkpointed, reentrant=False),
     "checkpointing_reentrant": partial(_checkpointed, reentrant=True),
+    "padding_free": _padding_free,
     "cross_attention": _cross_attention,
     "image": _image,
 }
+
+#: The case of `kernel_compat.models.padding_free`, which refuses a model that isn't equal in it.
+PADDING_FREE = "padding_free"
 
 #: The few cases that show whether a model treats masks and packed sequences right.
 QUICK = ("plain", "padded_left", "packed_positions", "cached", "gradients", "cross_attention")

@@ -22,7 +22,7 @@ from ..errors import UnsupportedFeatureError
 from .outcomes import Proof
 from .table import wrong_cases
 
-__all__ = ["require_proof"]
+__all__ = ["nothing_to_prove", "require_padding_free", "require_proof"]
 
 _SECONDS = 180
 _logger = logging.getLogger(__name__)
@@ -69,17 +69,49 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
     proof = _proof(owner, model.config)
     if wrong := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == "wrong"}):
         raise _wrong(owner, name, wrong)
-    if not proof.no_recipe:
+    if proof.no_recipe:
+        _report_unproven(
+            owner, f"under {name!r} as with eager attention", proof, unproven, f"the attention name {name!r}"
+        )
+
+
+def require_padding_free(model: Any, name: str, unproven: str, by_name: bool = False) -> None:
+    """Refuse a model that isn't proven to compute the same without its padding. Proven as in `require_proof`, for each class.
+
+    Args:
+        model, name, unproven: as in `require_proof`.
+        by_name: whether it is the name that wants it, under which a model to which padding doesn't apply stays as it is.
+
+    Raises:
+        UnsupportedFeatureError: the class differs, or can't be proven and `unproven` is ``"refuse"``.
+    """
+    if _proving.get() or unproven == "allow":
         return
-    message = (
-        f"{owner.__name__} isn't proven to compute the same under {name!r} as with eager attention: no tiny model of it could be "
-        f"made ({proof.no_recipe})"
-    )
+    owner = next(kind for kind in type(model).__mro__ if _is_importable(kind))
+    proof = _proof(owner, model.config, padding_free=True)
+    if proof.no_recipe:
+        _report_unproven(owner, "without padding as with it", proof, unproven, "padding_free")
+        return
+    accepted = ("equal", "not applicable") if by_name else ("equal",)
+    for outcome in proof.outcomes:
+        if outcome.verdict not in accepted:
+            raise UnsupportedFeatureError(
+                "padding_free", owner.__name__, f"{outcome.reason}. `kernel-compat prove --case padding_free` shows it."
+            )
+
+
+def _is_importable(kind: type) -> bool:
+    """False for a class made at run time, such as those of FSDP2."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+
+
+def _report_unproven(owner: type, how: str, proof: Proof, unproven: str, feature: str) -> None:
+    message = f"{owner.__name__} isn't proven to compute the same {how}: no tiny model of it could be made ({proof.no_recipe})"
     if unproven == "refuse":
         raise UnsupportedFeatureError(
-            f"the attention name {name!r}", owner.__name__, f"{message}. install(unproven='allow') takes it as it is."
+            feature, owner.__name__, f"{message}. install(unproven='allow') takes it as it is."
         )
-    warnings.warn(f"{message}. Compare the two yourself, or pass install(unproven=...).", stacklevel=2)
+    warnings.warn(f"{message}. Compare the two yourself, or pass install(unproven=...).", stacklevel=3)
 
 
 def _in_table(owner: type, model_type: str, version: str) -> tuple[str, ...] | None:
@@ -99,19 +131,21 @@ def _wrong(owner: type, name: str, cases: Any) -> UnsupportedFeatureError:
     )
 
 
-def _proof(owner: type, config: Any) -> Proof:
+def _proof(owner: type, config: Any, padding_free: bool = False) -> Proof:
     """The proof of a class: from this process, from the user's cache, or made now.
 
     The other classes of its module, such as the base model of a model with a head, share the proof of the first one loaded.
+    Without padding a head matters, so that each class has a proof.
     """
-    key = owner if owner.__module__ == "__main__" else owner.__module__
+    key = owner if padding_free or owner.__module__ == "__main__" else owner.__module__
     if key not in _proofs:
-        kept = _cache_folder() / f"{_fingerprint(owner)}.json"
+        kind = "-padding-free" if padding_free else ""
+        kept = _cache_folder() / f"{_fingerprint(owner)}{kind}.json"
         if kept.exists():
             _proofs[key] = Proof.from_json(json.loads(kept.read_text()))
         else:
             _logger.info("proving %s on a tiny model", owner.__name__)
-            _proofs[key] = proof = _prove_elsewhere(owner, config)
+            _proofs[key] = proof = _prove_elsewhere(owner, config, padding_free)
             if proof.outcomes:
                 _keep(proof, kept)
     return _proofs[key]
@@ -144,7 +178,7 @@ def _fingerprint(owner: type) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _prove_elsewhere(owner: type, config: Any) -> Proof:
+def _prove_elsewhere(owner: type, config: Any, padding_free: bool) -> Proof:
     """Prove a class in another process, unaffected by this one's devices, default dtype and patches."""
     environment = {
         **os.environ,
@@ -154,7 +188,7 @@ def _prove_elsewhere(owner: type, config: Any) -> Proof:
     }
     command = [sys.executable, "-m", __package__]
     try:
-        given = pickle.dumps((owner, config))
+        given = pickle.dumps((owner, config, padding_free))
         done = subprocess.run(command, input=given, env=environment, check=True, capture_output=True, timeout=_SECONDS)
         return Proof.from_json(json.loads(done.stdout))
     except subprocess.CalledProcessError as error:

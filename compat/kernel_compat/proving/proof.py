@@ -22,7 +22,7 @@ from ..attention.defaults import installed, register_attention, unregister_atten
 from ..kernels import known_kernels
 from . import recipes
 from .architectures import classes_of
-from .cases import CASES, Comparison
+from .cases import CASES, PADDING_FREE, Comparison
 from .loading import nothing_to_prove
 from .outcomes import WORST_FIRST, Outcome, Proof, Verdict
 from .subject import (
@@ -263,7 +263,11 @@ def _outcome(subject: Subject, case: str) -> Outcome:
         outcomes.append(result("not applicable", reason=str(error)))
     except Exception as error:  # raised by the eager model as the case is prepared
         outcomes.append(result("not applicable", reason=f"eager: {describe(error)}"))
-    return min(outcomes, key=lambda one: (WORST_FIRST.index(one.verdict), -(one.difference or 0.0)))
+    worst = min(outcomes, key=lambda one: (WORST_FIRST.index(one.verdict), -(one.difference or 0.0)))
+    if case == PADDING_FREE and worst.verdict in ("wrong", "crashed"):
+        how = worst.reason or f"its outputs would differ by {worst.difference:.0e}"
+        return replace(worst, verdict="refused", reason=f"padding_free refuses it: {how}")
+    return worst
 
 
 def _compare(subject: Subject, comparison: Comparison, result: Callable[..., Outcome]) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partialmethod
@@ -55,6 +56,9 @@ class LazyLogits:
 
     While the model's forward runs, pointwise operations (multiplication and division by a number, tanh, casts) return
     lazy logits that the loss applies them to; any other operation raises `UnsupportedFeatureError`.
+
+    Attributes:
+        layout: applied to the logits that `compute` returns, as the model's outputs are laid out for its caller.
     """
 
     hidden_states: Tensor
@@ -62,6 +66,7 @@ class LazyLogits:
     bias: Tensor | None
     forward: Forward
     pointwise: tuple[Pointwise, ...] = ()
+    layout: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._autocast = autocast_dtype(self.hidden_states)
@@ -94,7 +99,7 @@ class LazyLogits:
             logits = self._linear()
             for step in self.pointwise:
                 logits = applied(step, logits)
-        return logits
+        return logits if self.layout is None else self.layout(logits)
 
     def _linear(self) -> Tensor:
         if not is_freed(self.weight):

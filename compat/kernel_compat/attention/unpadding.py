@@ -1,0 +1,477 @@
+"""A padded batch without its padding: a model's layers and its head run on the real tokens, as one packed row.
+
+A model computes embeddings, positions and masks for the padded batch. Hooks of its layers gather the real tokens before the first layer
+and scatter them after the last one. The head of a language model gets the real tokens too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import UnsupportedFeatureError
+from ..kernels.memo import fixed_shapes
+from .boundaries import Sequences
+from .call import PackedLengths
+from .defaults import resolve
+from .forward_context import ForwardContext, arguments_by_name, current_context, parameter_names, set_context
+from .mixers import is_mixer
+from .rows import CACHE_ARGUMENTS
+from .tensors import offsets_of, same_storage, true_indices
+
+__all__ = ["FLAG", "Request", "predicts_next", "remove_hooks", "unpadded"]
+
+#: The attribute of a model whose calls are computed without padding: its `Request`.
+FLAG = "_kernel_compat_padding_free"
+
+#: Labels that are no target.
+_IGNORED = -100
+#: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
+_NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
+_EACH_TOKEN = re.compile(r"For(MaskedLM|TokenClassification)")
+
+
+@dataclass(eq=False)
+class Request:
+    """That a model's calls are computed without padding.
+
+    Attributes:
+        handles: how many handles of `kernel_compat.models.padding_free` are active.
+        packed: the number of calls whose layers got real tokens alone.
+    """
+
+    handles: int = 1
+    packed: int = 0
+
+
+class Unpadding:
+    """The real tokens of one padded batch.
+
+    Attributes:
+        batch, length: of the padded batch.
+        mask: (batch, length) bool, True for real tokens.
+        sequences: the rows without their padding. `indices` are those of the real tokens in the flattened batch.
+        packs_head: whether the model's head gets the packed tokens.
+        active: whether the layers get the packed tokens; None before the first one.
+    """
+
+    def __init__(
+        self,
+        context: ForwardContext,
+        sequences: Sequences,
+        packs_head: bool,
+        active: bool | None,
+        request: Request | None,
+    ) -> None:
+        assert sequences.indices is not None
+        assert context.mask is not None
+        self.batch, self.length, self.mask = context.batch, context.length, context.mask.bool()
+        self.sequences, self.indices = sequences, sequences.indices
+        self.tokens = self.indices.shape[0]
+        self.packs_head = packs_head
+        self.active, self._request = active, request
+        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._contexts = WeakIdKeyDictionary()
+
+    # Tensors.
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(batch or 1, length, ...) to (1, tokens, ...)."""
+        if x.shape[0] == self.batch:
+            return x.flatten(0, 1).index_select(0, self.indices.to(x.device))[None]
+        return x[0].index_select(0, self.indices.to(x.device) % self.length)[None]
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """(1, tokens, ...) to (batch, length, ...), with zeros for padding."""
+        padded = x.new_zeros(self.batch * self.length, *x.shape[2:])
+        return padded.index_copy_(0, self.indices.to(x.device), x[0]).unflatten(0, (self.batch, self.length))
+
+    def is_packed(self, x: Any) -> bool:
+        """Whether a tensor has the shape of the packed tokens."""
+        return isinstance(x, Tensor) and x.ndim > 1 and x.shape[:2] == (1, self.tokens)
+
+    def is_padded(self, x: Any) -> bool:
+        """Whether a tensor has the shape of the padded batch."""
+        return isinstance(x, Tensor) and x.ndim > 1 and x.shape[:2] == (self.batch, self.length)
+
+    # The head's arguments.
+
+    def head_arguments(self, arguments: dict[str, Any], next_token: bool) -> dict[str, Any]:
+        """The arguments of a model with a head that change where the head gets the packed tokens.
+
+        The target of a token is the label after it in its row, also where that is padding; labels after padding are no target.
+        """
+        changed: dict[str, Any] = {}
+        labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+        if isinstance(shifted, Tensor):
+            changed["shift_labels"] = self.gather(shifted)
+        elif isinstance(labels, Tensor) and next_token:
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+            changed["shift_labels"] = self.gather(targets)
+        if isinstance(labels, Tensor):
+            changed["labels"] = self.gather(labels)
+        return changed
+
+    def forget(self) -> None:
+        """Drop what the layers of a forward have shared. A checkpoint makes it again."""
+        self._gathered.clear()
+        self._contexts.clear()
+
+    # Layers.
+
+    def enter(self, layer: nn.Module, context: ForwardContext, arguments: dict[str, Any]) -> dict[str, Any] | None:
+        """A layer's arguments for the packed tokens; None for a layer that doesn't get the tokens of the batch."""
+        first = next(iter(arguments.values()), None)
+        if not (self.is_padded(first) or self.is_packed(first)):
+            if self.active:
+                raise UnsupportedFeatureError(
+                    "padding_free",
+                    type(layer).__name__,
+                    "A layer before it gets the tokens of the batch, and it gets others.",
+                )
+            return None
+        if self.active is None:
+            self.active = self._may_pack(context, arguments)
+            if self._request is not None:
+                self._request.packed += self.active
+        if not self.active:
+            return None
+        packed = self._contexts.get(context)
+        if packed is None:
+            packed = self._contexts[context] = _Packed(context, self.sequences, self.tokens)
+        found = {
+            name: self._argument(layer, packed, name, value, number == 0)
+            for number, (name, value) in enumerate(arguments.items())
+        }
+        packed.layer = layer
+        set_context(packed.context)
+        return found
+
+    def _may_pack(self, context: ForwardContext, arguments: dict[str, Any]) -> bool:
+        """Whether masks are nothing but causality, windows and padding, and a cache takes keys and values by ``update``."""
+        if context.full_masks or any(
+            "mask" in k and isinstance(v, Tensor) and v.ndim > 2 for k, v in arguments.items()
+        ):
+            return False
+        if any(
+            name in _CACHES and value is not None and not hasattr(value, "update") for name, value in arguments.items()
+        ):
+            return False
+        if not self.sequences.interior_padding:
+            return True
+        # Distances over padding between tokens shrink, which a window would see.
+        return bool(context.records) and all(record.window == (-1, -1) for record in context.records)
+
+    def _argument(self, layer: nn.Module, packed: _Packed, name: str, value: Any, is_first: bool) -> Any:
+        if name in _CACHES:
+            return None if value is None else _PaddedCache(value, self)
+        if isinstance(value, (tuple, list)) and all(isinstance(part, Tensor) for part in value):
+            return type(value)(self._tensor(part, False) for part in value)
+        if not isinstance(value, Tensor):
+            return value
+        if "mask" not in name:
+            return self._tensor(value, is_first)
+        if value.ndim > 2:
+            raise UnsupportedFeatureError("a 4D mask", f"a padding-free {type(layer).__name__}", "Undo padding_free.")
+        return packed.mask_of(value) if self.is_padded(value) else value
+
+    def _tensor(self, x: Tensor, is_first: bool) -> Tensor:
+        """A tensor with a value for each token, of the packed ones: its first dimensions are the batch, or the second and third."""
+        sizes = (self.batch,) if is_first else (1, self.batch)
+        if x.ndim > 1 and x.shape[0] in sizes and x.shape[1] == self.length:
+            return self._known(x, self.gather)
+        if not is_first and x.ndim > 2 and x.shape[0] == 3 and x.shape[1] in sizes and x.shape[2] == self.length:
+            return self._known(x, lambda y: torch.stack([self.gather(part)[0] for part in y])[:, None])
+        return x
+
+    def _known(self, x: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gathered once for all layers, except for what has gradients, which a checkpoint may compute again."""
+        if x.requires_grad:
+            return gather(x)
+        if id(x) not in self._gathered:
+            self._gathered[id(x)] = (x, gather(x))
+        return self._gathered[id(x)][1]
+
+    # Outputs.
+
+    def finish(self, outputs: Any, is_root: bool) -> Any:
+        """A model's outputs as its caller expects them: the first of an inner model is packed if the head is."""
+        if isinstance(outputs, Tensor):
+            return self._output("", outputs, self.packs_head and not is_root)
+        if isinstance(outputs, tuple):
+            number = next((i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.ndim > 2), -1)
+            made = [self._output("", x, i == number and self.packs_head and not is_root) for i, x in enumerate(outputs)]
+            return type(outputs)(*made) if hasattr(outputs, "_fields") else tuple(made)
+        if not hasattr(outputs, "items"):
+            return outputs
+        main = next((name for name in _MAIN if outputs.get(name) is not None), None)
+        for name, value in list(outputs.items()):
+            outputs[name] = self._output(name, value, name == main and self.packs_head and not is_root)
+        return outputs
+
+    def _output(self, name: str, value: Any, packed: bool) -> Any:
+        if isinstance(value, _PaddedCache):
+            return value.cache
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._output(name, part, False) for part in value)
+        if hasattr(type(value), "compute") and not isinstance(value, Tensor):
+            value.layout = self.scatter  # `LazyLogits`
+            return value
+        if "router" in name and isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == self.tokens:
+            return self.scatter(value[None]).flatten(0, 1)
+        if packed:
+            return self.gather(value) if self.is_padded(value) else value
+        if self.is_packed(value):
+            return self.scatter(value)
+        if self.is_padded(value) and value.ndim == 3 and value.is_floating_point():
+            return value.masked_fill(~self.mask.to(value.device)[..., None], 0)
+        return value
+
+
+_CACHES = CACHE_ARGUMENTS | {"layer_past"}
+_MAIN = ("logits", "last_hidden_state")
+
+
+class _PaddedCache:
+    """A KV cache that gets the keys and values of packed tokens, and holds those of the padded batch."""
+
+    def __init__(self, cache: Any, unpadding: Unpadding) -> None:
+        self.cache, self._unpadding = cache, unpadding
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Put keys and values (1, heads, tokens, head_dim) in the cache; returns them as they are."""
+        padded = (self._unpadding.scatter(x.transpose(1, 2)).transpose(1, 2) for x in (key, value))
+        self.cache.update(*padded, *args, **kwargs)
+        return key, value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+class _Packed:
+    """What the layers of one forward see instead of the padded batch.
+
+    Attributes:
+        context: the context of the packed tokens.
+        outer: a reference to that of the padded batch, which owns this.
+        layer: the layer that is running.
+    """
+
+    def __init__(self, context: ForwardContext, sequences: Sequences, tokens: int) -> None:
+        offsets, longest = sequences.cu_seqlens, sequences.max_seqlen
+        self.context = context.of_packed(PackedLengths(offsets, offsets, longest, longest), tokens)
+        self.context.packed = weakref.ref(self)
+        self.outer, self.layer = weakref.ref(context), None
+        self._ones = torch.ones(1, tokens, dtype=torch.bool, device=offsets.device)
+        sizes = (context.length, context.length)
+        self._records = [record for record in context.records if (record.q_length, record.kv_length) == sizes]
+        #: Layers' masks are recognised by their storage.
+        self.context.records = [
+            record._replace(
+                padding=None,
+                q_length=tokens,
+                kv_length=tokens,
+                mask=None if record.mask is None else self._ones.clone(),
+            )
+            for record in self._records
+        ]
+
+    def mask_of(self, mask: Tensor) -> Tensor:
+        """The mask that stands for one of the padded batch."""
+        for record, of_packed in zip(self._records, self.context.records, strict=True):
+            if of_packed.mask is not None and same_storage(mask, record.mask):
+                return of_packed.mask
+        return self._ones
+
+
+# Hooks of the layers.
+
+
+class _Structure:
+    """What is found once of a model: its layers, which get hooks then, and whether it has mixers.
+
+    Attributes:
+        layers: references to them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self.has_mixers = any(map(is_mixer, modules))
+        self.layers: list[Any] = []
+        for layers in modules:
+            if not isinstance(layers, nn.ModuleList) or not any(map(_attends, layers)):
+                continue
+            for number, layer in enumerate(layers):
+                self.layers.append(weakref.ref(layer))
+                if _enter not in layer._forward_pre_hooks.values():
+                    layer.register_forward_pre_hook(_enter, with_kwargs=True)
+                    layer.register_forward_hook(_leave_last if number == len(layers) - 1 else _leave)
+
+    def is_compiled(self) -> bool:
+        """Whether a layer is compiled by itself, with the hooks that it has, which do nothing in a graph."""
+        return any(getattr(layer(), "_compiled_call_impl", None) is not None for layer in self.layers)
+
+
+_structures: weakref.WeakKeyDictionary[nn.Module, _Structure] = weakref.WeakKeyDictionary()
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Remove the hooks of a model's layers."""
+    _structures.pop(model, None)
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if hook in (_enter, _leave, _leave_last)]:
+                del hooks[number]
+
+
+def _attends(layer: nn.Module) -> bool:
+    """Whether a module has attention in it: by the class's name, or by the number of a layer that it has for a cache."""
+    parts = (part for part in layer.modules() if part is not layer)
+    return any("Attention" in type(part).__name__ or hasattr(part, "layer_idx") for part in parts)
+
+
+def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    context = current_context()
+    if context is None or context.unpadding is None or torch.compiler.is_compiling():
+        return None
+    found = context.unpadding.enter(layer, context, arguments_by_name(layer, args, kwargs))
+    if found is None:
+        return None
+    values = list(found.values())  # positional ones first: a reentrant checkpoint needs them so
+    return tuple(values[: len(args)]), {name: found[name] for name in kwargs}
+
+
+def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    context = current_context()
+    packed = None if context is None or context.packed is None else context.packed()
+    if packed is not None and packed.layer is layer:
+        packed.layer = None
+        set_context(packed.outer())
+
+
+def _leave_last(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    before = current_context()
+    _leave(layer, args, output)
+    context = current_context()
+    if context is before or context is None:
+        return None
+    scatter = context.unpadding.scatter
+    return (scatter(output[0]), *output[1:]) if isinstance(output, tuple) else scatter(output)
+
+
+# A model's call.
+
+
+def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's ``__call__``, within its `ForwardContext`, that computes padded batches without their padding where that is wanted."""
+
+    @wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context = current_context()
+        if context is None or torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        is_root = context.unpadding is None
+        if is_root:
+            request = vars(self).get(FLAG)
+            if request is None and not _is_named(context):
+                return original(self, *args, **kwargs)
+            arguments = arguments_by_name(self, args, kwargs)
+            context.unpadding = _unpadding(self, context, arguments, request)
+            if context.unpadding is None:
+                return original(self, *args, **kwargs)
+            if context.unpadding.packs_head:
+                args, kwargs = (
+                    (),
+                    {**arguments, **context.unpadding.head_arguments(arguments, predicts_next(type(self)))},
+                )
+        outputs = context.unpadding.finish(original(self, *args, **kwargs), is_root)
+        if is_root:
+            context.unpadding.forget()
+        return outputs
+
+    return __call__
+
+
+def _is_named(context: ForwardContext) -> bool:
+    entry = resolve(context.implementation)
+    return entry is not None and entry.padding_free
+
+
+def _unpadding(
+    model: Any, context: ForwardContext, arguments: dict[str, Any], request: Request | None
+) -> Unpadding | None:
+    """The real tokens of a call; None for a call without padding, or with masks of another kind. Synchronises once."""
+    mask, length = context.mask, context.length
+    if mask is None or length < 2 or mask.shape != (context.batch, length) or fixed_shapes(mask):
+        return None
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return None
+    if context.lengths or context.has_4d_mask or context.has_encoder_states or model.config.is_encoder_decoder:
+        return None
+    entry = resolve(getattr(model.config.get_text_config(), "_attn_implementation", None))
+    if entry is None or entry.forward is not None or entry.spreads:
+        return None
+    if context.cache is not None and _tokens_in(context.cache):
+        return None
+    if context.sequences(True) is not None:  # packed already
+        return None
+    found = context.packing
+    if found is None or not 0 < found.tokens < mask.numel():
+        return None
+    valid = mask.bool()
+    lengths = valid.sum(1, dtype=torch.int32)
+    rows = Sequences(true_indices(valid, found.tokens), offsets_of(lengths), found.longest, found.interior_padding)
+    structure = _structures.get(model)
+    if structure is None:
+        structure = _structures[model] = _Structure(model)
+    keeps_states = structure.has_mixers and _uses_cache(model, context, arguments)
+    if keeps_states or structure.is_compiled() or _cuts_layers(model, arguments):
+        return Unpadding(context, rows, False, False, request)  # computed as it is, with zeros for padding
+    return Unpadding(context, rows, _packs_head(model, arguments), None, request)
+
+
+def _tokens_in(cache: Any) -> bool:
+    """Whether a cache has tokens, or is of an unknown kind."""
+    return not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length())
+
+
+def _uses_cache(model: Any, context: ForwardContext, arguments: dict[str, Any]) -> bool:
+    """Whether a call fills a cache: that of mixers has states, which packed rows don't give."""
+    uses_cache = arguments.get("use_cache")
+    if uses_cache is None:
+        uses_cache = getattr(model.config.get_text_config(), "use_cache", False)
+    return bool(context.cache is not None or uses_cache)
+
+
+def _cuts_layers(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether layers, and not the head alone, compute the last columns alone: Gemma 4's that share keys and values."""
+    return bool(arguments.get("logits_to_keep")) and "logits_to_keep" in parameter_names(type(model.base_model))
+
+
+def predicts_next(model_class: type) -> bool:
+    """Whether the labels of a class are those of the tokens before them: its loss is transformers' causal one."""
+    forward = inspect.unwrap(model_class.forward)  # type: ignore[attr-defined]
+    return _NEXT_TOKEN.search(model_class.__name__) is not None and "loss_function" in forward.__code__.co_names
+
+
+def _packs_head(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a model's head computes each token by itself, and its loss takes targets for packed tokens."""
+    kind = type(model)
+    if _EACH_TOKEN.search(kind.__name__):
+        return True
+    kept = arguments.get("logits_to_keep", arguments.get("num_logits_to_keep", 0))
+    if isinstance(kept, Tensor) or kept or not _NEXT_TOKEN.search(kind.__name__):  # columns of the padded batch
+        return False
+    if arguments.get("labels") is None:
+        return True
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind.forward).parameters.values())
+    return takes_any and predicts_next(kind)

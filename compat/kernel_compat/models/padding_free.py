@@ -1,0 +1,110 @@
+"""Padded batches computed at the cost of their real tokens."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ..attention.defaults import resolve, unproven
+from ..errors import UnsupportedFeatureError
+from ..patching.handle import Handle
+from ..patching.swap import ABSENT, swap
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["padding_free"]
+
+_lock = threading.Lock()
+
+
+def padding_free(model: nn.Module) -> Handle:
+    """Compute the padded batches of a model without their padding.
+
+    A call with a 2D ``attention_mask`` that has zeros runs the layers, and the head and loss of a language model, on the real tokens
+    alone. Outputs have the shapes of the padded batch, and logits and hidden states of padding are zero. Positions are those of the
+    padded batch. The host waits for the device once a call.
+
+    The loss is that of the padded batch, if no label of padding is a target and none that follows padding: the target of a real
+    token is the label after it, also where that is padding's. Auxiliary losses of experts don't count padding.
+
+    Computed as they are, with zeros for padding: calls that put the states of mixers in a cache (linear attention, SSMs: pass
+    ``use_cache=False``), and padding between tokens under a window. Computed as they are, with what the model returns for padding:
+    packed sequences, 4D masks, calls that continue a cache, and whatever runs under torch.compile or in a CUDA graph. With
+    ``model.compile()`` the call is not traced, but its layers are.
+
+    Examples:
+        >>> import kernel_compat, transformers
+        >>> config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=99)
+        >>> with kernel_compat.installed():
+        ...     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="flash_attention_reference")
+        ...     with kernel_compat.models.padding_free(model) as handle:
+        ...         handle.active
+        True
+
+    Args:
+        model: a model of transformers, or a module around one, as PEFT's, DDP's or FSDP's. It is under a registered attention name, and
+            the library is installed. Its type is proven on a tiny model of its own, in another process, once: see `install`.
+
+    Returns:
+        The handle that undoes this call. Deep copies of the model stay padding-free.
+
+    Raises:
+        TypeError: `model` is no model of transformers, and has none in it.
+        ValueError: its attention isn't a registered name, or is a forward of the user's own or one with sequence parallelism.
+        UnsupportedFeatureError: the type can't be computed without padding: an encoder-decoder, or one whose results would differ.
+    """
+    from ..attention.unpadding import FLAG, Request, remove_hooks
+    from ..proving.loading import require_padding_free
+
+    roots = _roots(model)
+    for root in roots:
+        name = getattr(root.config.get_text_config(), "_attn_implementation", None)
+        entry = resolve(name)
+        if entry is None:
+            raise ValueError(
+                f"the attention of {type(root).__name__} is {name!r}, which is not a registered name: load the model with one, "
+                "after kernel_compat.install()"
+            )
+        if entry.forward is not None or entry.spreads:
+            what = "spreads sequences over ranks" if entry.spreads else "has a forward of its own"
+            raise ValueError(f"{name!r} {what}: nothing says that it computes packed sequences")
+        if root.config.is_encoder_decoder:
+            raise UnsupportedFeatureError("padding_free", type(root).__name__, "It has an encoder and a decoder.")
+        require_padding_free(root, entry.name, unproven())
+    with _lock:
+        for root in roots:
+            request = vars(root).get(FLAG)
+            if request is None:
+                swap([(vars(root), FLAG, Request())])
+            else:
+                request.handles += 1
+
+    def undo() -> bool:
+        with _lock:
+            for root in roots:
+                request = vars(root).get(FLAG)
+                if request is None:
+                    continue
+                request.handles -= 1
+                if not request.handles:
+                    swap([(vars(root), FLAG, ABSENT)])
+                    remove_hooks(root)
+        return False
+
+    return Handle(undo)
+
+
+def _roots(model: Any) -> list[Any]:
+    """The outermost models of transformers in a module."""
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
+    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    inner = {id(part) for module in found for part in module.modules() if part is not module}
+    roots = [module for module in found if id(module) not in inner]
+    if not roots:
+        raise TypeError(f"{type(model).__name__} is no model of transformers, and has none in it")
+    return roots

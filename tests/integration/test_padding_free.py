@@ -1,0 +1,623 @@
+"""Padded batches without their padding, against eager attention and against the same batch with padding."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from any_layer import pair, there
+from tiny import NAME, OPS_MODELS, SHAPE, TRANSFORMERS, VOCAB, distance, gradients, modernbert
+from torch import Tensor
+
+import kernel_compat
+from kernel_compat import ops
+from kernel_compat.attention import boundaries, unpadding
+from kernel_compat.models import padding_free
+from kernel_compat.proving import Outcome, Proof, loading
+
+pytestmark = pytest.mark.usefixtures("installed_for_all")
+
+ROWS, LENGTH = 3, 12
+BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def config(name: str, **more: Any) -> Any:
+    return getattr(transformers, name)(**{**SHAPE, **more})
+
+
+def gpt2() -> Any:
+    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    return transformers.GPT2Config(vocab_size=VOCAB, **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def opt() -> Any:
+    shape = {**BERT, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 128}
+    return transformers.OPTConfig(**{k: v for k, v in shape.items() if k != "intermediate_size"}, dropout=0.0)
+
+
+def bert(name: str, **more: Any) -> Any:
+    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return getattr(transformers, name)(**BERT, **none, **more)
+
+
+def llama(**more: Any) -> Any:
+    return config("LlamaConfig", **more)
+
+
+#: Classes and configs: learned and rotary positions, positions of the mask and of the tokens, windows, experts, mixers, poolers.
+MODELS: dict[str, tuple[str, Any]] = {
+    "llama": ("LlamaForCausalLM", llama),
+    "base": ("LlamaModel", llama),
+    "sequences": ("LlamaForSequenceClassification", llama),
+    "tokens": ("LlamaForTokenClassification", llama),
+    "questions": ("LlamaForQuestionAnswering", llama),
+    "gemma3": ("Gemma3ForCausalLM", lambda: config("Gemma3TextConfig", head_dim=16, sliding_window=5)),
+    "gpt2": ("GPT2LMHeadModel", gpt2),
+    "opt": ("OPTForCausalLM", opt),
+    "bert": ("BertModel", lambda: bert("BertConfig")),
+    "bert_masked": ("BertForMaskedLM", lambda: bert("BertConfig")),
+    "roberta": ("RobertaForMaskedLM", lambda: bert("RobertaConfig", pad_token_id=0)),
+    "modernbert": ("ModernBertForMaskedLM", modernbert),
+    "mixtral": ("MixtralForCausalLM", OPS_MODELS.get("mixtral")),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", OPS_MODELS.get("deepseek_v3")),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", OPS_MODELS.get("qwen3_5_moe")),
+}
+
+
+def every(*left_out: str) -> pytest.MarkDecorator:
+    names = [
+        pytest.param(name, marks=there(kind), id=name) for name, (kind, _) in MODELS.items() if name not in left_out
+    ]
+    return pytest.mark.parametrize("name", names)
+
+
+def models(name: str) -> tuple[Any, Any]:
+    """A model with eager attention, and the same under a registered name."""
+    kind, made = MODELS[name]
+    try:
+        return pair(getattr(transformers, kind), made(), NAME)
+    except kernel_compat.UnsupportedFeatureError as error:  # BERT's attention of older releases
+        pytest.skip(str(error))
+
+
+def batch(side: str) -> dict[str, Tensor]:
+    """Ids and mask, padded on a side or between tokens."""
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    if side == "right":
+        mask[0, 7:] = mask[2, 11:] = 0
+    elif side == "left":
+        mask[0, :5] = mask[2, :1] = 0
+    else:
+        mask[0, 4:6] = mask[2, 10:] = 0
+    return {"input_ids": torch.randint(3, VOCAB, mask.shape).where(mask.bool(), 0), "attention_mask": mask}
+
+
+def targets(model: Any, given: dict[str, Tensor]) -> Tensor:
+    """Labels of the model's kind; none is padding's or follows padding, except that a target may be the first padding of a row."""
+    kind, mask = type(model).__name__, given["attention_mask"]
+    if "Sequence" in kind:
+        return torch.tensor([0, 1, 0])
+    labels = torch.randint(0, 2 if "Token" in kind else VOCAB, mask.shape).where(mask.bool(), -100)
+    if unpadding.predicts_next(type(model)):
+        labels[:, 1:] = labels[:, 1:].where(mask[:, :-1].bool(), -100)
+        labels[2, 11:] = 5 if mask[2, 10] else -100
+    return labels
+
+
+@contextmanager
+def used(model: Any, times: int = 1) -> Iterator[None]:
+    """The model is padding-free in the block, and so many of its calls are computed without padding."""
+    with padding_free(model):
+        request = vars(model)[unpadding.FLAG]
+        yield
+        assert request.packed == times
+    assert unpadding.FLAG not in vars(model)
+    assert not hooks_of(model)
+
+
+def hooks_of(model: Any) -> list[Any]:
+    hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return [hook for hook in hooks if hook.__module__ == unpadding.__name__]
+
+
+def outputs(model: Any, given: dict[str, Tensor], **more: Any) -> Any:
+    return model(
+        **given,
+        output_hidden_states=True,
+        **({"use_cache": False} if "Qwen3_5" in type(model).__name__ else {}),
+        **more,
+    )
+
+
+def packs(name: str, side: str) -> bool:
+    """Whether a batch is computed without its padding: not if a window sees padding between tokens, or the model makes 4D masks."""
+    if name == "opt" and (TRANSFORMERS.major < 5 or (side == "holes" and TRANSFORMERS.release < (5, 4))):
+        return False  # its own masks; between tokens only those of the library's mask function say that they have no window
+    return side != "holes" or name not in ("gemma3", "modernbert")
+
+
+@pytest.mark.parametrize("side", ["right", "left", "holes"])
+@every()
+def test_outputs(name: str, side: str) -> None:
+    eager, ours = models(name)
+    given = batch(side)
+    expected = outputs(eager, given)
+    with used(ours, packs(name, side)):
+        found = outputs(ours, given)
+    assert found.keys() == expected.keys()
+    real = given["attention_mask"].bool()
+    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        assert distance(one[real], other[real]) < 1e-5
+        assert not one[~real].any()
+    for key in ("logits", "last_hidden_state", "pooler_output", "start_logits"):
+        if key not in expected:
+            continue
+        of_tokens = expected[key].shape[:2] == real.shape
+        assert found[key].shape == expected[key].shape
+        if of_tokens:
+            assert distance(found[key][real], expected[key][real]) < 1e-5
+            assert found[key].ndim < 3 or not found[key][~real].any()
+        elif side != "left" or key != "pooler_output":  # of a row's first column
+            assert distance(found[key], expected[key]) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["right", "left", "holes"])
+@every("base", "bert", "questions")
+def test_loss_and_gradients(name: str, side: str) -> None:
+    eager, ours = models(name)
+    given = batch(side)
+    labels = targets(eager, given)
+    expected = outputs(eager, given, labels=labels)
+    with used(ours, packs(name, side)):
+        found = outputs(ours, given, labels=labels)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    for model, output in ((eager, expected), (ours, found)):
+        model.zero_grad()
+        output.loss.backward()
+    of_eager, of_ours = (
+        torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in m.parameters()])
+        for m in (eager, ours)
+    )
+    assert distance(of_ours, of_eager) < 1e-4
+    if "aux_loss" in expected:
+        torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+
+
+def test_loss_options() -> None:
+    """num_items_in_batch as the Trainer passes it, labels that are shifted already, positions, tuples."""
+    eager, ours = models("llama")
+    given = batch("left")
+    given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    labels = targets(eager, given)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    for more in ({"num_items_in_batch": torch.tensor(31)}, {"shift_labels": shifted}, {"return_dict": False}):
+        expected, found = eager(**given, labels=labels, **more), None
+        with used(ours):
+            found = ours(**given, labels=labels, **more)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+        real = given["attention_mask"].bool()
+        assert distance(found[1][real], expected[1][real]) < 1e-5
+        assert not found[1][~real].any()
+
+
+@every("sequences", "tokens", "questions", "bert_masked", "roberta", "modernbert", "bert", "base")
+def test_generate(name: str) -> None:
+    """The prompt is computed without its padding, and the cache is the padded batch's. Mixers' states aren't, so that they keep it."""
+    eager, ours = models(name)
+    for model in (eager, ours):
+        model.config.output_router_logits = False  # whose loss takes no mask of cached tokens
+    given = batch("left")
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": 2}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    expected = eager.generate(**given, **options)
+    with padding_free(ours):
+        found = ours.generate(**given, **options)
+        # Gemma 3's cache was static by default, for which generate makes the masks itself.
+        as_it_is = name == "qwen3_5_moe" or (name == "gemma3" and TRANSFORMERS.major < 5) or not packs(name, "left")
+        assert vars(ours)[unpadding.FLAG].packed == (not as_it_is)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert distance(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
+
+
+@every("sequences", "tokens", "questions", "bert_masked", "roberta", "modernbert", "bert", "qwen3_5_moe")
+def test_a_cache_is_the_padded_batchs(name: str) -> None:
+    """Keys and values of real tokens, in the places of the padded batch; a call that continues it is computed as it is."""
+    _, ours = models(name)
+    ours.config.output_router_logits = False  # whose loss takes no mask of cached tokens
+    given = batch("left")
+    expected = ours(**given, use_cache=True)
+    with used(ours, packs(name, "left")):
+        found = ours(**given, use_cache=True)
+    assert type(found.past_key_values) is type(expected.past_key_values)
+    more = {"input_ids": torch.randint(3, VOCAB, (ROWS, 2)), "use_cache": True}
+    more["attention_mask"] = torch.cat([given["attention_mask"], torch.ones(ROWS, 2, dtype=torch.long)], 1)
+    with padding_free(ours):
+        after = [ours(**more, past_key_values=x.past_key_values)[0] for x in (expected, found)]
+    assert distance(after[1], after[0]) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("qwen3_5_moe", marks=there("Qwen3_5MoeForCausalLM"))])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    eager, ours = models(name)
+    given = batch("right")
+    labels = targets(eager, given)
+    expected = eager(**given, labels=labels, use_cache=False).loss
+    ours.train()
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        ours.enable_input_require_grads()
+    eager.train()
+    eager.zero_grad()
+    expected.backward()
+    with padding_free(ours):
+        found = ours(**given, labels=labels, use_cache=False).loss
+        found.backward()
+        assert vars(ours)[unpadding.FLAG].packed == 1
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    of_eager, of_ours = (
+        torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (eager, ours)
+    )
+    assert distance(of_ours, of_eager) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_layers_see_real_tokens_alone(name: str) -> None:
+    """The head and its loss too; embeddings get the padded batch."""
+    _, ours = models(name)
+    given, seen = batch("right"), {}
+    real = int(given["attention_mask"].sum())
+    layers = ours.model.layers if name == "llama" else ours.transformer.h
+    parts = {"first": layers[0].mlp, "last": layers[-1].mlp, "head": ours.get_output_embeddings()}
+    hooks = [
+        module.register_forward_hook(lambda _, args, out, part=part: seen.update({part: args[0].shape[:-1].numel()}))
+        for part, module in parts.items()
+    ]
+    with padding_free(ours):
+        ours(**given, labels=given["input_ids"])
+    for hook in hooks:
+        hook.remove()
+    assert seen == dict.fromkeys(parts, real)
+
+
+def test_the_loss_of_hidden_states() -> None:
+    """chunk_loss sees real tokens alone; its lazy logits are the padded batch's."""
+    eager, ours = models("llama")
+    given = batch("right")
+    labels = targets(eager, given)
+    expected = eager(**given, labels=labels)
+    ops.apply_ops(ours, ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss"))
+    with used(ours):
+        found = ours(**given, labels=labels)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    assert found.logits.hidden_states.shape[:2] == (1, int(given["attention_mask"].sum()))
+    logits, real = found.logits.compute(), given["attention_mask"].bool()
+    assert distance(logits[real], expected.logits[real]) < 1e-5
+    assert not logits[~real].any()
+
+
+def test_as_many_tokens_as_a_row_has_columns() -> None:
+    """Shapes alone don't tell packed tokens from the padded batch then."""
+    eager, ours = models("gemma3" if hasattr(transformers, "Gemma3ForCausalLM") else "llama")
+    given = batch("right")
+    given["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[8], [2], [2]])).long()
+    real = given["attention_mask"].bool()
+    assert real.sum() == LENGTH
+    with used(ours):
+        found = ours(**given).logits
+    assert distance(found[real], eager(**given).logits[real]) < 1e-5
+
+
+def test_one_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are read from the device once a call, in `find_packing`; nowhere else does the length of anything depend on them."""
+    _, ours = models("llama")
+    read: list[str] = []
+    for name in ("tolist", "item", "__bool__", "nonzero", "__int__"):
+        original = getattr(Tensor, name)
+
+        def counted(self: Tensor, *args: Any, name: str = name, original: Any = original) -> Any:
+            caller = sys._getframe(1)
+            if "kernel_compat" in caller.f_code.co_filename and "reference.py" not in caller.f_code.co_filename:
+                read.append(f"{Path(caller.f_code.co_filename).stem}:{caller.f_code.co_name}")
+            return original(self, *args)
+
+        monkeypatch.setattr(Tensor, name, counted)
+    given = batch("right")
+    with padding_free(ours):
+        ours(**given, labels=given["input_ids"])
+    assert read == [f"boundaries:{boundaries.find_packing.__name__}"]
+
+
+def test_without_padding_nothing_changes() -> None:
+    _, ours = models("llama")
+    given = {"input_ids": torch.randint(3, VOCAB, (2, 9))}
+    expected = ours(**given).logits
+    with used(ours, 0):
+        assert torch.equal(ours(**given).logits, expected)
+        assert torch.equal(ours(**given, attention_mask=torch.ones(2, 9, dtype=torch.long)).logits, expected)
+
+
+def test_packed_sequences_and_4d_masks_stay_as_they_are() -> None:
+    _, ours = models("llama")
+    packed = {"input_ids": torch.randint(3, VOCAB, (1, 9)), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
+    full = {"input_ids": packed["input_ids"], "attention_mask": torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()}
+    padded = {**packed, "attention_mask": torch.tensor([[1] * 8 + [0]])}
+    expected = [ours(**given, use_cache=False).logits for given in (packed, full, padded)]
+    with used(ours, 0):
+        found = [ours(**given, use_cache=False).logits for given in (packed, full, padded)]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_compiled_calls_are_as_they_are() -> None:
+    """A compiled model, and one whose layers are compiled each by itself."""
+    eager, ours = models("llama")
+    given = batch("right")
+    real = given["attention_mask"].bool()
+    expected = eager(**given).logits[real]
+    with used(ours, 0):
+        torch.compiler.reset()
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        assert distance(compiled(**given, use_cache=False).logits[real], expected) < 1e-5
+        for layer in ours.model.layers:
+            layer.compile(backend="aot_eager")
+        assert distance(ours(**given, use_cache=False).logits[real], expected) < 1e-5
+    _, ours = models("llama")
+    ours.compile(backend="aot_eager")
+    with padding_free(ours):
+        assert distance(ours(**given, use_cache=False).logits[real], expected) < 1e-5
+
+
+class TestHandles:
+    def test_several(self) -> None:
+        """The last one that is undone ends it."""
+        _, ours = models("llama")
+        one, other = padding_free(ours), padding_free(ours)
+        one.undo()
+        one.undo()
+        given = batch("right")
+        assert not ours(**given).logits[~given["attention_mask"].bool()].any()
+        other.undo()
+        assert ours(**given).logits[~given["attention_mask"].bool()].any()
+
+    def test_copies(self) -> None:
+        """Deep copies and pickled ones go on by themselves."""
+        _, ours = models("llama")
+        given = batch("right")
+        padding = ~given["attention_mask"].bool()
+        with padding_free(ours):
+            ours(**given)  # has placed hooks
+            copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+        for one in copies:
+            logits = one(**given).logits
+            assert not logits[padding].any()
+            assert vars(one)[unpadding.FLAG].packed > 0
+            assert distance(logits[~padding], ours(**given).logits[~padding]) < 1e-5
+
+    def test_peft(self) -> None:
+        peft = pytest.importorskip("peft")
+        eager, ours = models("llama")
+        given = batch("right")
+        labels = targets(eager, given)
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(1)
+        wrapped = peft.get_peft_model(ours, lora)
+        expected = wrapped(**given, labels=labels).loss
+        inner = wrapped.get_base_model()
+        with padding_free(wrapped):
+            found = wrapped(**given, labels=labels).loss
+            assert vars(inner)[unpadding.FLAG].packed == 1
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_fsdp2(self, tmp_path: Path, when: str) -> None:
+        from torch import distributed
+        from torch.distributed.fsdp import fully_shard
+
+        eager, ours = models("llama")
+        given = batch("right")
+        labels = targets(eager, given)
+        expected = eager(**given, labels=labels).loss
+        expected.backward()
+        store = distributed.FileStore(str(tmp_path / "store"), 1)
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            if when == "before":
+                padding_free(ours)
+            for part in (*ours.model.layers, ours):
+                fully_shard(part)
+            if when == "after":
+                padding_free(ours)
+            found = ours(**given, labels=labels).loss
+            found.backward()
+            assert vars(ours)[unpadding.FLAG].packed == 1
+            grads = torch.cat([p.grad.full_tensor().flatten() for p in ours.parameters()])
+        finally:
+            distributed.destroy_process_group()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        assert distance(grads, torch.cat([p.grad.flatten() for p in eager.parameters()])) < 1e-4
+
+    def test_the_trainer(self, tmp_path: Path) -> None:
+        """Twenty steps, each with the loss of eager attention."""
+        losses = []
+        for number, model in enumerate(models("llama")):
+            generator = torch.Generator().manual_seed(0)
+            lengths = torch.randint(3, LENGTH, (40,), generator=generator).tolist()
+            rows = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+            def collate(some: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+                longest = max(len(row["ids"]) for row in some)
+                ids, mask, labels = (
+                    torch.tensor([row["ids"] + [0] * (longest - len(row["ids"])) for row in some]),
+                    torch.tensor([[1] * len(row["ids"]) + [0] * (longest - len(row["ids"])) for row in some]),
+                    torch.tensor([row["ids"] + [-100] * (longest - len(row["ids"])) for row in some]),
+                )
+                return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+            arguments = transformers.TrainingArguments(
+                output_dir=str(tmp_path),
+                max_steps=20,
+                per_device_train_batch_size=4,
+                gradient_accumulation_steps=2,
+                learning_rate=1e-3,
+                logging_steps=1,
+                report_to=[],
+                use_cpu=True,
+                remove_unused_columns=False,
+                save_strategy="no",
+                disable_tqdm=True,
+            )
+            handle = padding_free(model) if number else None
+            trainer = transformers.Trainer(
+                model=model, args=arguments, train_dataset=[{"ids": row} for row in rows], data_collator=collate
+            )
+            trainer.train()
+            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+            if handle is not None:
+                assert vars(model)[unpadding.FLAG].packed > 30  # of 40; a batch of rows of one length has no padding
+        assert len(losses[0]) == 20
+        assert losses[0][-1] < losses[0][0]
+        torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-3, atol=1e-3)
+
+
+class TestRefused:
+    def test_other_attention(self) -> None:
+        eager, _ = models("llama")
+        with pytest.raises(ValueError, match=r"'eager', which is not a registered name.*install"):
+            padding_free(eager)
+        assert unpadding.FLAG not in vars(eager)
+
+    def test_no_model(self) -> None:
+        with pytest.raises(TypeError, match="Linear is no model of transformers"):
+            padding_free(torch.nn.Linear(2, 2))
+        with pytest.raises(TypeError, match="must be a torch"):
+            padding_free("llama")
+
+    def test_encoder_decoders(self) -> None:
+        shape = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        model = transformers.BartForConditionalGeneration._from_config(
+            transformers.BartConfig(vocab_size=VOCAB, **shape, **heads), attn_implementation=NAME
+        )
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="encoder and a decoder"):
+            padding_free(model)
+
+    def test_own_forwards_and_sequence_parallelism(self) -> None:
+        for more in ({"forward": lambda *args, **kwargs: None}, {"sequence_parallel": True}):
+            with pytest.raises(ValueError, match="padding_free"):
+                kernel_compat.register_attention(
+                    "refused_flash", "flash_attention_reference", padding_free=True, **more
+                )
+        kernel_compat.register_attention("own_flash", "flash_attention_reference", forward=lambda *args, **kwargs: None)
+        try:
+            _, model = pair(transformers.LlamaForCausalLM, llama(), "own_flash")
+            with pytest.raises(ValueError, match="forward of its own"):
+                padding_free(model)
+        finally:
+            kernel_compat.unregister_attention("own_flash")
+
+    def test_4d_masks_within(self) -> None:
+        """A layer that gets other tokens after one that got the batch's is an error, and no wrong number."""
+        _, ours = models("llama")
+        last = ours.model.layers[-1]
+        handle = last.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:]))
+        with padding_free(ours), pytest.raises(kernel_compat.UnsupportedFeatureError, match="it gets others"):
+            ours(**batch("right"))
+        handle.remove()
+
+
+class Mixing(transformers.LlamaForCausalLM):
+    """A model that mixes the tokens of a row between its layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[-1].register_forward_pre_hook(mix)
+
+
+def mix(layer: Any, args: Any) -> Any:
+    return (args[0] + args[0].roll(1, 1), *args[1:])
+
+
+class TestProofs:
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(loading, "_proofs", {})
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.delenv("KERNEL_COMPAT_UNPROVEN")  # the tests' own proves nothing
+
+    @pytest.mark.slow
+    def test_a_type_is_proven_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, ours = pair(transformers.LlamaForCausalLM, llama(), NAME)
+        with padding_free(ours):
+            pass
+        (kept,) = (tmp_path / "kernel-compat" / "proofs").glob("*-padding-free.json")
+        proof = Proof.from_json(json.loads(kept.read_text()))
+        assert [(o.case, o.verdict) for o in proof.outcomes] == [("padding_free", "equal")]
+        monkeypatch.setattr(loading, "_proofs", {})
+        monkeypatch.setattr(loading, "_prove_elsewhere", None)
+        with padding_free(ours):
+            pass
+
+    def test_a_type_that_differs_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from kernel_compat.proving import prove_config
+
+        monkeypatch.setattr(
+            loading,
+            "_prove_elsewhere",
+            lambda owner, config, free: prove_config(config, owner, ["padding_free"] if free else ["plain"]),
+        )
+        _, ours = pair(Mixing, llama(), NAME)
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match=r"Mixing.*padding_free refuses it"):
+            padding_free(ours)
+        assert unpadding.FLAG not in vars(ours)
+        kernel_compat.register_attention("free_flash", "flash_attention_reference", padding_free=True)
+        try:
+            with pytest.raises(kernel_compat.UnsupportedFeatureError, match="Mixing"):
+                pair(Mixing, llama(), "free_flash")
+            eager, ours = pair(transformers.LlamaForCausalLM, llama(), "free_flash")
+            given = batch("right")
+            real = given["attention_mask"].bool()
+            logits = ours(**given).logits
+            assert distance(logits[real], eager(**given).logits[real]) < 1e-5
+            assert not logits[~real].any()
+        finally:
+            kernel_compat.unregister_attention("free_flash")
+
+    def test_a_type_without_a_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        proof = Proof("llama", str(TRANSFORMERS), no_recipe="none")
+        monkeypatch.setattr(loading, "_prove_elsewhere", lambda *_: proof)
+        _, ours = pair(transformers.LlamaForCausalLM, llama(), NAME)
+        with pytest.warns(UserWarning, match="isn't proven to compute the same without padding"):
+            padding_free(ours).undo()
+        monkeypatch.setenv("KERNEL_COMPAT_UNPROVEN", "refuse")
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="no tiny model"):
+            padding_free(ours)
+        found = Outcome("LlamaForCausalLM", "padding_free", "not applicable", reason="it takes no tokens")
+        loading._proofs[transformers.LlamaForCausalLM] = Proof("llama", str(TRANSFORMERS), (found,))
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="it takes no tokens"):
+            padding_free(ours)
+
+
+def test_gradients_of_logits() -> None:
+    """Padding's logits are constants."""
+    eager, ours = models("llama")
+    given = batch("left")
+    real = given["attention_mask"].bool()
+    expected = gradients(eager, eager(**given).logits[real])
+    with used(ours):
+        found = gradients(ours, ours(**given).logits)
+    assert distance(found, expected) < 1e-4
