@@ -20,7 +20,7 @@ from torch import Tensor
 
 import kernel_compat
 from kernel_compat import ops
-from kernel_compat.attention import boundaries, unpadding
+from kernel_compat.attention import unpadding
 from kernel_compat.models import padding_free
 from kernel_compat.proving import Outcome, Proof, loading
 
@@ -113,16 +113,16 @@ def targets(model: Any, given: dict[str, Tensor]) -> Tensor:
     if "Sequence" in kind:
         return torch.tensor([0, 1, 0])
     labels = torch.randint(0, 2 if "Token" in kind else VOCAB, mask.shape).where(mask.bool(), -100)
-    if unpadding.predicts_next(type(model)):
+    if unpadding.head_of(type(model)).predicts_next:
         labels[:, 1:] = labels[:, 1:].where(mask[:, :-1].bool(), -100)
         labels[2, 11:] = 5 if mask[2, 10] else -100
     return labels
 
 
 @contextmanager
-def used(model: Any, times: int = 1) -> Iterator[None]:
+def used(model: Any, times: int = 1, tokens: int | None = None) -> Iterator[None]:
     """The model is padding-free in the block, and so many of its calls are computed without padding."""
-    with padding_free(model):
+    with padding_free(model, tokens=tokens):
         request = vars(model)[unpadding.FLAG]
         yield
         assert request.packed == times
@@ -176,15 +176,24 @@ def test_outputs(name: str, side: str) -> None:
             assert distance(found[key], expected[key]) < 1e-5
 
 
+@pytest.mark.parametrize("tokens", [None, 32, 1000])
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
 @every("base", "bert", "questions")
-def test_loss_and_gradients(name: str, side: str) -> None:
+def test_loss_and_gradients(name: str, side: str, tokens: int | None) -> None:
+    """With as many tokens as there are, with a few more, and with more than the padded batch has."""
     eager, ours = models(name)
     given = batch(side)
     labels = targets(eager, given)
     expected = outputs(eager, given, labels=labels)
-    with used(ours, packs(name, side)):
+    if tokens is not None and side == "holes" and not packs(name, side) and (name != "opt" or TRANSFORMERS.major > 4):
+        with padding_free(ours, tokens=tokens), pytest.raises(ValueError, match="a window over padding between tokens"):
+            ours(**given)
+        return
+    with used(ours, packs(name, side), tokens):
         found = outputs(ours, given, labels=labels)
+    logits, real = found[1 if "logits" in found else 0], given["attention_mask"].bool()
+    if logits.shape[:2] == real.shape:
+        assert not logits[~real].any()
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
     for model, output in ((eager, expected), (ours, found)):
         model.zero_grad()
@@ -323,24 +332,29 @@ def test_as_many_tokens_as_a_row_has_columns() -> None:
     assert distance(found[real], eager(**given).logits[real]) < 1e-5
 
 
-def test_one_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are read from the device once a call, in `find_packing`; nowhere else does the length of anything depend on them."""
-    _, ours = models("llama")
-    read: list[str] = []
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions of the library that have read a value of a tensor, which waits for a GPU."""
+    found: list[str] = []
     for name in ("tolist", "item", "__bool__", "nonzero", "__int__"):
         original = getattr(Tensor, name)
 
-        def counted(self: Tensor, *args: Any, name: str = name, original: Any = original) -> Any:
+        def counted(self: Tensor, *args: Any, original: Any = original) -> Any:
             caller = sys._getframe(1)
             if "kernel_compat" in caller.f_code.co_filename and "reference.py" not in caller.f_code.co_filename:
-                read.append(f"{Path(caller.f_code.co_filename).stem}:{caller.f_code.co_name}")
+                found.append(f"{Path(caller.f_code.co_filename).stem}:{caller.f_code.co_name}")
             return original(self, *args)
 
         monkeypatch.setattr(Tensor, name, counted)
+    return found
+
+
+def test_one_synchronisation(reads: list[str]) -> None:
+    _, ours = models("llama")
     given = batch("right")
     with padding_free(ours):
         ours(**given, labels=given["input_ids"])
-    assert read == [f"boundaries:{boundaries.find_packing.__name__}"]
+    assert reads == ["boundaries:find_packing"]
 
 
 def test_without_padding_nothing_changes() -> None:
@@ -363,7 +377,7 @@ def test_packed_sequences_and_4d_masks_stay_as_they_are() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_compiled_calls_are_as_they_are() -> None:
+def test_without_a_number_of_tokens_compiled_calls_are_as_they_are() -> None:
     """A compiled model, and one whose layers are compiled each by itself."""
     eager, ours = models("llama")
     given = batch("right")
@@ -380,6 +394,54 @@ def test_compiled_calls_are_as_they_are() -> None:
     ours.compile(backend="aot_eager")
     with padding_free(ours):
         assert distance(ours(**given, use_cache=False).logits[real], expected) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=there("Gemma3ForCausalLM"))])
+def test_one_graph(name: str, how: str) -> None:
+    """With a number of tokens, for batches with any padding: losses and gradients."""
+    eager, ours = models(name)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    if how == "model.compile":
+        compiled = ours
+        ours.compile(fullgraph=True, backend="aot_eager")
+    with padding_free(ours, tokens=32):
+        for side in ("right", "left", "right", "holes") if name == "llama" else ("right", "left", "right"):
+            given = batch(side)
+            real, labels = given["attention_mask"].bool(), targets(eager, given)
+            expected = eager(**given, labels=labels, use_cache=False)
+            found = compiled(**given, labels=labels, use_cache=False)
+            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+            assert distance(found.logits[real], expected.logits[real]) < 1e-5
+            assert not found.logits[~real].any()
+            assert distance(gradients(ours, found.logits[real]), gradients(eager, expected.logits[real])) < 1e-4
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        given["attention_mask"] = torch.ones(ROWS, LENGTH, dtype=torch.long)
+        with pytest.raises((ValueError, RuntimeError), match=r"more real tokens than padding_free\(tokens=32\)"):
+            compiled(**given, labels=labels, use_cache=False)
+
+
+def test_a_number_of_tokens_needs_no_synchronisation(reads: list[str]) -> None:
+    """On a CPU `require` reads what a GPU asserts by itself."""
+    _, ours = models("llama")
+    given = batch("right")
+    with padding_free(ours, tokens=32):
+        ours(**given, labels=given["input_ids"])
+    assert set(reads) <= {"tensors:require"}
+
+
+def test_what_a_number_of_tokens_refuses() -> None:
+    _, ours = models("llama")
+    with pytest.raises(ValueError, match="must be positive"):
+        padding_free(ours, tokens=0)
+    packed = {"input_ids": torch.randint(3, VOCAB, (1, 9)), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
+    with padding_free(ours, tokens=9):
+        with pytest.raises(ValueError, match="padding-free with tokens=9"):
+            padding_free(ours)
+        with pytest.raises(RuntimeError, match="packed sequences"):
+            ours(**packed, attention_mask=torch.ones(1, 9, dtype=torch.long), use_cache=False)
 
 
 class TestHandles:

@@ -102,7 +102,10 @@ def restarts_of(positions: Tensor, batch: int, length: int, causal: bool) -> tup
 
 
 def find_packing(
-    mask: Tensor, restarts: tuple[Tensor, Tensor] | None = None, bool_mask: Tensor | None = None
+    mask: Tensor,
+    restarts: tuple[Tensor, Tensor] | None = None,
+    bool_mask: Tensor | None = None,
+    fixed: bool = False,
 ) -> Packing:
     """The packed sequences of a mask and position ids together. Synchronises once.
 
@@ -112,6 +115,7 @@ def find_packing(
         mask: (batch, length): 0 for padding, and 1 or a segment id for tokens.
         restarts: as from `restarts_of`.
         bool_mask: (batch, length), compared with the mask.
+        fixed: whether shapes are fixed in any case.
 
     Raises:
         ValueError: the mask holds negative numbers or fractions.
@@ -128,7 +132,7 @@ def find_packing(
         # Positions that are 0 throughout, as Decision Transformer's, separate nothing.
         restarted = (zero & (order.amax(1, keepdim=True) > 0)) | (order < order.gather(1, earlier))
         begins = begins | (follows & restarted)
-    if fixed_shapes(mask):
+    if fixed or fixed_shapes(mask):
         torch._assert_async(
             ~begins.any(),
             "packed sequences under torch.compile or in a CUDA graph: pass cu_seq_lens_q, cu_seq_lens_k, "

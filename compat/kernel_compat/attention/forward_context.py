@@ -7,7 +7,6 @@ of a checkpoint.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -158,15 +157,16 @@ class ForwardContext:
         self.has_4d_mask = self.has_4d_mask and outer.has_4d_mask  # if not, the outer model made it
         self.unpadding = outer.unpadding
 
-    def of_packed(self, lengths: PackedLengths, tokens: int) -> ForwardContext:
-        """A context for the tokens of this one as sequences packed in one row, with no masks yet."""
-        packed = copy.copy(self)
-        found: dict[str, Any] = {"batch": 1, "length": tokens, "lengths": lengths, "tokens_after_padding": 0}
-        found |= dict.fromkeys(("mask", "positions", "cache", "packing", "padded_rows", "unpadding"))
-        found |= dict.fromkeys(("_ids", "_embeddings", "_segment_ids", "_bool_mask", "_without_padding"))
-        found |= {"records": [], "full_masks": [], "rows": {}, "_sequences": {}}
-        # Positions and masks were those of the rows.
-        vars(packed).update(found, takes_positions=True, _offsets_agree=True)
+    def of_packed(self, layer: Any, lengths: PackedLengths, tokens: int) -> ForwardContext:
+        """A context for the tokens of this one as sequences packed in one row, with no masks yet.
+
+        Args:
+            layer: the first one that runs in it.
+        """
+        packed = ForwardContext(layer, {}, None)
+        packed.batch, packed.length, packed.lengths = 1, tokens, lengths
+        packed.implementation, packed.tokens_only = self.implementation, self.tokens_only
+        packed.takes_positions = True  # positions were those of the rows
         return packed
 
     def close(self, outputs: Any) -> None:

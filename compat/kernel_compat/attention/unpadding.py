@@ -12,23 +12,23 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import UnsupportedFeatureError
 from ..kernels.memo import fixed_shapes
-from .boundaries import Sequences
+from .boundaries import Sequences, find_packing, restarts_of
 from .call import PackedLengths
 from .defaults import resolve
 from .forward_context import ForwardContext, arguments_by_name, current_context, parameter_names, set_context
 from .mixers import is_mixer
+from .padding import runs
 from .rows import CACHE_ARGUMENTS
-from .tensors import offsets_of, same_storage, true_indices
+from .tensors import constant, offsets_of, require, same_storage, true_indices
 
-__all__ = ["FLAG", "Request", "predicts_next", "remove_hooks", "unpadded"]
+__all__ = ["FLAG", "Request", "head_of", "remove_hooks", "structure_of", "unpadded"]
 
 #: The attribute of a model whose calls are computed without padding: its `Request`.
 FLAG = "_kernel_compat_padding_free"
@@ -46,11 +46,13 @@ class Request:
 
     Attributes:
         handles: how many handles of `kernel_compat.models.padding_free` are active.
-        packed: the number of calls whose layers got real tokens alone.
+        packed: the number of calls whose layers got real tokens alone, without those of a graph.
+        tokens: the number of tokens that every call is computed for; None for that of its real tokens.
     """
 
     handles: int = 1
     packed: int = 0
+    tokens: int | None = None
 
 
 class Unpadding:
@@ -60,6 +62,7 @@ class Unpadding:
         batch, length: of the padded batch.
         mask: (batch, length) bool, True for real tokens.
         sequences: the rows without their padding. `indices` are those of the real tokens in the flattened batch.
+        real: (tokens,) bool, False for padding among the packed tokens, whose number is fixed then; None if there is none.
         packs_head: whether the model's head gets the packed tokens.
         active: whether the layers get the packed tokens; None before the first one.
     """
@@ -71,16 +74,18 @@ class Unpadding:
         packs_head: bool,
         active: bool | None,
         request: Request | None,
+        real: Tensor | None = None,
     ) -> None:
         assert sequences.indices is not None
         assert context.mask is not None
         self.batch, self.length, self.mask = context.batch, context.length, context.mask.bool()
+        self.real = real
         self.sequences, self.indices = sequences, sequences.indices
         self.tokens = self.indices.shape[0]
         self.packs_head = packs_head
         self.active, self._request = active, request
         self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
-        self._contexts = WeakIdKeyDictionary()
+        self._contexts: dict[int, _Packed] = {}
 
     # Tensors.
 
@@ -92,6 +97,8 @@ class Unpadding:
 
     def scatter(self, x: Tensor) -> Tensor:
         """(1, tokens, ...) to (batch, length, ...), with zeros for padding."""
+        if self.real is not None:
+            x = x.masked_fill(~self.real.to(x.device).view(1, -1, *(1 for _ in x.shape[2:])), 0)
         padded = x.new_zeros(self.batch * self.length, *x.shape[2:])
         return padded.index_copy_(0, self.indices.to(x.device), x[0]).unflatten(0, (self.batch, self.length))
 
@@ -113,13 +120,16 @@ class Unpadding:
         changed: dict[str, Any] = {}
         labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
         if isinstance(shifted, Tensor):
-            changed["shift_labels"] = self.gather(shifted)
+            changed["shift_labels"] = self._targets(shifted)
         elif isinstance(labels, Tensor) and next_token:
-            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-            changed["shift_labels"] = self.gather(targets)
+            changed["shift_labels"] = self._targets(nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED))
         if isinstance(labels, Tensor):
-            changed["labels"] = self.gather(labels)
+            changed["labels"] = self._targets(labels)
         return changed
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        labels = self.gather(labels)
+        return labels if self.real is None else labels.masked_fill(~self.real.to(labels.device), _IGNORED)
 
     def forget(self) -> None:
         """Drop what the layers of a forward have shared. A checkpoint makes it again."""
@@ -130,7 +140,8 @@ class Unpadding:
 
     def enter(self, layer: nn.Module, context: ForwardContext, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """A layer's arguments for the packed tokens; None for a layer that doesn't get the tokens of the batch."""
-        first = next(iter(arguments.values()), None)
+        tokens = parameter_names(type(layer))[0]
+        first = arguments.get(tokens)
         if not (self.is_padded(first) or self.is_packed(first)):
             if self.active:
                 raise UnsupportedFeatureError(
@@ -141,20 +152,23 @@ class Unpadding:
             return None
         if self.active is None:
             self.active = self._may_pack(context, arguments)
-            if self._request is not None:
+            if self._request is not None and not torch.compiler.is_compiling():
                 self._request.packed += self.active
         if not self.active:
             return None
-        packed = self._contexts.get(context)
-        if packed is None:
-            packed = self._contexts[context] = _Packed(context, self.sequences, self.tokens)
-        found = {
-            name: self._argument(layer, packed, name, value, number == 0)
-            for number, (name, value) in enumerate(arguments.items())
-        }
+        packed = self._packed(layer, context)
+        found = {name: self._argument(layer, packed, name, value, name == tokens) for name, value in arguments.items()}
         packed.layer = layer
         set_context(packed.context)
         return found
+
+    def _packed(self, layer: nn.Module, context: ForwardContext) -> _Packed:
+        if torch.compiler.is_compiling():  # the graph computes equal values once
+            return _Packed(layer, context, self.sequences, self.tokens)
+        packed = self._contexts.get(id(context))
+        if packed is None or not packed.belongs_to(context):
+            packed = self._contexts[id(context)] = _Packed(layer, context, self.sequences, self.tokens)
+        return packed
 
     def _may_pack(self, context: ForwardContext, arguments: dict[str, Any]) -> bool:
         """Whether masks are nothing but causality, windows and padding, and a cache takes keys and values by ``update``."""
@@ -166,10 +180,12 @@ class Unpadding:
             name in _CACHES and value is not None and not hasattr(value, "update") for name, value in arguments.items()
         ):
             return False
-        if not self.sequences.interior_padding:
-            return True
         # Distances over padding between tokens shrink, which a window would see.
-        return bool(context.records) and all(record.window == (-1, -1) for record in context.records)
+        without_windows = len(context.records) > 0 and all(record.window == (-1, -1) for record in context.records)
+        if self.real is not None and not without_windows:
+            message = "a window over padding between tokens, in a model that is padding-free with a number of tokens"
+            require((runs(self.mask) <= 1).all(), message)
+        return without_windows or not self.sequences.interior_padding
 
     def _argument(self, layer: nn.Module, packed: _Packed, name: str, value: Any, is_first: bool) -> Any:
         if name in _CACHES:
@@ -195,7 +211,7 @@ class Unpadding:
 
     def _known(self, x: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Gathered once for all layers, except for what has gradients, which a checkpoint may compute again."""
-        if x.requires_grad:
+        if x.requires_grad or torch.compiler.is_compiling():
             return gather(x)
         if id(x) not in self._gathered:
             self._gathered[id(x)] = (x, gather(x))
@@ -262,15 +278,16 @@ class _Packed:
 
     Attributes:
         context: the context of the packed tokens.
-        outer: a reference to that of the padded batch, which owns this.
         layer: the layer that is running.
     """
 
-    def __init__(self, context: ForwardContext, sequences: Sequences, tokens: int) -> None:
+    def __init__(self, layer: nn.Module, context: ForwardContext, sequences: Sequences, tokens: int) -> None:
         offsets, longest = sequences.cu_seqlens, sequences.max_seqlen
-        self.context = context.of_packed(PackedLengths(offsets, offsets, longest, longest), tokens)
-        self.context.packed = weakref.ref(self)
-        self.outer, self.layer = weakref.ref(context), None
+        self.context = context.of_packed(layer, PackedLengths(offsets, offsets, longest, longest), tokens)
+        compiling = torch.compiler.is_compiling()  # where nothing outlives the trace
+        self.context.packed = self if compiling else weakref.ref(self)
+        self._outer: Any = context if compiling else weakref.ref(context)
+        self.layer: nn.Module | None = None
         self._ones = torch.ones(1, tokens, dtype=torch.bool, device=offsets.device)
         sizes = (context.length, context.length)
         self._records = [record for record in context.records if (record.q_length, record.kv_length) == sizes]
@@ -284,6 +301,15 @@ class _Packed:
             )
             for record in self._records
         ]
+
+    def belongs_to(self, context: ForwardContext) -> bool:
+        """Whether a context is that of the padded batch: an identity is unique only as long as its object lives."""
+        return self._outer() is context
+
+    def leave(self) -> None:
+        """Make the context of the padded batch the current one."""
+        self.layer = None
+        set_context(self._outer if torch.compiler.is_compiling() else self._outer())
 
     def mask_of(self, mask: Tensor) -> Tensor:
         """The mask that stands for one of the padded batch."""
@@ -321,6 +347,14 @@ class _Structure:
         return any(getattr(layer(), "_compiled_call_impl", None) is not None for layer in self.layers)
 
 
+def structure_of(model: nn.Module) -> _Structure:
+    """A model's structure, whose layers have hooks."""
+    structure = _structures.get(model)
+    if structure is None:
+        structure = _structures[model] = _Structure(model)
+    return structure
+
+
 _structures: weakref.WeakKeyDictionary[nn.Module, _Structure] = weakref.WeakKeyDictionary()
 
 
@@ -341,7 +375,7 @@ def _attends(layer: nn.Module) -> bool:
 
 def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     context = current_context()
-    if context is None or context.unpadding is None or torch.compiler.is_compiling():
+    if context is None or context.unpadding is None:
         return None
     found = context.unpadding.enter(layer, context, arguments_by_name(layer, args, kwargs))
     if found is None:
@@ -352,10 +386,11 @@ def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     context = current_context()
-    packed = None if context is None or context.packed is None else context.packed()
+    packed = None if context is None else context.packed
+    if packed is not None and not torch.compiler.is_compiling():
+        packed = packed()
     if packed is not None and packed.layer is layer:
-        packed.layer = None
-        set_context(packed.outer())
+        packed.leave()
 
 
 def _leave_last(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -377,11 +412,11 @@ def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_context()
-        if context is None or torch.compiler.is_compiling():
+        if context is None:
             return original(self, *args, **kwargs)
         is_root = context.unpadding is None
         if is_root:
-            request = vars(self).get(FLAG)
+            request = getattr(self, FLAG, None)
             if request is None and not _is_named(context):
                 return original(self, *args, **kwargs)
             arguments = arguments_by_name(self, args, kwargs)
@@ -389,12 +424,10 @@ def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
             if context.unpadding is None:
                 return original(self, *args, **kwargs)
             if context.unpadding.packs_head:
-                args, kwargs = (
-                    (),
-                    {**arguments, **context.unpadding.head_arguments(arguments, predicts_next(type(self)))},
-                )
+                changed = context.unpadding.head_arguments(arguments, head_of(type(self)).predicts_next)
+                args, kwargs = (), {**arguments, **changed}
         outputs = context.unpadding.finish(original(self, *args, **kwargs), is_root)
-        if is_root:
+        if is_root and not torch.compiler.is_compiling():
             context.unpadding.forget()
         return outputs
 
@@ -409,11 +442,12 @@ def _is_named(context: ForwardContext) -> bool:
 def _unpadding(
     model: Any, context: ForwardContext, arguments: dict[str, Any], request: Request | None
 ) -> Unpadding | None:
-    """The real tokens of a call; None for a call without padding, or with masks of another kind. Synchronises once."""
+    """The real tokens of a call; None for a call without padding, or with masks of another kind. Synchronises at most once."""
     mask, length = context.mask, context.length
-    if mask is None or length < 2 or mask.shape != (context.batch, length) or fixed_shapes(mask):
+    if mask is None or length < 2 or mask.shape != (context.batch, length):
         return None
-    if getattr(model, "_compiled_call_impl", None) is not None:
+    fixed = None if request is None else request.tokens
+    if fixed is None and (fixed_shapes(mask) or getattr(model, "_compiled_call_impl", None) is not None):
         return None
     if context.lengths or context.has_4d_mask or context.has_encoder_states or model.config.is_encoder_decoder:
         return None
@@ -422,21 +456,44 @@ def _unpadding(
         return None
     if context.cache is not None and _tokens_in(context.cache):
         return None
-    if context.sequences(True) is not None:  # packed already
-        return None
-    found = context.packing
-    if found is None or not 0 < found.tokens < mask.numel():
-        return None
-    valid = mask.bool()
-    lengths = valid.sum(1, dtype=torch.int32)
-    rows = Sequences(true_indices(valid, found.tokens), offsets_of(lengths), found.longest, found.interior_padding)
-    structure = _structures.get(model)
-    if structure is None:
-        structure = _structures[model] = _Structure(model)
+    real = None
+    if fixed is not None:
+        rows, real = _in_fixed_shapes(context, mask, min(fixed, mask.numel()))
+    else:
+        if context.sequences(True) is not None:  # packed already
+            return None
+        found = context.packing
+        if found is None or not 0 < found.tokens < mask.numel():
+            return None
+        offsets = offsets_of(mask.bool().sum(1, dtype=torch.int32))
+        rows = Sequences(true_indices(mask != 0, found.tokens), offsets, found.longest, found.interior_padding)
+    if _runs_padded(model, context, arguments):
+        return Unpadding(context, rows, False, False, request, real)
+    return Unpadding(context, rows, _packs_head(model, arguments), None, request, real)
+
+
+def _in_fixed_shapes(context: ForwardContext, mask: Tensor, tokens: int) -> tuple[Sequences, Tensor]:
+    """The rows as sequences of so many tokens in all, of which the last are padding, and which of them are real.
+
+    Raises:
+        ValueError: there are more real tokens, or packed sequences. On a GPU and in graphs, an assertion of the device fails.
+    """
+    positions, (batch, length) = context.positions, mask.shape
+    find_packing(mask, None if positions is None else restarts_of(positions, batch, length, True), fixed=True)
+    offsets = offsets_of((mask != 0).sum(1, dtype=torch.int32))
+    require(offsets[-1] <= tokens, f"a batch with more real tokens than padding_free(tokens={tokens}) says")
+    # Padding is in sequences of its own, none longer than a row.
+    ends = offsets[-1] + length * torch.arange(1, -(-tokens // length) + 1, dtype=torch.int32, device=mask.device)
+    sequences = torch.cat([offsets, ends]).clamp(max=tokens)
+    real = torch.arange(tokens, device=mask.device) < offsets[-1]
+    return Sequences(true_indices(mask != 0, tokens), sequences, length), real
+
+
+def _runs_padded(model: Any, context: ForwardContext, arguments: dict[str, Any]) -> bool:
+    """Whether a call is computed with its padding, which gets zeros."""
+    structure = structure_of(model)
     keeps_states = structure.has_mixers and _uses_cache(model, context, arguments)
-    if keeps_states or structure.is_compiled() or _cuts_layers(model, arguments):
-        return Unpadding(context, rows, False, False, request)  # computed as it is, with zeros for padding
-    return Unpadding(context, rows, _packs_head(model, arguments), None, request)
+    return keeps_states or structure.is_compiled() or _cuts_layers(model, arguments)
 
 
 def _tokens_in(cache: Any) -> bool:
@@ -457,21 +514,35 @@ def _cuts_layers(model: Any, arguments: dict[str, Any]) -> bool:
     return bool(arguments.get("logits_to_keep")) and "logits_to_keep" in parameter_names(type(model.base_model))
 
 
-def predicts_next(model_class: type) -> bool:
-    """Whether the labels of a class are those of the tokens before them: its loss is transformers' causal one."""
+class _Head(NamedTuple):
+    """The head of a model's class.
+
+    Attributes:
+        of_tokens: whether it computes each token by itself.
+        predicts_next: whether its labels are the tokens', and each is predicted from the token before: by transformers' causal loss.
+        takes_targets: whether its loss takes a target for each packed token.
+    """
+
+    of_tokens: bool
+    predicts_next: bool
+    takes_targets: bool
+
+
+@constant
+def head_of(model_class: type) -> _Head:
+    """What a class's name and forward say of its head."""
+    name, signature = model_class.__name__, inspect.signature(model_class.forward)  # type: ignore[attr-defined]
+    each, following = _EACH_TOKEN.search(name) is not None, _NEXT_TOKEN.search(name) is not None
     forward = inspect.unwrap(model_class.forward)  # type: ignore[attr-defined]
-    return _NEXT_TOKEN.search(model_class.__name__) is not None and "loss_function" in forward.__code__.co_names
+    predicts_next = following and "loss_function" in forward.__code__.co_names
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return _Head(each or following, predicts_next, each or (predicts_next and takes_any))
 
 
 def _packs_head(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a model's head computes each token by itself, and its loss takes targets for packed tokens."""
-    kind = type(model)
-    if _EACH_TOKEN.search(kind.__name__):
-        return True
+    """Whether a model's head gets the packed tokens: it computes each by itself, and its loss takes their targets."""
+    head = head_of(type(model))
     kept = arguments.get("logits_to_keep", arguments.get("num_logits_to_keep", 0))
-    if isinstance(kept, Tensor) or kept or not _NEXT_TOKEN.search(kind.__name__):  # columns of the padded batch
+    if not head.of_tokens or isinstance(kept, Tensor) or kept:  # columns of the padded batch
         return False
-    if arguments.get("labels") is None:
-        return True
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind.forward).parameters.values())
-    return takes_any and predicts_next(kind)
+    return arguments.get("labels") is None or head.takes_targets

@@ -18,20 +18,20 @@ __all__ = ["padding_free"]
 _lock = threading.Lock()
 
 
-def padding_free(model: nn.Module) -> Handle:
+def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
     """Compute the padded batches of a model without their padding.
 
     A call with a 2D ``attention_mask`` that has zeros runs the layers, and the head and loss of a language model, on the real tokens
     alone. Outputs have the shapes of the padded batch, and logits and hidden states of padding are zero. Positions are those of the
-    padded batch. The host waits for the device once a call.
+    padded batch. The host waits for the device once a call, or never if the number of tokens is given.
 
     The loss is that of the padded batch, if no label of padding is a target and none that follows padding: the target of a real
     token is the label after it, also where that is padding's. Auxiliary losses of experts don't count padding.
 
     Computed as they are, with zeros for padding: calls that put the states of mixers in a cache (linear attention, SSMs: pass
     ``use_cache=False``), and padding between tokens under a window. Computed as they are, with what the model returns for padding:
-    packed sequences, 4D masks, calls that continue a cache, and whatever runs under torch.compile or in a CUDA graph. With
-    ``model.compile()`` the call is not traced, but its layers are.
+    packed sequences, 4D masks, and calls that continue a cache; under torch.compile and in CUDA graphs all calls, unless `tokens` is
+    passed.
 
     Examples:
         >>> import kernel_compat, transformers
@@ -45,20 +45,31 @@ def padding_free(model: nn.Module) -> Handle:
     Args:
         model: a model of transformers, or a module around one, as PEFT's, DDP's or FSDP's. It is under a registered attention name, and
             the library is installed. Its type is proven on a tiny model of its own, in another process, once: see `install`.
+        tokens: compute every call with a 2D mask for so many tokens, of which the last are padding: nothing waits for the device, and
+            shapes are the same in each call, as torch.compile and CUDA graphs need. A batch with more real tokens, one of packed
+            sequences, and padding between tokens under a window are errors: a ValueError on a CPU, and on a GPU and in graphs a failed
+            assertion of the device.
 
     Returns:
         The handle that undoes this call. Deep copies of the model stay padding-free.
 
     Raises:
         TypeError: `model` is no model of transformers, and has none in it.
-        ValueError: its attention isn't a registered name, or is a forward of the user's own or one with sequence parallelism.
+        ValueError: `tokens` isn't positive, or differs from that of another active handle. Its attention isn't a registered name, or is a forward of the user's own or one with sequence parallelism.
         UnsupportedFeatureError: the type can't be computed without padding: an encoder-decoder, or one whose results would differ.
     """
-    from ..attention.unpadding import FLAG, Request, remove_hooks
+    from ..attention.unpadding import FLAG, Request, remove_hooks, structure_of
     from ..proving.loading import require_padding_free
 
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens must be positive, not {tokens}")
     roots = _roots(model)
     for root in roots:
+        request = vars(root).get(FLAG)
+        if request is not None and request.tokens != tokens:
+            raise ValueError(
+                f"this {type(root).__name__} is padding-free with tokens={request.tokens}: undo that first"
+            )
         name = getattr(root.config.get_text_config(), "_attn_implementation", None)
         entry = resolve(name)
         if entry is None:
@@ -76,7 +87,8 @@ def padding_free(model: nn.Module) -> Handle:
         for root in roots:
             request = vars(root).get(FLAG)
             if request is None:
-                swap([(vars(root), FLAG, Request())])
+                structure_of(root)  # its layers get their hooks before torch.compile sees them
+                swap([(vars(root), FLAG, Request(tokens=tokens))])
             else:
                 request.handles += 1
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.unpadding import FLAG, Request, predicts_next, remove_hooks
+from ..attention.unpadding import FLAG, Request, head_of, remove_hooks
 from ..errors import UnsupportedFeatureError
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens
 from .subject import NotApplicableError, Subject, forward, main_output, training
@@ -486,10 +486,14 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
     with suppress(UnsupportedFeatureError, ValueError):  # a window, over padding between tokens
         run(subject.named)
         yield compare(run)
-    labels = _labels(subject, padding("right", rows, length))
-    if labels is not None:
-        inputs = _given(subject, attention_mask=padding("right", rows, length), labels=labels)
-        yield compare(_loss_and_gradients(inputs), GRADIENTS)
+    mask = padding("right", rows, length)
+    labels = _labels(subject, mask)
+    for request.tokens in (None, int(mask.sum()) + 2):
+        if labels is None:
+            yield compare(_without_padding(_given(subject, attention_mask=mask), mask))
+        else:
+            yield compare(_loss_and_gradients(_given(subject, attention_mask=mask, labels=labels)), GRADIENTS)
+    request.tokens = None
     if subject.is_causal and subject.eager.can_generate() and hasattr(subject.eager, "generate"):
         yield from (compare(comparison.expected) for comparison in _generated(subject))
 
@@ -523,7 +527,9 @@ def _labels(subject: Subject, mask: Tensor) -> Tensor | None:
         return torch.zeros(len(mask), dtype=torch.long)
     count = forward(subject.eager, subject.inputs).logits.shape[-1]
     labels = torch.randint(0, count, mask.shape, generator=generator)
-    after = predicts_next(subject.model_class) & (mask.cumprod(1).sum(1, keepdim=True) == torch.arange(mask.shape[1]))
+    after = head_of(subject.model_class).predicts_next & (
+        mask.cumprod(1).sum(1, keepdim=True) == torch.arange(mask.shape[1])
+    )
     return labels.where(mask.bool() | after, _IGNORED)
 
 
