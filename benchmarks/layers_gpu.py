@@ -218,7 +218,15 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 class Results:
-    """The measurements. Needs no torch."""
+    """The measurements. Needs no torch.
+
+    Attributes:
+        parts: `PARTS`. A pair's own target, a fact of its second cell, goes before the part's.
+        name: of the plot.
+    """
+
+    parts: dict[str, tuple[str, float]] = PARTS
+    name = "layers_gpu"
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.environment, self.cells = results["environment"], results["cells"]
@@ -230,15 +238,20 @@ class Results:
     def markdown(self, plotted: bool) -> str:
         """All tables as Markdown."""
         text = ["Measured on " + ", ".join(f"{name} {value}" for name, value in self.environment.items()) + ".", ""]
-        text += ["![Times of the candidates](layers_gpu.svg)", ""] if plotted else []
+        text += [f"![Times of the candidates]({self.name}.svg)", ""] if plotted else []
         remarks: dict[str, None] = {}
-        for part, (title, target) in PARTS.items():
+        for part, (title, of_part) in self.parts.items():
             if not (pairs := self.pairs(part)):
                 continue
             names = [cell["name"] for cell in pairs[0]]
+            if any([cell["name"] for cell in pair] != names for pair in pairs):
+                names = ["first", "second"]
             rows = [["", *(f"{name}, ms" for name in names), "ratio (middle half)", "at most", ""], ["---"] * 6]
             for pair in pairs:
+                target = pair[1].get("target", of_part)
                 label = f"{pair[0]['case']}, {pair[0]['mode']}"
+                if names == ["first", "second"]:
+                    label += f": {pair[1]['name']} over {pair[0]['name']}"
                 times = [f"{statistics.median(cell['ms']):.3f}" if cell["ms"] else "-" for cell in pair]
                 ratios = [b / a for a, b in zip(pair[0]["ms"], pair[1]["ms"], strict=False)]
                 if len(ratios) < 2:
@@ -247,7 +260,7 @@ class Results:
                     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
                     measured = f"{median:.3f} ({low:.3f} to {high:.3f})"
                     verdict = "pass" if median <= target else "miss"
-                rows.append([label, *times, measured, f"{target}", verdict])
+                rows.append([label, *times, measured, f"{target:.3g}", verdict])
                 for cell in pair:
                     if remark := cell["reason"] or cell.get("remark"):
                         remarks[f"- {label}, {cell['name']}: {remark}"] = None
@@ -263,8 +276,10 @@ class Results:
         if pyplot is None:
             return False
 
-        figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.5), layout="constrained")
-        for axis, part in zip(axes, PARTS, strict=True):
+        figure, axes = pyplot.subplots(
+            1, len(self.parts), figsize=(4.3 * len(self.parts), 4.5), layout="constrained", squeeze=False
+        )
+        for axis, part in zip(axes[0], self.parts, strict=True):
             pairs = [pair for pair in self.pairs(part) if pair[0]["ms"] and pair[1]["ms"]]
             labels = [f"{pair[0]['case']},\n{pair[0]['mode']}" for pair in pairs]
             if not pairs:

@@ -494,6 +494,10 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
         else:
             yield compare(_loss_and_gradients(_given(subject, attention_mask=mask, labels=labels)), GRADIENTS)
     request.tokens = None
+    if (with_images := subject.inputs_with_images) is not None:
+        mask = torch.ones_like(with_images["input_ids"])
+        mask[0, :2] = 0
+        yield compare(_without_padding({**with_images, **_no_cache(subject), "attention_mask": mask}, mask))
     if subject.is_causal and subject.eager.can_generate() and hasattr(subject.eager, "generate"):
         yield from (compare(comparison.expected) for comparison in _generated(subject))
 
