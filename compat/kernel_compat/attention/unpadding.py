@@ -65,6 +65,7 @@ class Unpadding:
         real: (tokens,) bool, False for padding among the packed tokens, whose number is fixed then; None if there is none.
         packs_head: whether the model's head gets the packed tokens.
         active: whether the layers get the packed tokens; None before the first one.
+        each_layer: whether each layer's output is scattered, because the model changes the padded batch between its layers.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Unpadding:
         self.real = real
         self.sequences, self.indices = sequences, sequences.indices
         self.tokens = self.indices.shape[0]
-        self.packs_head = packs_head
+        self.packs_head, self.each_layer = packs_head, False
         self.active, self._request = active, request
         self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
         self._contexts: dict[int, _Packed] = {}
@@ -306,10 +307,12 @@ class _Packed:
         """Whether a context is that of the padded batch: an identity is unique only as long as its object lives."""
         return self._outer() is context
 
-    def leave(self) -> None:
-        """Make the context of the padded batch the current one."""
+    def leave(self) -> Any:
+        """Make the context of the padded batch the current one; returns its `Unpadding`."""
         self.layer = None
-        set_context(self._outer if torch.compiler.is_compiling() else self._outer())
+        outer = self._outer if torch.compiler.is_compiling() else self._outer()
+        set_context(outer)
+        return outer.unpadding
 
     def mask_of(self, mask: Tensor) -> Tensor:
         """The mask that stands for one of the padded batch."""
@@ -384,23 +387,32 @@ def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return tuple(values[: len(args)]), {name: found[name] for name in kwargs}
 
 
-def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    unpadding = _left(layer)
+    return _scattered(unpadding, output) if unpadding is not None and unpadding.each_layer else None
+
+
+def _leave_last(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    unpadding = _left(layer)
+    return None if unpadding is None else _scattered(unpadding, output)
+
+
+def _left(layer: nn.Module) -> Unpadding | None:
+    """Leave the packed tokens, if it is this layer that entered them; returns the batch that they are of."""
     context = current_context()
     packed = None if context is None else context.packed
     if packed is not None and not torch.compiler.is_compiling():
         packed = packed()
-    if packed is not None and packed.layer is layer:
-        packed.leave()
-
-
-def _leave_last(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    before = current_context()
-    _leave(layer, args, output)
-    context = current_context()
-    if context is before or context is None:
+    if packed is None or packed.layer is not layer:
         return None
-    scatter = context.unpadding.scatter
-    return (scatter(output[0]), *output[1:]) if isinstance(output, tuple) else scatter(output)
+    unpadding: Unpadding = packed.leave()
+    return unpadding
+
+
+def _scattered(unpadding: Unpadding, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (unpadding.scatter(output[0]), *output[1:])
+    return unpadding.scatter(output)
 
 
 # A model's call.
@@ -426,12 +438,19 @@ def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
             if context.unpadding.packs_head:
                 changed = context.unpadding.head_arguments(arguments, head_of(type(self)).predicts_next)
                 args, kwargs = (), {**arguments, **changed}
+        elif _adds_between_layers(arguments_by_name(self, args, kwargs)):
+            context.unpadding.each_layer = True
         outputs = context.unpadding.finish(original(self, *args, **kwargs), is_root)
         if is_root and not torch.compiler.is_compiling():
             context.unpadding.forget()
         return outputs
 
     return __call__
+
+
+def _adds_between_layers(arguments: dict[str, Any]) -> bool:
+    """Whether a model adds features of images to the tokens between its layers, as Qwen3-VL does."""
+    return any("deepstack" in name and value is not None for name, value in arguments.items())
 
 
 def _is_named(context: ForwardContext) -> bool:

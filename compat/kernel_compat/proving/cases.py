@@ -476,16 +476,19 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
         note = "eager attention differs from the same name with padding"
         return Comparison(run, free(run), tolerance, also=lambda _: run(subject.named), note=note)
 
+    def allowed(run: Callable[[Any], Tensor]) -> Iterator[Comparison]:
+        """None for what the name refuses with padding too: a window over padding between tokens, masks of images."""
+        with suppress(UnsupportedFeatureError, ValueError):
+            run(subject.named)
+            yield compare(run)
+
     rows, length = subject.shape
     # As many tokens as a row has columns: shapes don't tell packed tokens from the padded batch.
     one_row = torch.arange(length) < torch.tensor([length - 2 * (rows - 1), *[2] * (rows - 1)])[:, None]
     for mask in (padding("right", rows, length), padding("left", rows, length), one_row.long()):
         yield compare(_without_padding(_given(subject, attention_mask=mask), mask))
     holes = padding("holes", rows, length)
-    run = _without_padding(_given(subject, attention_mask=holes), holes)
-    with suppress(UnsupportedFeatureError, ValueError):  # a window, over padding between tokens
-        run(subject.named)
-        yield compare(run)
+    yield from allowed(_without_padding(_given(subject, attention_mask=holes), holes))
     mask = padding("right", rows, length)
     labels = _labels(subject, mask)
     for request.tokens in (None, int(mask.sum()) + 2):
@@ -497,7 +500,7 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
     if (with_images := subject.inputs_with_images) is not None:
         mask = torch.ones_like(with_images["input_ids"])
         mask[0, :2] = 0
-        yield compare(_without_padding({**with_images, **_no_cache(subject), "attention_mask": mask}, mask))
+        yield from allowed(_without_padding({**with_images, **_no_cache(subject), "attention_mask": mask}, mask))
     if subject.is_causal and subject.eager.can_generate() and hasattr(subject.eager, "generate"):
         yield from (compare(comparison.expected) for comparison in _generated(subject))
 
