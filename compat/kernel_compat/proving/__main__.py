@@ -7,7 +7,8 @@ import os
 import pickle
 import sys
 
-from .cases import PADDING_FREE, QUICK
+from .cases import QUICK
+from .outcomes import PADDING_FREE
 from .proof import prove_config
 
 

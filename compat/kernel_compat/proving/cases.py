@@ -16,9 +16,10 @@ from torch import Tensor
 from ..attention.unpadding import FLAG, Request, head_of, remove_hooks
 from ..errors import UnsupportedFeatureError
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens
+from .outcomes import PADDING_FREE
 from .subject import NotApplicableError, Subject, forward, main_output, training
 
-__all__ = ["CASES", "GRADIENTS", "OUTPUTS", "PADDING_FREE", "QUICK", "Comparison"]
+__all__ = ["CASES", "GRADIENTS", "OUTPUTS", "QUICK", "Comparison"]
 
 #: Tolerances for float32 sums computed in another order, relative to the norm of the whole.
 OUTPUTS, GRADIENTS = 1e-5, 1e-4
@@ -621,13 +622,10 @@ CASES: dict[str, Callable[[Subject], Iterable[Comparison]]] = {
     "gradients_packed": _gradients_packed,
     "checkpointing": partial(_checkpointed, reentrant=False),
     "checkpointing_reentrant": partial(_checkpointed, reentrant=True),
-    "padding_free": _padding_free,
+    PADDING_FREE: _padding_free,
     "cross_attention": _cross_attention,
     "image": _image,
 }
-
-#: The case of `kernel_compat.models.padding_free`, which refuses a model that isn't equal in it.
-PADDING_FREE = "padding_free"
 
 #: The few cases that show whether a model treats masks and packed sequences right.
 QUICK = ("plain", "padded_left", "packed_positions", "cached", "gradients", "cross_attention")

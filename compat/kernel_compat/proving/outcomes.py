@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["WORST_FIRST", "Outcome", "Proof", "Verdict", "summary"]
+__all__ = ["PADDING_FREE", "WORST_FIRST", "Outcome", "Proof", "Verdict", "summary"]
 
 Verdict = Literal["equal", "refused", "wrong", "crashed", "not applicable"]
+#: The case of `kernel_compat.models.padding_free`, which refuses a model that isn't equal in it. An attention name doesn't depend on it.
+PADDING_FREE = "padding_free"
 WORST_FIRST: tuple[Verdict, ...] = ("wrong", "crashed", "refused", "equal", "not applicable")
 
 

@@ -22,9 +22,9 @@ from ..attention.defaults import installed, register_attention, unregister_atten
 from ..kernels import known_kernels
 from . import recipes
 from .architectures import classes_of
-from .cases import CASES, PADDING_FREE, Comparison
+from .cases import CASES, Comparison
 from .loading import nothing_to_prove
-from .outcomes import WORST_FIRST, Outcome, Proof, Verdict
+from .outcomes import PADDING_FREE, WORST_FIRST, Outcome, Proof, Verdict
 from .subject import (
     CountedKernel,
     NoRecipeError,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
-from .outcomes import WORST_FIRST
+from .outcomes import PADDING_FREE, WORST_FIRST
 
 if TYPE_CHECKING:
     from .outcomes import Proof
@@ -97,7 +97,7 @@ def record(proofs: Iterable[Proof], path: Path = PATH) -> None:
     made: Table = {}
     for proof in proofs:
         found = {
-            verdict: sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == verdict})
+            verdict: sorted({one.case for one in proof.outcomes if one.verdict == verdict and one.case != PADDING_FREE})
             for verdict in WORSE
         }
         cases = {"no recipe": []} if proof.no_recipe else {verdict: names for verdict, names in found.items() if names}
