@@ -53,6 +53,7 @@ ON_TRANSFORMERS = (
     "tests/integration/test_legacy_flag.py",
     "tests/integration/test_loading.py",
     "tests/integration/test_own_forward.py",
+    "tests/integration/test_padding_free.py",
     "tests/integration/test_upstream_failures.py",
 )
 

@@ -93,7 +93,8 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
             from kernel_compat.proving.loading import require_padding_free, require_proof
 
             require_proof(self, entry.name, unproven())
-            if entry.padding_free and not self.config.is_encoder_decoder:
+            is_of_tokens = self.main_input_name == "input_ids" and not getattr(self.config, "is_encoder_decoder", False)
+            if entry.padding_free and is_of_tokens:
                 require_padding_free(self, entry.name, unproven(), by_name=True)
         preload(attn_implementation)
         return attn_implementation

@@ -429,7 +429,7 @@ def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
         is_root = context.unpadding is None
         if is_root:
             request = getattr(self, FLAG, None)
-            if request is None and not _is_named(context):
+            if request is None and (torch.compiler.is_compiling() or not _is_named(context)):
                 return original(self, *args, **kwargs)
             arguments = arguments_by_name(self, args, kwargs)
             context.unpadding = _unpadding(self, context, arguments, request)
@@ -468,7 +468,12 @@ def _unpadding(
     fixed = None if request is None else request.tokens
     if fixed is None and (fixed_shapes(mask) or getattr(model, "_compiled_call_impl", None) is not None):
         return None
-    if context.lengths or context.has_4d_mask or context.has_encoder_states or model.config.is_encoder_decoder:
+    if (
+        context.lengths
+        or context.has_4d_mask
+        or context.has_encoder_states
+        or getattr(model.config, "is_encoder_decoder", False)
+    ):
         return None
     entry = resolve(getattr(model.config.get_text_config(), "_attn_implementation", None))
     if entry is None or entry.forward is not None or entry.spreads:

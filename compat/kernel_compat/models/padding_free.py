@@ -80,7 +80,7 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         if entry.forward is not None or entry.spreads:
             what = "spreads sequences over ranks" if entry.spreads else "has a forward of its own"
             raise ValueError(f"{name!r} {what}: nothing says that it computes packed sequences")
-        if root.config.is_encoder_decoder:
+        if getattr(root.config, "is_encoder_decoder", False):
             raise UnsupportedFeatureError("padding_free", type(root).__name__, "It has an encoder and a decoder.")
         require_padding_free(root, entry.name, unproven())
     with _lock:
