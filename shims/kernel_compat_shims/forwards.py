@@ -26,7 +26,7 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     from kernel_compat.attention.forward_context import with_context
-    from kernel_compat.attention.unpadding import unpadded
+    from kernel_compat.attention.unpadding.call import unpadded
 
     called: WeakSet[Any] = WeakSet()
 

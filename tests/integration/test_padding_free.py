@@ -20,7 +20,8 @@ from torch import Tensor
 
 import kernel_compat
 from kernel_compat import ops
-from kernel_compat.attention import unpadding
+from kernel_compat.attention.unpadding import layers
+from kernel_compat.attention.unpadding.call import FLAG, head_of
 from kernel_compat.models import padding_free
 from kernel_compat.proving import Outcome, Proof, loading
 
@@ -113,7 +114,7 @@ def targets(model: Any, given: dict[str, Tensor]) -> Tensor:
     if "Sequence" in kind:
         return torch.tensor([0, 1, 0])
     labels = torch.randint(0, 2 if "Token" in kind else VOCAB, mask.shape).where(mask.bool(), -100)
-    if unpadding.head_of(type(model)).predicts_next:
+    if head_of(type(model)).predicts_next:
         labels[:, 1:] = labels[:, 1:].where(mask[:, :-1].bool(), -100)
         labels[2, 11:] = 5 if mask[2, 10] else -100
     return labels
@@ -123,16 +124,16 @@ def targets(model: Any, given: dict[str, Tensor]) -> Tensor:
 def used(model: Any, times: int = 1, tokens: int | None = None) -> Iterator[None]:
     """The model is padding-free in the block, and so many of its calls are computed without padding."""
     with padding_free(model, tokens=tokens):
-        request = vars(model)[unpadding.FLAG]
+        request = vars(model)[FLAG]
         yield
         assert request.packed == times
-    assert unpadding.FLAG not in vars(model)
+    assert FLAG not in vars(model)
     assert not hooks_of(model)
 
 
 def hooks_of(model: Any) -> list[Any]:
     hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    return [hook for hook in hooks if hook.__module__ == unpadding.__name__]
+    return [hook for hook in hooks if hook.__module__ == layers.__name__]
 
 
 def outputs(model: Any, given: dict[str, Tensor], **more: Any) -> Any:
@@ -238,7 +239,7 @@ def test_generate(name: str) -> None:
         found = ours.generate(**given, **options)
         # Gemma 3's cache was static by default, for which generate makes the masks itself.
         as_it_is = name == "qwen3_5_moe" or (name == "gemma3" and TRANSFORMERS.major < 5) or not packs(name, "left")
-        assert vars(ours)[unpadding.FLAG].packed == (not as_it_is)
+        assert vars(ours)[FLAG].packed == (not as_it_is)
     assert torch.equal(found.sequences, expected.sequences)
     assert distance(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
 
@@ -277,7 +278,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     with padding_free(ours):
         found = ours(**given, labels=labels, use_cache=False).loss
         found.backward()
-        assert vars(ours)[unpadding.FLAG].packed == 1
+        assert vars(ours)[FLAG].packed == 1
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     of_eager, of_ours = (
         torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (eager, ours)
@@ -467,7 +468,7 @@ class TestHandles:
         for one in copies:
             logits = one(**given).logits
             assert not logits[padding].any()
-            assert vars(one)[unpadding.FLAG].packed > 0
+            assert vars(one)[FLAG].packed > 0
             assert distance(logits[~padding], ours(**given).logits[~padding]) < 1e-5
 
     def test_peft(self) -> None:
@@ -482,7 +483,7 @@ class TestHandles:
         inner = wrapped.get_base_model()
         with padding_free(wrapped):
             found = wrapped(**given, labels=labels).loss
-            assert vars(inner)[unpadding.FLAG].packed == 1
+            assert vars(inner)[FLAG].packed == 1
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
     @pytest.mark.parametrize("when", ["before", "after"])
@@ -506,7 +507,7 @@ class TestHandles:
                 padding_free(ours)
             found = ours(**given, labels=labels).loss
             found.backward()
-            assert vars(ours)[unpadding.FLAG].packed == 1
+            assert vars(ours)[FLAG].packed == 1
             grads = torch.cat([p.grad.full_tensor().flatten() for p in ours.parameters()])
         finally:
             distributed.destroy_process_group()
@@ -550,7 +551,7 @@ class TestHandles:
             trainer.train()
             losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
             if handle is not None:
-                assert vars(model)[unpadding.FLAG].packed > 30  # of 40; a batch of rows of one length has no padding
+                assert vars(model)[FLAG].packed > 30  # of 40; a batch of rows of one length has no padding
         assert len(losses[0]) == 20
         assert losses[0][-1] < losses[0][0]
         torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-3, atol=1e-3)
@@ -561,7 +562,7 @@ class TestRefused:
         eager, _ = models("llama")
         with pytest.raises(ValueError, match=r"'eager', which is not a registered name.*install"):
             padding_free(eager)
-        assert unpadding.FLAG not in vars(eager)
+        assert FLAG not in vars(eager)
 
     def test_no_model(self) -> None:
         with pytest.raises(TypeError, match="Linear is no model of transformers"):
@@ -645,7 +646,7 @@ class TestProofs:
         _, ours = pair(Mixing, llama(), NAME)
         with pytest.raises(kernel_compat.UnsupportedFeatureError, match=r"Mixing.*padding_free refuses it"):
             padding_free(ours)
-        assert unpadding.FLAG not in vars(ours)
+        assert FLAG not in vars(ours)
         kernel_compat.register_attention("free_flash", "flash_attention_reference", padding_free=True)
         try:
             with pytest.raises(kernel_compat.UnsupportedFeatureError, match="Mixing"):

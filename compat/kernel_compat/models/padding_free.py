@@ -58,7 +58,9 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         ValueError: `tokens` isn't positive, or differs from that of another active handle. Its attention isn't a registered name, or is a forward of the user's own or one with sequence parallelism.
         UnsupportedFeatureError: the type can't be computed without padding: an encoder-decoder, or one whose results would differ.
     """
-    from ..attention.unpadding import FLAG, Request, remove_hooks, structure_of
+    from ..attention.unpadding.batch import Request
+    from ..attention.unpadding.call import FLAG
+    from ..attention.unpadding.layers import remove_hooks, structure_of
     from ..proving.loading import require_padding_free
 
     if tokens is not None and tokens < 1:

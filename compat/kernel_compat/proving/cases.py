@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.unpadding import FLAG, Request, head_of, remove_hooks
+from ..attention.unpadding.batch import Request
+from ..attention.unpadding.call import FLAG, head_of
+from ..attention.unpadding.layers import remove_hooks
 from ..errors import UnsupportedFeatureError
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens
 from .outcomes import PADDING_FREE

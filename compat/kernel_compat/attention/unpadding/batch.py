@@ -1,43 +1,31 @@
-"""A padded batch without its padding: a model's layers and its head run on the real tokens, as one packed row.
-
-A model computes embeddings, positions and masks for the padded batch. Hooks of its layers gather the real tokens before the first layer
-and scatter them after the last one. The head of a language model gets the real tokens too.
-"""
+"""One padded batch without its padding: tensors of the real tokens as one packed row, and back."""
 
 from __future__ import annotations
 
-import inspect
-import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedFeatureError
-from ..kernels.memo import fixed_shapes
-from .boundaries import Sequences, find_packing, restarts_of
-from .call import PackedLengths
-from .defaults import resolve
-from .forward_context import ForwardContext, arguments_by_name, current_context, parameter_names, set_context
-from .mixers import is_mixer
-from .padding import runs
-from .rows import CACHE_ARGUMENTS
-from .tensors import constant, offsets_of, require, same_storage, true_indices
+from ...errors import UnsupportedFeatureError
+from ..boundaries import Sequences
+from ..call import PackedLengths
+from ..forward_context import ForwardContext, parameter_names, set_context
+from ..padding import runs
+from ..rows import CACHE_ARGUMENTS
+from ..tensors import require, same_storage
 
-__all__ = ["FLAG", "Request", "head_of", "remove_hooks", "structure_of", "unpadded"]
-
-#: The attribute of a model whose calls are computed without padding: its `Request`.
-FLAG = "_kernel_compat_padding_free"
+__all__ = ["Request", "Unpadding"]
 
 #: Labels that are no target.
 _IGNORED = -100
-#: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
-_NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
-_EACH_TOKEN = re.compile(r"For(MaskedLM|TokenClassification)")
+#: Arguments of a layer that are a KV cache.
+_CACHES = CACHE_ARGUMENTS | {"layer_past"}
+#: The outputs of an inner model that a head gets.
+_MAIN = ("logits", "last_hidden_state")
 
 
 @dataclass(eq=False)
@@ -254,10 +242,6 @@ class Unpadding:
         return value
 
 
-_CACHES = CACHE_ARGUMENTS | {"layer_past"}
-_MAIN = ("logits", "last_hidden_state")
-
-
 class _PaddedCache:
     """A KV cache that gets the keys and values of packed tokens, and holds those of the padded batch."""
 
@@ -320,253 +304,3 @@ class _Packed:
             if of_packed.mask is not None and same_storage(mask, record.mask):
                 return of_packed.mask
         return self._ones
-
-
-# Hooks of the layers.
-
-
-class _Structure:
-    """What is found once of a model: its layers, which get hooks then, and whether it has mixers.
-
-    Attributes:
-        layers: references to them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self.has_mixers = any(map(is_mixer, modules))
-        self.layers: list[Any] = []
-        for layers in modules:
-            if not isinstance(layers, nn.ModuleList) or not any(map(_attends, layers)):
-                continue
-            for number, layer in enumerate(layers):
-                self.layers.append(weakref.ref(layer))
-                if _enter not in layer._forward_pre_hooks.values():
-                    layer.register_forward_pre_hook(_enter, with_kwargs=True)
-                    layer.register_forward_hook(_leave_last if number == len(layers) - 1 else _leave)
-
-    def is_compiled(self) -> bool:
-        """Whether a layer is compiled by itself, with the hooks that it has, which do nothing in a graph."""
-        return any(getattr(layer(), "_compiled_call_impl", None) is not None for layer in self.layers)
-
-
-def structure_of(model: nn.Module) -> _Structure:
-    """A model's structure, whose layers have hooks."""
-    structure = _structures.get(model)
-    if structure is None:
-        structure = _structures[model] = _Structure(model)
-    return structure
-
-
-_structures: weakref.WeakKeyDictionary[nn.Module, _Structure] = weakref.WeakKeyDictionary()
-
-
-def remove_hooks(model: nn.Module) -> None:
-    """Remove the hooks of a model's layers."""
-    _structures.pop(model, None)
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number in [number for number, hook in hooks.items() if hook in (_enter, _leave, _leave_last)]:
-                del hooks[number]
-
-
-def _attends(layer: nn.Module) -> bool:
-    """Whether a module has attention in it: by the class's name, or by the number of a layer that it has for a cache."""
-    parts = (part for part in layer.modules() if part is not layer)
-    return any("Attention" in type(part).__name__ or hasattr(part, "layer_idx") for part in parts)
-
-
-def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    context = current_context()
-    if context is None or context.unpadding is None:
-        return None
-    found = context.unpadding.enter(layer, context, arguments_by_name(layer, args, kwargs))
-    if found is None:
-        return None
-    values = list(found.values())  # positional ones first: a reentrant checkpoint needs them so
-    return tuple(values[: len(args)]), {name: found[name] for name in kwargs}
-
-
-def _leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    unpadding = _left(layer)
-    return _scattered(unpadding, output) if unpadding is not None and unpadding.each_layer else None
-
-
-def _leave_last(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    unpadding = _left(layer)
-    return None if unpadding is None else _scattered(unpadding, output)
-
-
-def _left(layer: nn.Module) -> Unpadding | None:
-    """Leave the packed tokens, if it is this layer that entered them; returns the batch that they are of."""
-    context = current_context()
-    packed = None if context is None else context.packed
-    if packed is not None and not torch.compiler.is_compiling():
-        packed = packed()
-    if packed is None or packed.layer is not layer:
-        return None
-    unpadding: Unpadding = packed.leave()
-    return unpadding
-
-
-def _scattered(unpadding: Unpadding, output: Any) -> Any:
-    if isinstance(output, tuple):
-        return (unpadding.scatter(output[0]), *output[1:])
-    return unpadding.scatter(output)
-
-
-# A model's call.
-
-
-def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's ``__call__``, within its `ForwardContext`, that computes padded batches without their padding where that is wanted."""
-
-    @wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context = current_context()
-        if context is None:
-            return original(self, *args, **kwargs)
-        is_root = context.unpadding is None
-        if is_root:
-            request = getattr(self, FLAG, None)
-            if request is None and (torch.compiler.is_compiling() or not _is_named(context)):
-                return original(self, *args, **kwargs)
-            arguments = arguments_by_name(self, args, kwargs)
-            context.unpadding = _unpadding(self, context, arguments, request)
-            if context.unpadding is None:
-                return original(self, *args, **kwargs)
-            if context.unpadding.packs_head:
-                changed = context.unpadding.head_arguments(arguments, head_of(type(self)).predicts_next)
-                args, kwargs = (), {**arguments, **changed}
-        elif _adds_between_layers(arguments_by_name(self, args, kwargs)):
-            context.unpadding.each_layer = True
-        outputs = context.unpadding.finish(original(self, *args, **kwargs), is_root)
-        if is_root and not torch.compiler.is_compiling():
-            context.unpadding.forget()
-        return outputs
-
-    return __call__
-
-
-def _adds_between_layers(arguments: dict[str, Any]) -> bool:
-    """Whether a model adds features of images to the tokens between its layers, as Qwen3-VL does."""
-    return any("deepstack" in name and value is not None for name, value in arguments.items())
-
-
-def _is_named(context: ForwardContext) -> bool:
-    entry = resolve(context.implementation)
-    return entry is not None and entry.padding_free
-
-
-def _unpadding(
-    model: Any, context: ForwardContext, arguments: dict[str, Any], request: Request | None
-) -> Unpadding | None:
-    """The real tokens of a call; None for a call without padding, or with masks of another kind. Synchronises at most once."""
-    mask, length = context.mask, context.length
-    if mask is None or length < 2 or mask.shape != (context.batch, length):
-        return None
-    fixed = None if request is None else request.tokens
-    if fixed is None and (fixed_shapes(mask) or getattr(model, "_compiled_call_impl", None) is not None):
-        return None
-    if (
-        context.lengths
-        or context.has_4d_mask
-        or context.has_encoder_states
-        or getattr(model.config, "is_encoder_decoder", False)
-    ):
-        return None
-    entry = resolve(getattr(model.config.get_text_config(), "_attn_implementation", None))
-    if entry is None or entry.forward is not None or entry.spreads:
-        return None
-    if context.cache is not None and _tokens_in(context.cache):
-        return None
-    real = None
-    if fixed is not None:
-        rows, real = _in_fixed_shapes(context, mask, min(fixed, mask.numel()))
-    else:
-        if context.sequences(True) is not None:  # packed already
-            return None
-        found = context.packing
-        if found is None or not 0 < found.tokens < mask.numel():
-            return None
-        offsets = offsets_of(mask.bool().sum(1, dtype=torch.int32))
-        rows = Sequences(true_indices(mask != 0, found.tokens), offsets, found.longest, found.interior_padding)
-    if _runs_padded(model, context, arguments):
-        return Unpadding(context, rows, False, False, request, real)
-    return Unpadding(context, rows, _packs_head(model, arguments), None, request, real)
-
-
-def _in_fixed_shapes(context: ForwardContext, mask: Tensor, tokens: int) -> tuple[Sequences, Tensor]:
-    """The rows as sequences of so many tokens in all, of which the last are padding, and which of them are real.
-
-    Raises:
-        ValueError: there are more real tokens, or packed sequences. On a GPU and in graphs, an assertion of the device fails.
-    """
-    positions, (batch, length) = context.positions, mask.shape
-    find_packing(mask, None if positions is None else restarts_of(positions, batch, length, True), fixed=True)
-    offsets = offsets_of((mask != 0).sum(1, dtype=torch.int32))
-    require(offsets[-1] <= tokens, f"a batch with more real tokens than padding_free(tokens={tokens}) says")
-    # Padding is in sequences of its own, none longer than a row.
-    ends = offsets[-1] + length * torch.arange(1, -(-tokens // length) + 1, dtype=torch.int32, device=mask.device)
-    sequences = torch.cat([offsets, ends]).clamp(max=tokens)
-    real = torch.arange(tokens, device=mask.device) < offsets[-1]
-    return Sequences(true_indices(mask != 0, tokens), sequences, length), real
-
-
-def _runs_padded(model: Any, context: ForwardContext, arguments: dict[str, Any]) -> bool:
-    """Whether a call is computed with its padding, which gets zeros."""
-    structure = structure_of(model)
-    keeps_states = structure.has_mixers and _uses_cache(model, context, arguments)
-    return keeps_states or structure.is_compiled() or _cuts_layers(model, arguments)
-
-
-def _tokens_in(cache: Any) -> bool:
-    """Whether a cache has tokens, or is of an unknown kind."""
-    return not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length())
-
-
-def _uses_cache(model: Any, context: ForwardContext, arguments: dict[str, Any]) -> bool:
-    """Whether a call fills a cache: that of mixers has states, which packed rows don't give."""
-    uses_cache = arguments.get("use_cache")
-    if uses_cache is None:
-        uses_cache = getattr(model.config.get_text_config(), "use_cache", False)
-    return bool(context.cache is not None or uses_cache)
-
-
-def _cuts_layers(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether layers, and not the head alone, compute the last columns alone: Gemma 4's that share keys and values."""
-    return bool(arguments.get("logits_to_keep")) and "logits_to_keep" in parameter_names(type(model.base_model))
-
-
-class _Head(NamedTuple):
-    """The head of a model's class.
-
-    Attributes:
-        of_tokens: whether it computes each token by itself.
-        predicts_next: whether its labels are the tokens', and each is predicted from the token before: by transformers' causal loss.
-        takes_targets: whether its loss takes a target for each packed token.
-    """
-
-    of_tokens: bool
-    predicts_next: bool
-    takes_targets: bool
-
-
-@constant
-def head_of(model_class: type) -> _Head:
-    """What a class's name and forward say of its head."""
-    name, signature = model_class.__name__, inspect.signature(model_class.forward)  # type: ignore[attr-defined]
-    each, following = _EACH_TOKEN.search(name) is not None, _NEXT_TOKEN.search(name) is not None
-    forward = inspect.unwrap(model_class.forward)  # type: ignore[attr-defined]
-    predicts_next = following and "loss_function" in forward.__code__.co_names
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    return _Head(each or following, predicts_next, each or (predicts_next and takes_any))
-
-
-def _packs_head(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a model's head gets the packed tokens: it computes each by itself, and its loss takes their targets."""
-    head = head_of(type(model))
-    kept = arguments.get("logits_to_keep", arguments.get("num_logits_to_keep", 0))
-    if not head.of_tokens or isinstance(kept, Tensor) or kept:  # columns of the padded batch
-        return False
-    return arguments.get("labels") is None or head.takes_targets
