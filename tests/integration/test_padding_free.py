@@ -66,7 +66,6 @@ MODELS: dict[str, tuple[str, Any]] = {
     "base": ("LlamaModel", llama),
     "sequences": ("LlamaForSequenceClassification", llama),
     "tokens": ("LlamaForTokenClassification", llama),
-    "questions": ("LlamaForQuestionAnswering", llama),
     "gemma3": ("Gemma3ForCausalLM", lambda: config("Gemma3TextConfig", head_dim=16, sliding_window=5)),
     "gpt2": ("GPT2LMHeadModel", gpt2),
     "opt": ("OPTForCausalLM", opt),
@@ -165,7 +164,7 @@ def test_outputs(name: str, side: str) -> None:
     for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
         assert distance(one[real], other[real]) < 1e-5
         assert not one[~real].any()
-    for key in ("logits", "last_hidden_state", "pooler_output", "start_logits"):
+    for key in ("logits", "last_hidden_state", "pooler_output"):
         if key not in expected:
             continue
         of_tokens = expected[key].shape[:2] == real.shape
@@ -179,18 +178,18 @@ def test_outputs(name: str, side: str) -> None:
 
 @pytest.mark.parametrize("tokens", [None, 32, 1000])
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
-@every("base", "bert", "questions")
+@every("base", "bert")
 def test_loss_and_gradients(name: str, side: str, tokens: int | None) -> None:
-    """With as many tokens as there are, with a few more, and with more than the padded batch has."""
+    """With as many tokens as there are, with a few more, and with more than the padded batch has, which save nothing."""
     eager, ours = models(name)
     given = batch(side)
     labels = targets(eager, given)
     expected = outputs(eager, given, labels=labels)
-    if tokens is not None and side == "holes" and not packs(name, side) and (name != "opt" or TRANSFORMERS.major > 4):
+    if tokens == 32 and side == "holes" and not packs(name, side) and (name != "opt" or TRANSFORMERS.major > 4):
         with padding_free(ours, tokens=tokens), pytest.raises(ValueError, match="a window over padding between tokens"):
             ours(**given)
         return
-    with used(ours, packs(name, side), tokens):
+    with used(ours, tokens != 1000 and packs(name, side), tokens):
         found = outputs(ours, given, labels=labels)
     logits, real = found[1 if "logits" in found else 0], given["attention_mask"].bool()
     if logits.shape[:2] == real.shape:
@@ -225,7 +224,7 @@ def test_loss_options() -> None:
         assert not found[1][~real].any()
 
 
-@every("sequences", "tokens", "questions", "bert_masked", "roberta", "modernbert", "bert", "base")
+@every("sequences", "tokens", "bert_masked", "roberta", "modernbert", "bert", "base")
 def test_generate(name: str) -> None:
     """The prompt is computed without its padding, and the cache is the padded batch's. Mixers' states aren't, so that they keep it."""
     eager, ours = models(name)
@@ -244,7 +243,7 @@ def test_generate(name: str) -> None:
     assert distance(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
 
 
-@every("sequences", "tokens", "questions", "bert_masked", "roberta", "modernbert", "bert", "qwen3_5_moe")
+@every("sequences", "tokens", "bert_masked", "roberta", "modernbert", "bert", "qwen3_5_moe")
 def test_a_cache_is_the_padded_batchs(name: str) -> None:
     """Keys and values of real tokens, in the places of the padded batch; a call that continues it is computed as it is."""
     _, ours = models(name)
@@ -321,16 +320,186 @@ def test_the_loss_of_hidden_states() -> None:
     assert not logits[~real].any()
 
 
-def test_as_many_tokens_as_a_row_has_columns() -> None:
-    """Shapes alone don't tell packed tokens from the padded batch then."""
-    eager, ours = models("gemma3" if hasattr(transformers, "Gemma3ForCausalLM") else "llama")
+class TestShapesThatAreAlike:
+    """Shapes alone don't tell packed tokens from the padded batch, or from other outputs."""
+
+    def test_as_many_tokens_as_a_row_has_columns(self) -> None:
+        eager, ours = models("gemma3" if hasattr(transformers, "Gemma3ForCausalLM") else "llama")
+        given = batch("right")
+        given["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[8], [2], [2]])).long()
+        real = given["attention_mask"].bool()
+        assert real.sum() == LENGTH
+        with used(ours):
+            found = ours(**given).logits
+        assert distance(found[real], eager(**given).logits[real]) < 1e-5
+
+    @pytest.mark.parametrize("tokens", [None, 7, 9, LENGTH, 1000])
+    @pytest.mark.parametrize("side", ["right", "left", "holes"])
+    @pytest.mark.parametrize("name", ["llama", "base", "sequences", "gpt2"])
+    def test_one_row(self, name: str, side: str, tokens: int | None) -> None:
+        eager, ours = models(name)
+        given = {key: value[:1] for key, value in batch(side).items()}
+        if side == "holes":
+            given["attention_mask"][0, 7:10] = 0
+        real = given["attention_mask"].bool()
+        expected, packs = eager(**given)[0], tokens is None or tokens < LENGTH
+        with used(ours, packs, tokens):
+            found = ours(**given)[0]
+        assert found.shape == expected.shape
+        if name == "sequences":
+            assert distance(found, expected) < 1e-5
+        else:
+            assert distance(found[real], expected[real]) < 1e-5
+            assert not found[~real].any()
+
+    def test_other_outputs_of_as_many_numbers(self) -> None:
+        given = {"input_ids": torch.randint(3, VOCAB, (1, 6)), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
+        eager, ours = pair(transformers.LlamaForSequenceClassification, llama(num_labels=4), NAME)
+        with used(ours):
+            assert distance(ours(**given).logits, eager(**given).logits) < 1e-5
+        eager, ours = models("llama")
+        with used(ours):
+            assert distance(ours(**given, logits_to_keep=4).logits, eager(**given, logits_to_keep=4).logits) < 1e-5
+
+    @there("MixtralForCausalLM")
+    @pytest.mark.parametrize("tokens", [None, 32, ROWS * LENGTH, 1000])
+    def test_router_logits(self, tokens: int | None) -> None:
+        eager, ours = models("mixtral")
+        given = batch("left")
+        real = given["attention_mask"].bool().flatten()
+        expected = eager(**given, output_router_logits=True)
+        with padding_free(ours, tokens=tokens):
+            found = ours(**given, output_router_logits=True)
+        for one, other in zip(found.router_logits, expected.router_logits, strict=True):
+            assert distance(one[real], other[real]) < 1e-5
+        torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+
+
+class Narrowed(transformers.LlamaForCausalLM):
+    """A model whose inner model gets another mask than itself, or other embeddings with it."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        narrow = attention_mask.clone()
+        narrow[:, :3] = 0
+        first = self.model(input_ids=input_ids, attention_mask=narrow, **kwargs).last_hidden_state
+        flipped = self.model(
+            inputs_embeds=self.model.embed_tokens(input_ids.flip(1)), attention_mask=attention_mask.flip(1), **kwargs
+        ).last_hidden_state
+        same = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(first + flipped.flip(1) * same))
+
+
+@pytest.mark.parametrize("tokens", [None, 32])
+def test_inner_models_with_other_masks(tokens: int | None) -> None:
+    eager, ours = pair(Narrowed, llama(), NAME)
     given = batch("right")
-    given["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[8], [2], [2]])).long()
-    real = given["attention_mask"].bool()
-    assert real.sum() == LENGTH
-    with used(ours):
-        found = ours(**given).logits
-    assert distance(found[real], eager(**given).logits[real]) < 1e-5
+    seen = given["attention_mask"].bool() & (torch.arange(LENGTH) > 2)
+    with padding_free(ours, tokens=tokens):
+        assert distance(ours(**given).logits[seen], eager(**given).logits[seen]) < 1e-5
+
+
+class TestArgumentsOfTheHead:
+    def test_columns(self) -> None:
+        """Logits of some columns, with and without labels for them."""
+        eager, ours = models("llama")
+        given = batch("right")
+        labels = given["input_ids"][:, -8:].where(given["attention_mask"][:, -8:].bool(), -100)
+        for more in ({}, {"labels": labels}):
+            expected = eager(**given, logits_to_keep=8, **more)
+            with used(ours):
+                found = ours(**given, logits_to_keep=8, **more)
+            real = given["attention_mask"][:, -8:].bool()
+            assert distance(found.logits[real], expected.logits[real]) < 1e-5
+            assert not found.logits[~real].any()
+        columns = torch.tensor([0, 3, 4])
+        with used(ours):
+            found = ours(**given, logits_to_keep=columns).logits
+        assert distance(found, eager(**given, logits_to_keep=columns).logits) < 1e-5
+
+    def test_ignore_index(self) -> None:
+        eager, ours = models("llama")
+        given = batch("right")
+        labels = given["input_ids"].where(given["attention_mask"].bool(), -1)
+        expected = eager(**given, labels=labels, ignore_index=-1).loss
+        for tokens in (None, 32):
+            with used(ours, tokens=tokens):
+                torch.testing.assert_close(ours(**given, labels=labels, ignore_index=-1).loss, expected)
+
+    def test_labels_of_another_shape(self) -> None:
+        """They are errors of the model's loss, as without padding_free."""
+        _, ours = models("llama")
+        given = batch("right")
+        with padding_free(ours):
+            for labels in (given["input_ids"][:1], given["input_ids"][:, :9]):
+                with pytest.raises((ValueError, IndexError), match="batch_size|size"):
+                    ours(**given, labels=labels)
+
+    def test_lazy_logits_of_the_padded_batch(self) -> None:
+        """The head gets the padded batch, of which only the last columns have labels."""
+        eager, ours = models("llama")
+        ops.apply_ops(ours, ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss"))
+        given = batch("right")
+        labels = given["input_ids"][:, -8:].where(given["attention_mask"][:, -8:].bool(), -100)
+        expected = eager(**given, labels=labels, logits_to_keep=8)
+        with used(ours):
+            found = ours(**given, labels=labels, logits_to_keep=8)
+        torch.testing.assert_close(found.loss, expected.loss)
+        logits, real = found.logits.compute(), given["attention_mask"][:, -8:].bool()
+        assert distance(logits[real], expected.logits[real]) < 1e-5
+        assert not logits[~real].any()
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+class TestLayers:
+    @pytest.mark.parametrize("name", ["llama", "gpt2"])
+    def test_wrapped(self, name: str) -> None:
+        """gpt2 passes masks and caches by position, which a wrapper doesn't name: its calls are computed as they are."""
+        eager, ours = models(name)
+        layers = ours.model.layers if name == "llama" else ours.transformer.h
+        for number, layer in enumerate(layers):
+            layers[number] = Wrapper(layer)
+        given = batch("right")
+        real = given["attention_mask"].bool()
+        with used(ours, name == "llama"):
+            found = ours(**given, use_cache=False).logits
+        assert distance(found[real], eager(**given).logits[real]) < 1e-5
+        assert not found[~real].any()
+
+    def test_replaced(self) -> None:
+        """A layer that comes later gets hooks of its own; one that is gone leaves the last to another."""
+        eager, ours = models("llama")
+        given = batch("right")
+        real = given["attention_mask"].bool()
+        with padding_free(ours):
+            ours(**given)
+            ours.model.layers[1] = copy.deepcopy(eager.model.layers[1])
+            ours.model.layers[1].self_attn.config = ours.config
+            for hook in list(ours.model.layers[1]._forward_hooks):
+                del ours.model.layers[1]._forward_hooks[hook]
+            assert distance(ours(**given).logits[real], eager(**given).logits[real]) < 1e-5
+            for model in (eager, ours):
+                model.model.layers = model.model.layers[:1]
+                model.config.num_hidden_layers = 1
+            assert distance(ours(**given).logits[real], eager(**given).logits[real]) < 1e-5
+            assert vars(ours)[FLAG].packed == 3
+
+    def test_compiled_one_by_one(self) -> None:
+        eager, ours = models("llama")
+        given = batch("right")
+        real = given["attention_mask"].bool()
+        torch.compiler.reset()
+        ours.model.layers[0] = torch.compile(ours.model.layers[0], backend="aot_eager")
+        with used(ours, 0):
+            found = ours(**given, use_cache=False).logits
+        assert distance(found[real], eager(**given).logits[real]) < 1e-5
 
 
 @pytest.fixture
@@ -438,11 +607,11 @@ def test_what_a_number_of_tokens_refuses() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         padding_free(ours, tokens=0)
     packed = {"input_ids": torch.randint(3, VOCAB, (1, 9)), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
-    with padding_free(ours, tokens=9):
-        with pytest.raises(ValueError, match="padding-free with tokens=9"):
+    with padding_free(ours, tokens=8):
+        with pytest.raises(ValueError, match="padding-free with tokens=8"):
             padding_free(ours)
         with pytest.raises(RuntimeError, match="packed sequences"):
-            ours(**packed, attention_mask=torch.ones(1, 9, dtype=torch.long), use_cache=False)
+            ours(**packed, attention_mask=torch.tensor([[1] * 8 + [0]]), use_cache=False)
 
 
 class TestHandles:
@@ -456,6 +625,15 @@ class TestHandles:
         assert not ours(**given).logits[~given["attention_mask"].bool()].any()
         other.undo()
         assert ours(**given).logits[~given["attention_mask"].bool()].any()
+
+    def test_of_a_part(self) -> None:
+        """Undone, it leaves the whole model's hooks."""
+        _, ours = models("llama")
+        given = batch("right")
+        with padding_free(ours):
+            padding_free(ours.model).undo()
+            ours(**given)
+            assert vars(ours)[FLAG].packed == 1
 
     def test_copies(self) -> None:
         """Deep copies and pickled ones go on by themselves."""
@@ -659,6 +837,19 @@ class TestProofs:
             assert not logits[~real].any()
         finally:
             kernel_compat.unregister_attention("free_flash")
+
+    def test_answers_to_questions_are_refused(self) -> None:
+        """Their loss is over all columns, padding included."""
+        from kernel_compat.proving import prove_config
+
+        (found,) = prove_config(llama(), transformers.LlamaForQuestionAnswering, ["padding_free"]).outcomes
+        assert found.verdict == "refused"
+
+    def test_heads_of_sequences_are_proven(self) -> None:
+        from kernel_compat.proving import prove_config
+
+        (found,) = prove_config(llama(), transformers.LlamaForSequenceClassification, ["padding_free"]).outcomes
+        assert found.verdict == "equal"
 
     def test_a_type_without_a_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
         proof = Proof("llama", str(TRANSFORMERS), no_recipe="none")

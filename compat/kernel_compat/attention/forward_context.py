@@ -83,6 +83,7 @@ class ForwardContext:
         tokens_after_padding: how many tokens there are, if one of them comes after padding; else 0.
         packing: what `sequences` found; None before it, and where the forward has neither mask nor positions.
         unpadding: the `Unpadding` of the batch, if its layers run on the real tokens alone.
+        packs: whether the mask is the one that `unpadding` was made of.
         packed: of a context that stands for the real tokens alone, what it belongs to.
     """
 
@@ -125,6 +126,7 @@ class ForwardContext:
         self.packing: Packing | None = None
         self.unpadding: Any = None
         self.packed: Any = None
+        self.packs = True
         self._outer_made_positions = False
         self._segment_ids: Tensor | None = None
         self._sequences: dict[bool, Sequences | None] = {}
@@ -144,6 +146,8 @@ class ForwardContext:
 
     def _inherit(self, outer: ForwardContext) -> None:
         """Take over the arguments that the outer call didn't pass on."""
+        derived = (outer.mask, outer._bool_mask, *(mask for r in outer.records for mask in (r.mask, r.padding)))
+        self.packs = outer.packs and (self.mask is None or any(same_storage(self.mask, mask) for mask in derived))
         self.mask = outer.mask if self.mask is None else self.mask
         # M-RoPE's rows that the outer model computed, from its images, don't separate packed sequences.
         computed = self.positions is not None and self.positions.ndim == 3

@@ -486,19 +486,21 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
             yield compare(run)
 
     rows, length = subject.shape
+    right, left, holes = (padding(side, rows, length) for side in ("right", "left", "holes"))
     # As many tokens as a row has columns: shapes don't tell packed tokens from the padded batch.
-    one_row = torch.arange(length) < torch.tensor([length - 2 * (rows - 1), *[2] * (rows - 1)])[:, None]
-    for mask in (padding("right", rows, length), padding("left", rows, length), one_row.long()):
-        yield compare(_without_padding(_given(subject, attention_mask=mask), mask))
-    holes = padding("holes", rows, length)
-    yield from allowed(_without_padding(_given(subject, attention_mask=holes), holes))
-    mask = padding("right", rows, length)
-    labels = _labels(subject, mask)
-    for request.tokens in (None, int(mask.sum()) + 2):
-        if labels is None:
-            yield compare(_without_padding(_given(subject, attention_mask=mask), mask))
+    one_row = (torch.arange(length) < torch.tensor([length - 2 * (rows - 1), *[2] * (rows - 1)])[:, None]).long()
+    # What isn't of tokens may be of a row's first column, which must be a token then.
+    masks = [right, one_row, right[:1], *([left, left[:1]] if subject.has_sequence else [])]
+    for mask in masks:
+        yield compare(_without_padding(_padded_batch(subject, mask), mask))
+    yield from allowed(_without_padding(_padded_batch(subject, holes), holes))
+    targets = _targets(subject, right)
+    for request.tokens in (None, int(right.sum()) + 2):
+        inputs = _padded_batch(subject, right)
+        if targets:
+            yield compare(_loss_and_gradients({**inputs, **targets}), GRADIENTS)
         else:
-            yield compare(_loss_and_gradients(_given(subject, attention_mask=mask, labels=labels)), GRADIENTS)
+            yield compare(_without_padding(inputs, right))
     request.tokens = None
     if (with_images := subject.inputs_with_images) is not None:
         mask = torch.ones_like(with_images["input_ids"])
@@ -528,19 +530,35 @@ def _without_padding(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Te
     return run
 
 
-def _labels(subject: Subject, mask: Tensor) -> Tensor | None:
-    """Labels of the model's kind, whose padding is no target, but for the first of it; None if its forward takes none."""
+def _padded_batch(subject: Subject, mask: Tensor) -> dict[str, Any]:
+    """The subject's inputs of so many rows, without a cache; the ids of padding are the padding token's, as heads read them."""
+    given, rows = _given(subject, attention_mask=mask), len(subject.inputs["input_ids"])
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value is not mask and len(value) == rows:
+            given[name] = value[: len(mask)]
+    token = getattr(subject.config.get_text_config(), "pad_token_id", None)
+    ids = given["input_ids"]
+    if isinstance(token, int) and 0 <= token < subject.vocabulary and ids.shape == mask.shape:
+        given["input_ids"] = ids.masked_fill(mask == 0, token)
+    return given
+
+
+def _targets(subject: Subject, mask: Tensor) -> dict[str, Tensor]:
+    """Labels of the model's kind, whose padding is no target, but for the first of it; empty if its forward takes none."""
+    if "start_positions" in subject.names:
+        rows = torch.arange(len(mask))
+        return {"start_positions": rows % 2, "end_positions": rows % 2 + 1}
     if "labels" not in subject.names:
-        return None
+        return {}
     generator = torch.Generator().manual_seed(0)
     if not subject.has_sequence:
-        return torch.zeros(len(mask), dtype=torch.long)
+        return {"labels": torch.zeros(len(mask), dtype=torch.long)}
     count = forward(subject.eager, subject.inputs).logits.shape[-1]
     labels = torch.randint(0, count, mask.shape, generator=generator)
     after = head_of(subject.model_class).predicts_next & (
         mask.cumprod(1).sum(1, keepdim=True) == torch.arange(mask.shape[1])
     )
-    return labels.where(mask.bool() | after, _IGNORED)
+    return {"labels": labels.where(mask.bool() | after, _IGNORED)}
 
 
 def _loss_and_gradients(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:

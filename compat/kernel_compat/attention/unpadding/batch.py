@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from ...errors import UnsupportedFeatureError
 from ..boundaries import Sequences
 from ..call import PackedLengths
-from ..forward_context import ForwardContext, parameter_names, set_context
+from ..forward_context import ForwardContext, set_context
 from ..padding import runs
 from ..rows import CACHE_ARGUMENTS
 from ..tensors import require, same_storage
 
 __all__ = ["Request", "Unpadding"]
 
-#: Labels that are no target.
-_IGNORED = -100
 #: Arguments of a layer that are a KV cache.
 _CACHES = CACHE_ARGUMENTS | {"layer_past"}
 #: The outputs of an inner model that a head gets.
@@ -54,6 +52,8 @@ class Unpadding:
         packs_head: whether the model's head gets the packed tokens.
         active: whether the layers get the packed tokens; None before the first one.
         each_layer: whether each layer's output is scattered, because the model changes the padded batch between its layers.
+        scattered: whether the last layer's output was.
+        kept: the number of last columns that there are logits for; 0 for all.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Unpadding:
         self.real = real
         self.sequences, self.indices = sequences, sequences.indices
         self.tokens = self.indices.shape[0]
-        self.packs_head, self.each_layer = packs_head, False
+        self.packs_head, self.each_layer, self.scattered, self.kept = packs_head, False, False, 0
         self.active, self._request = active, request
         self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
         self._contexts: dict[int, _Packed] = {}
@@ -108,17 +108,19 @@ class Unpadding:
         """
         changed: dict[str, Any] = {}
         labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
-        if isinstance(shifted, Tensor):
-            changed["shift_labels"] = self._targets(shifted)
-        elif isinstance(labels, Tensor) and next_token:
-            changed["shift_labels"] = self._targets(nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED))
-        if isinstance(labels, Tensor):
-            changed["labels"] = self._targets(labels)
-        return changed
+        ignored = arguments.get("ignore_index", -100)
 
-    def _targets(self, labels: Tensor) -> Tensor:
-        labels = self.gather(labels)
-        return labels if self.real is None else labels.masked_fill(~self.real.to(labels.device), _IGNORED)
+        def targets(x: Tensor) -> Tensor:
+            x = self.gather(x)
+            return x if self.real is None else x.masked_fill(~self.real.to(x.device), ignored)
+
+        if isinstance(shifted, Tensor):
+            changed["shift_labels"] = targets(shifted)
+        elif isinstance(labels, Tensor) and next_token:
+            changed["shift_labels"] = targets(nn.functional.pad(labels[:, 1:], (0, 1), value=ignored))
+        if isinstance(labels, Tensor):
+            changed["labels"] = targets(labels)
+        return changed
 
     def forget(self) -> None:
         """Drop what the layers of a forward have shared. A checkpoint makes it again."""
@@ -127,17 +129,20 @@ class Unpadding:
 
     # Layers.
 
-    def enter(self, layer: nn.Module, context: ForwardContext, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        """A layer's arguments for the packed tokens; None for a layer that doesn't get the tokens of the batch."""
-        tokens = parameter_names(type(layer))[0]
+    def enter(
+        self, layer: nn.Module, context: ForwardContext, tokens: str, arguments: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """A layer's arguments for the packed tokens; None for a layer that doesn't get the tokens of the batch.
+
+        Args:
+            tokens: the name of the argument with the hidden states.
+        """
+        if not context.packs:
+            return None
         first = arguments.get(tokens)
         if not (self.is_padded(first) or self.is_packed(first)):
             if self.active:
-                raise UnsupportedFeatureError(
-                    "padding_free",
-                    type(layer).__name__,
-                    "A layer before it gets the tokens of the batch, and it gets others.",
-                )
+                self._refuse(layer, "A layer before it gets the tokens of the batch, and it gets others.")
             return None
         if self.active is None:
             self.active = self._may_pack(context, arguments)
@@ -150,6 +155,15 @@ class Unpadding:
         packed.layer = layer
         set_context(packed.context)
         return found
+
+    def keep_padded(self, layer: nn.Module) -> None:
+        """Have the layers get the padded batch, because a wrapper of a layer doesn't say what its arguments are."""
+        if self.active:
+            self._refuse(layer, "It takes any positional arguments. Wrap the layers after the call of padding_free.")
+        self.active = False
+
+    def _refuse(self, layer: nn.Module, why: str) -> NoReturn:
+        raise UnsupportedFeatureError("padding_free", type(layer).__name__, why)
 
     def _packed(self, layer: nn.Module, context: ForwardContext) -> _Packed:
         if torch.compiler.is_compiling():  # the graph computes equal values once
@@ -211,35 +225,53 @@ class Unpadding:
     def finish(self, outputs: Any, is_root: bool) -> Any:
         """A model's outputs as its caller expects them: the first of an inner model is packed if the head is."""
         if isinstance(outputs, Tensor):
-            return self._output("", outputs, self.packs_head and not is_root)
+            return self._main(outputs, is_root)
         if isinstance(outputs, tuple):
-            number = next((i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.ndim > 2), -1)
-            made = [self._output("", x, i == number and self.packs_head and not is_root) for i, x in enumerate(outputs)]
+            main = next((i for i, x in enumerate(outputs) if _is_of_tokens(x)), -1)
+            made = [self._main(x, is_root) if i == main else self._other("", x) for i, x in enumerate(outputs)]
             return type(outputs)(*made) if hasattr(outputs, "_fields") else tuple(made)
         if not hasattr(outputs, "items"):
             return outputs
         main = next((name for name in _MAIN if outputs.get(name) is not None), None)
         for name, value in list(outputs.items()):
-            outputs[name] = self._output(name, value, name == main and self.packs_head and not is_root)
+            outputs[name] = self._main(value, is_root) if name == main else self._other(name, value)
         return outputs
 
-    def _output(self, name: str, value: Any, packed: bool) -> Any:
+    def _main(self, value: Any, is_root: bool) -> Any:
+        """Logits or hidden states. They are packed if the head is, or if the last layer of a list isn't the last one that ran."""
+        if not isinstance(value, Tensor):  # `LazyLogits`
+            if hasattr(type(value), "compute"):
+                value.layout = self.scatter if self.packs_head else self._zeroed
+            return value
+        if self.packs_head and not is_root:
+            return self.gather(value) if self.is_padded(value) else value
+        if (self.packs_head or (self.active and not self.scattered)) and self.is_packed(value):
+            return self.scatter(value)
+        return self._zeroed(value)
+
+    def _zeroed(self, x: Tensor) -> Tensor:
+        """Hidden states or logits with zeros for padding; of the last columns, if there are no others."""
+        if not _is_of_tokens(x) or x.shape[:2] != (self.batch, min(self.kept or self.length, self.length)):
+            return x
+        return x.masked_fill(~self.mask[:, -x.shape[1] :, None].to(x.device), 0)
+
+    def _other(self, name: str, value: Any) -> Any:
         if isinstance(value, _PaddedCache):
             return value.cache
         if isinstance(value, (tuple, list)):
-            return type(value)(self._output(name, part, False) for part in value)
-        if hasattr(type(value), "compute") and not isinstance(value, Tensor):
-            value.layout = self.scatter  # `LazyLogits`
-            return value
+            return type(value)(self._other(name, part) for part in value)
         if "router" in name and isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == self.tokens:
             return self.scatter(value[None]).flatten(0, 1)
-        if packed:
-            return self.gather(value) if self.is_padded(value) else value
-        if self.is_packed(value):
+        if not _is_of_tokens(value) or name not in ("", "hidden_states", *_MAIN):
+            return value
+        if self.active and self.is_packed(value):
             return self.scatter(value)
-        if self.is_padded(value) and value.ndim == 3 and value.is_floating_point():
-            return value.masked_fill(~self.mask.to(value.device)[..., None], 0)
-        return value
+        return value.masked_fill(~self.mask.to(value.device)[..., None], 0) if self.is_padded(value) else value
+
+
+def _is_of_tokens(x: Any) -> bool:
+    """Whether an output may be numbers of tokens: (batch, length, size)."""
+    return isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point()
 
 
 class _PaddedCache:

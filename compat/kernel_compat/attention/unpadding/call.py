@@ -50,7 +50,9 @@ def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
                 args, kwargs = (), {**arguments, **changed}
         elif _adds_between_layers(arguments_by_name(self, args, kwargs)):
             context.unpadding.each_layer = True
-        outputs = context.unpadding.finish(original(self, *args, **kwargs), is_root)
+        outputs = original(self, *args, **kwargs)
+        if context.packs or context.unpadding.packs_head:  # padding of another mask isn't this batch's
+            outputs = context.unpadding.finish(outputs, is_root)
         if is_root and not torch.compiler.is_compiling():
             context.unpadding.forget()
         return outputs
@@ -91,19 +93,26 @@ def _unpadding(
     if context.cache is not None and _tokens_in(context.cache):
         return None
     real = None
-    if fixed is not None:
-        rows, real = _in_fixed_shapes(context, mask, min(fixed, mask.numel()))
+    if fixed is not None and fixed < mask.numel():
+        rows, real = _in_fixed_shapes(context, mask, fixed)
+    elif fixed is not None:  # nothing to save
+        every = torch.arange(mask.numel(), device=mask.device)
+        return Unpadding(context, Sequences(every, every, length), False, False, request)
     else:
         if context.sequences(True) is not None:  # packed already
             return None
-        found = context.packing
-        if found is None or not 0 < found.tokens < mask.numel():
+        packing = context.packing
+        if packing is None or not 0 < packing.tokens < mask.numel():
             return None
         offsets = offsets_of(mask.bool().sum(1, dtype=torch.int32))
-        rows = Sequences(true_indices(mask != 0, found.tokens), offsets, found.longest, found.interior_padding)
+        rows = Sequences(true_indices(mask != 0, packing.tokens), offsets, packing.longest, packing.interior_padding)
     if _runs_padded(model, context, arguments):
-        return Unpadding(context, rows, False, False, request, real)
-    return Unpadding(context, rows, _packs_head(model, arguments), None, request, real)
+        found = Unpadding(context, rows, False, False, request, real)
+    else:
+        found = Unpadding(context, rows, _packs_head(model, context, arguments), None, request, real)
+    kept = _kept(arguments)
+    found.kept = kept if isinstance(kept, int) else 0
+    return found
 
 
 def _in_fixed_shapes(context: ForwardContext, mask: Tensor, tokens: int) -> tuple[Sequences, Tensor]:
@@ -143,9 +152,16 @@ def _uses_cache(model: Any, context: ForwardContext, arguments: dict[str, Any]) 
     return bool(context.cache is not None or uses_cache)
 
 
+def _kept(arguments: dict[str, Any]) -> Any:
+    """The last columns that there are logits for, or a tensor of columns; None or 0 for all."""
+    return arguments.get("logits_to_keep", arguments.get("num_logits_to_keep"))
+
+
 def _cuts_layers(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether layers, and not the head alone, compute the last columns alone: Gemma 4's that share keys and values."""
-    return bool(arguments.get("logits_to_keep")) and "logits_to_keep" in parameter_names(type(model.base_model))
+    kept = _kept(arguments)
+    some = isinstance(kept, Tensor) or bool(kept)
+    return some and "logits_to_keep" in parameter_names(type(model.base_model))
 
 
 class _Head(NamedTuple):
@@ -173,10 +189,12 @@ def head_of(model_class: type) -> _Head:
     return _Head(each or following, predicts_next, each or (predicts_next and takes_any))
 
 
-def _packs_head(model: Any, arguments: dict[str, Any]) -> bool:
+def _packs_head(model: Any, context: ForwardContext, arguments: dict[str, Any]) -> bool:
     """Whether a model's head gets the packed tokens: it computes each by itself, and its loss takes their targets."""
-    head = head_of(type(model))
-    kept = arguments.get("logits_to_keep", arguments.get("num_logits_to_keep", 0))
+    head, kept = head_of(type(model)), _kept(arguments)
     if not head.of_tokens or isinstance(kept, Tensor) or kept:  # columns of the padded batch
         return False
-    return arguments.get("labels") is None or head.takes_targets
+    labels = [arguments[name] for name in ("labels", "shift_labels") if arguments.get(name) is not None]
+    if any(not isinstance(x, Tensor) or x.shape != (context.batch, context.length) for x in labels):
+        return False  # the loss refuses them
+    return not labels or head.takes_targets
