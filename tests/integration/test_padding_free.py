@@ -606,11 +606,13 @@ def test_what_a_number_of_tokens_refuses() -> None:
     _, ours = models("llama")
     with pytest.raises(ValueError, match="must be positive"):
         padding_free(ours, tokens=0)
+    with pytest.raises(TypeError, match="must be a number of tokens"):
+        padding_free(ours, tokens=True)
     packed = {"input_ids": torch.randint(3, VOCAB, (1, 9)), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
     with padding_free(ours, tokens=8):
         with pytest.raises(ValueError, match="padding-free with tokens=8"):
             padding_free(ours)
-        with pytest.raises(RuntimeError, match="packed sequences"):
+        with pytest.raises(ValueError, match="packed sequences"):
             ours(**packed, attention_mask=torch.tensor([[1] * 8 + [0]]), use_cache=False)
 
 

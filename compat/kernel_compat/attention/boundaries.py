@@ -133,7 +133,7 @@ def find_packing(
         restarted = (zero & (order.amax(1, keepdim=True) > 0)) | (order < order.gather(1, earlier))
         begins = begins | (follows & restarted)
     if fixed or fixed_shapes(mask):
-        torch._assert_async(
+        require(
             ~begins.any(),
             "packed sequences under torch.compile or in a CUDA graph: pass cu_seq_lens_q, cu_seq_lens_k, "
             "max_length_q and max_length_k",

@@ -54,8 +54,9 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         The handle that undoes this call. Deep copies of the model stay padding-free.
 
     Raises:
-        TypeError: `model` is no model of transformers, and has none in it.
-        ValueError: `tokens` isn't positive, or differs from that of another active handle. Its attention isn't a registered name, or is a forward of the user's own or one with sequence parallelism.
+        TypeError: `model` is no model of transformers, and has none in it; or `tokens` is no int.
+        ValueError: `tokens` isn't positive, or differs from that of another active handle. The model's attention isn't a registered
+            name, or is a forward of the user's own or one with sequence parallelism.
         UnsupportedFeatureError: the type can't be computed without padding: an encoder-decoder, or one whose results would differ.
     """
     from ..attention.unpadding.batch import Request
@@ -63,6 +64,8 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
     from ..attention.unpadding.layers import remove_hooks, structure_of
     from ..proving.loading import require_padding_free
 
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
+        raise TypeError(f"tokens must be a number of tokens or None, not {tokens!r}")
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens must be positive, not {tokens}")
     roots = _roots(model)

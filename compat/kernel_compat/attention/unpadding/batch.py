@@ -232,9 +232,9 @@ class Unpadding:
             return type(outputs)(*made) if hasattr(outputs, "_fields") else tuple(made)
         if not hasattr(outputs, "items"):
             return outputs
-        main = next((name for name in _MAIN if outputs.get(name) is not None), None)
+        of_main = next((name for name in _MAIN if outputs.get(name) is not None), None)
         for name, value in list(outputs.items()):
-            outputs[name] = self._main(value, is_root) if name == main else self._other(name, value)
+            outputs[name] = self._main(value, is_root) if name == of_main else self._other(name, value)
         return outputs
 
     def _main(self, value: Any, is_root: bool) -> Any:
