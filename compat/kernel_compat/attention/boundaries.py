@@ -135,7 +135,7 @@ def find_packing(
     if fixed or fixed_shapes(mask):
         require(
             ~begins.any(),
-            "packed sequences under torch.compile or in a CUDA graph: pass cu_seq_lens_q, cu_seq_lens_k, "
+            "packed sequences in fixed shapes (torch.compile, a CUDA graph, a number of tokens): pass cu_seq_lens_q, cu_seq_lens_k, "
             "max_length_q and max_length_k",
         )
         return Packing(None, None)
