@@ -48,31 +48,33 @@ class Unpadding:
         batch, length: of the padded batch.
         mask: (batch, length) bool, True for real tokens.
         sequences: the rows without their padding. `indices` are those of the real tokens in the flattened batch.
-        real: (tokens,) bool, False for padding among the packed tokens, whose number is fixed then; None if there is none.
+        real: (tokens,) bool, False for the padding that fills up a fixed number of tokens; None if the number isn't fixed.
         packs_head: whether the model's head gets the packed tokens.
         active: whether the layers get the packed tokens; None before the first one.
         each_layer: whether each layer's output is scattered, because the model changes the padded batch between its layers.
         scattered: whether the last layer's output was.
         kept: the number of last columns that there are logits for; 0 for all.
+        request: counts the calls; None for a model whose name wants it.
     """
 
     def __init__(
         self,
         context: ForwardContext,
         sequences: Sequences,
+        real: Tensor | None,
+        *,
         packs_head: bool,
         active: bool | None,
-        request: Request | None,
-        real: Tensor | None = None,
+        kept: int,
     ) -> None:
         assert sequences.indices is not None
         assert context.mask is not None
         self.batch, self.length, self.mask = context.batch, context.length, context.mask.bool()
-        self.real = real
-        self.sequences, self.indices = sequences, sequences.indices
+        self.sequences, self.indices, self.real = sequences, sequences.indices, real
         self.tokens = self.indices.shape[0]
-        self.packs_head, self.each_layer, self.scattered, self.kept = packs_head, False, False, 0
-        self.active, self._request = active, request
+        self.packs_head, self.active, self.kept = packs_head, active, kept
+        self.each_layer = self.scattered = False
+        self.request: Request | None = None
         self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
         self._contexts: dict[int, _Packed] = {}
 
@@ -146,8 +148,8 @@ class Unpadding:
             return None
         if self.active is None:
             self.active = self._may_pack(context, arguments)
-            if self._request is not None and not torch.compiler.is_compiling():
-                self._request.packed += self.active
+            if self.request is not None and not torch.compiler.is_compiling():
+                self.request.packed += self.active
         if not self.active:
             return None
         packed = self._packed(layer, context)

@@ -16,7 +16,7 @@ from ..boundaries import Sequences, find_packing, restarts_of
 from ..defaults import resolve
 from ..forward_context import ForwardContext, arguments_by_name, current_context, parameter_names
 from ..tensors import constant, offsets_of, require, true_indices
-from .batch import Request, Unpadding
+from .batch import Unpadding
 from .layers import structure_of
 
 __all__ = ["FLAG", "head_of", "unpadded"]
@@ -42,9 +42,10 @@ def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
             if request is None and (torch.compiler.is_compiling() or not _is_named(context)):
                 return original(self, *args, **kwargs)
             arguments = arguments_by_name(self, args, kwargs)
-            context.unpadding = _unpadding(self, context, arguments, request)
+            context.unpadding = _unpadding(self, context, arguments, None if request is None else request.tokens)
             if context.unpadding is None:
                 return original(self, *args, **kwargs)
+            context.unpadding.request = request
             if context.unpadding.packs_head:
                 changed = context.unpadding.head_arguments(arguments, head_of(type(self)).predicts_next)
                 args, kwargs = (), {**arguments, **changed}
@@ -70,14 +71,15 @@ def _is_named(context: ForwardContext) -> bool:
     return entry is not None and entry.padding_free
 
 
-def _unpadding(
-    model: Any, context: ForwardContext, arguments: dict[str, Any], request: Request | None
-) -> Unpadding | None:
-    """The real tokens of a call; None for a call without padding, or with masks of another kind. Synchronises at most once."""
+def _unpadding(model: Any, context: ForwardContext, arguments: dict[str, Any], fixed: int | None) -> Unpadding | None:
+    """The real tokens of a call; None for a call without padding, or with masks of another kind. Synchronises at most once.
+
+    Args:
+        fixed: the number of tokens to compute; None for that of the real ones.
+    """
     mask, length = context.mask, context.length
     if mask is None or length < 2 or mask.shape != (context.batch, length):
         return None
-    fixed = None if request is None else request.tokens
     if fixed is None and (fixed_shapes(mask) or getattr(model, "_compiled_call_impl", None) is not None):
         return None
     if (
@@ -93,26 +95,32 @@ def _unpadding(
     if context.cache is not None and _tokens_in(context.cache):
         return None
     real = None
-    if fixed is not None and fixed < mask.numel():
+    if fixed is None:
+        rows = _rows(context, mask)
+        if rows is None:
+            return None
+    elif fixed < mask.numel():
         rows, real = _in_fixed_shapes(context, mask, fixed)
-    elif fixed is not None:  # nothing to save
+    else:
         every = torch.arange(mask.numel(), device=mask.device)
-        return Unpadding(context, Sequences(every, every, length), False, False, request)
-    else:
-        if context.sequences(True) is not None:  # packed already
-            return None
-        packing = context.packing
-        if packing is None or not 0 < packing.tokens < mask.numel():
-            return None
-        offsets = offsets_of(mask.bool().sum(1, dtype=torch.int32))
-        rows = Sequences(true_indices(mask != 0, packing.tokens), offsets, packing.longest, packing.interior_padding)
-    if _runs_padded(model, context, arguments):
-        found = Unpadding(context, rows, False, False, request, real)
-    else:
-        found = Unpadding(context, rows, _packs_head(model, context, arguments), None, request, real)
+        rows = Sequences(every, every, length)
+    nothing_saved = rows.indices is not None and len(rows.indices) == mask.numel()
+    padded = nothing_saved or _runs_padded(model, context, arguments)
+    packs_head = not padded and _packs_head(model, context, arguments)
     kept = _kept(arguments)
-    found.kept = kept if isinstance(kept, int) else 0
-    return found
+    kept = kept if isinstance(kept, int) else 0
+    return Unpadding(context, rows, real, packs_head=packs_head, active=False if padded else None, kept=kept)
+
+
+def _rows(context: ForwardContext, mask: Tensor) -> Sequences | None:
+    """The rows without their padding; None if there is none, no token, or packed sequences. Synchronises once."""
+    if context.sequences(True) is not None:
+        return None
+    found = context.packing
+    if found is None or not 0 < found.tokens < mask.numel():
+        return None
+    offsets = offsets_of((mask != 0).sum(1, dtype=torch.int32))
+    return Sequences(true_indices(mask != 0, found.tokens), offsets, found.longest, found.interior_padding)
 
 
 def _in_fixed_shapes(context: ForwardContext, mask: Tensor, tokens: int) -> tuple[Sequences, Tensor]:
