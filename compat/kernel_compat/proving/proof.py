@@ -265,7 +265,8 @@ def _outcome(subject: Subject, case: str) -> Outcome:
         outcomes.append(result("not applicable", reason=f"eager: {describe(error)}"))
     worst = min(outcomes, key=lambda one: (WORST_FIRST.index(one.verdict), -(one.difference or 0.0)))
     if case == PADDING_FREE and worst.verdict in ("wrong", "crashed"):
-        how = worst.reason or f"its outputs would differ by {worst.difference:.0e}"
+        differs = worst.verdict == "wrong" and worst.difference is not None
+        how = f"its results would differ by {worst.difference:.0e}" if differs else worst.reason
         return replace(worst, verdict="refused", reason=f"padding_free refuses it: {how}")
     return worst
 
