@@ -667,7 +667,8 @@ class TestHandles:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
     @pytest.mark.parametrize("when", ["before", "after"])
-    def test_fsdp2(self, tmp_path: Path, when: str) -> None:
+    @pytest.mark.parametrize("around", ["FSDP2", "DDP"])
+    def test_distributed(self, tmp_path: Path, around: str, when: str) -> None:
         from torch import distributed
         from torch.distributed.fsdp import fully_shard
 
@@ -681,18 +682,24 @@ class TestHandles:
         try:
             if when == "before":
                 padding_free(ours)
-            for part in (*ours.model.layers, ours):
-                fully_shard(part)
+            if around == "FSDP2":
+                for part in (*ours.model.layers, ours):
+                    wrapped = fully_shard(part)
+            else:
+                wrapped = torch.nn.parallel.DistributedDataParallel(ours)
             if when == "after":
-                padding_free(ours)
-            found = ours(**given, labels=labels).loss
+                padding_free(wrapped)
+            found = wrapped(**given, labels=labels).loss
             found.backward()
             assert vars(ours)[FLAG].packed == 1
-            grads = torch.cat([p.grad.full_tensor().flatten() for p in ours.parameters()])
+            grads = [p.grad.full_tensor() if around == "FSDP2" else p.grad for p in ours.parameters()]
         finally:
             distributed.destroy_process_group()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-        assert distance(grads, torch.cat([p.grad.flatten() for p in eager.parameters()])) < 1e-4
+        of_ours, of_eager = (
+            torch.cat([x.flatten() for x in of]) for of in (grads, [p.grad for p in eager.parameters()])
+        )
+        assert distance(of_ours, of_eager) < 1e-4
 
     def test_the_trainer(self, tmp_path: Path) -> None:
         """Twenty steps, each with the loss of eager attention."""
