@@ -133,16 +133,12 @@ def pair(case: str, mode: str, target: float, first: tuple[str, Any], second: tu
     return cells
 
 
-def model_part(shrink: int, device: str, kernel: str) -> Iterator[list[Cell]]:
+def model_part(shrink: int, device: str) -> Iterator[list[Cell]]:
     own = "sdpa" if device == "cpu" else "flash_attention_2"
+    vocabulary = 32000 if device == "cuda" else 100
     for padded in (True, False):
-        given = batch(device, shrink, 32000 if device == "cuda" else 100, padded)
-        vocabulary = 32000 if device == "cuda" else 100
-        free, plain, upstream = (
-            build(NAME, vocabulary, device),
-            build(NAME, vocabulary, device),
-            build(own, vocabulary, device),
-        )
+        given = batch(device, shrink, vocabulary, padded)
+        free, plain, upstream = (build(name, vocabulary, device) for name in (NAME, NAME, own))
         padding_free(free)
         by_hand = packed_by_hand(given)
         for mode, run in ((FORWARD, no_gradients), (BOTH, both)):
@@ -157,7 +153,7 @@ def model_part(shrink: int, device: str, kernel: str) -> Iterator[list[Cell]]:
                 yield pair("no padding", mode, 1.01, ("without padding_free", partial(run, plain, given)), ours)
 
 
-def step_part(shrink: int, device: str, kernel: str) -> Iterator[list[Cell]]:
+def step_part(shrink: int, device: str) -> Iterator[list[Cell]]:
     vocabulary = VOCABULARY if device == "cuda" else 100
     given = batch(device, shrink, vocabulary)
     by_hand = packed_by_hand(given)
@@ -213,7 +209,7 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     kernel_compat.install(unproven="allow")
     results: dict[str, Any] = {"environment": describe(device), "kernel": kernel, "cells": []}
     for part, pairs in (("model", model_part), ("step", step_part)):
-        for cells in pairs(shrink, device, kernel) if part in args.parts else ():
+        for cells in pairs(shrink, device) if part in args.parts else ():
             for cell in cells:
                 peak(cell)
             measure(cells, host_ms if args.tiny else running_ms, 2 if args.tiny else 7, begun + args.seconds)

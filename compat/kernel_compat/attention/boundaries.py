@@ -55,9 +55,8 @@ class Packing(NamedTuple):
         sequences: None if no row has more than one.
         without_padding: whether no token is padding; None if the bool mask differs from the mask.
         tokens_after_padding: the number of tokens if one of them comes after padding in its row; else 0.
-        tokens: the number of tokens.
-        longest: the number of tokens of the longest sequence.
-        interior_padding: as in `Sequences`.
+        tokens, longest: the number of tokens in all and of the longest row, if no row has several sequences.
+        interior_padding: as in `Sequences`, if no row has several.
     """
 
     sequences: Sequences | None
@@ -115,7 +114,7 @@ def find_packing(
         mask: (batch, length): 0 for padding, and 1 or a segment id for tokens.
         restarts: as from `restarts_of`.
         bool_mask: (batch, length), compared with the mask.
-        fixed: whether shapes are fixed in any case.
+        fixed: whether shapes must not depend on values, as under torch.compile.
 
     Raises:
         ValueError: the mask holds negative numbers or fractions.
@@ -164,8 +163,7 @@ def find_packing(
         return Packing(None, known, tokens if after_padding else 0, tokens, max_seqlen, bool(interior))
     cu_seqlens = torch.nn.functional.pad(rank[true_indices(first, count)], (0, 1), value=tokens).to(torch.int32)
     indices = None if without_padding else true_indices(valid, tokens)
-    sequences = Sequences(indices, cu_seqlens, max_seqlen, bool(interior))
-    return Packing(sequences, known, 0, tokens, max_seqlen, bool(interior))
+    return Packing(Sequences(indices, cu_seqlens, max_seqlen, bool(interior)), known)
 
 
 def sequences_of_positions(positions: Tensor, batch: int, length: int, causal: bool) -> Sequences | None:

@@ -80,7 +80,6 @@ class ForwardContext:
         full_masks: masks of other patterns, which it made in full, each with whether it separates packed sequences.
         rows: the `Rows` of packed sequences, padded or not, as far as they were found; None for none.
         padded_rows: the `Rows` of the padded batch; None if not found yet.
-        tokens_after_padding: how many tokens there are, if one of them comes after padding; else 0.
         packing: what `sequences` found; None before it, and where the forward has neither mask nor positions.
         unpadding: the `Unpadding` of the batch, if its layers run on the real tokens alone.
         packs: whether the mask is the one that `unpadding` was made of.
@@ -122,7 +121,6 @@ class ForwardContext:
         self.takes_positions = "position_ids" in parameter_names(type(model))
         self.rows: dict[bool, Any] = {}
         self.padded_rows: Any = None
-        self.tokens_after_padding = 0
         self.packing: Packing | None = None
         self.unpadding: Any = None
         self.packed: Any = None
@@ -132,7 +130,6 @@ class ForwardContext:
         self._sequences: dict[bool, Sequences | None] = {}
         self._offsets_agree = False
         self._bool_mask: Tensor | None = None
-        self._without_padding: bool | None = None
         if outer is not None and self._has_tokens_of(outer):
             self._inherit(outer)
 
@@ -146,8 +143,10 @@ class ForwardContext:
 
     def _inherit(self, outer: ForwardContext) -> None:
         """Take over the arguments that the outer call didn't pass on."""
-        derived = (outer.mask, outer._bool_mask, *(mask for r in outer.records for mask in (r.mask, r.padding)))
-        self.packs = outer.packs and (self.mask is None or any(same_storage(self.mask, mask) for mask in derived))
+        self.unpadding = outer.unpadding
+        if self.unpadding is not None:
+            derived = (outer.mask, outer._bool_mask, *(mask for r in outer.records for mask in (r.mask, r.padding)))
+            self.packs = outer.packs and (self.mask is None or any(same_storage(self.mask, mask) for mask in derived))
         self.mask = outer.mask if self.mask is None else self.mask
         # M-RoPE's rows that the outer model computed, from its images, don't separate packed sequences.
         computed = self.positions is not None and self.positions.ndim == 3
@@ -159,7 +158,6 @@ class ForwardContext:
         self.tokens_only = self.tokens_only and (outer.tokens_only or self._ids is None)
         self.takes_positions = self.takes_positions or outer.takes_positions
         self.has_4d_mask = self.has_4d_mask and outer.has_4d_mask  # if not, the outer model made it
-        self.unpadding = outer.unpadding
 
     def of_packed(self, layer: Any, lengths: PackedLengths, tokens: int) -> ForwardContext:
         """A context for the tokens of this one as sequences packed in one row, with no masks yet.
@@ -197,6 +195,11 @@ class ForwardContext:
         return not self.masks_by_layer_type and bool(getattr(self.cache, "is_compileable", False))
 
     @property
+    def tokens_after_padding(self) -> int:
+        """The number of tokens, if one of them comes after padding; else 0."""
+        return 0 if self.packing is None else self.packing.tokens_after_padding
+
+    @property
     def offsets(self) -> Tensor | None:
         """The ``cu_seq_lens_q``."""
         return None if self.lengths is None else self.lengths.cu_seq_lens_q
@@ -223,11 +226,11 @@ class ForwardContext:
             if self.unpadding is not None:
                 self._bool_mask = mask if self._bool_mask is None else self._bool_mask
                 return self._bool_mask
-            if self._without_padding is None and not self._sequences:
+            if not self._sequences:
                 self._bool_mask = mask
                 self.sequences(True)
-            if self._without_padding is not None:
-                return None if self._without_padding else self._bool_mask
+            if self.packing is not None and self.packing.without_padding is not None:
+                return None if self.packing.without_padding else self._bool_mask
         return None if bool(mask.all()) else mask  # not the mask that the model got
 
     def find_record(
@@ -299,10 +302,6 @@ class ForwardContext:
         if mask is None:
             return None
         self.packing = find_packing(mask, restarts, self._bool_mask)
-        self._without_padding, self.tokens_after_padding = (
-            self.packing.without_padding,
-            self.packing.tokens_after_padding,
-        )
         return self.packing.sequences
 
 

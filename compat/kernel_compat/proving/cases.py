@@ -396,12 +396,17 @@ def _trained(
             for inputs, mask in runs:
                 output = main_output(forward(model, inputs, gradients=True))
                 losses.append((output if mask is None else output[mask.bool()]).square().sum())
-            model.zero_grad(set_to_none=True)
-            torch.stack(losses).sum().backward()
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
-            return torch.cat([grad.flatten() for grad in grads])
+            return _gradients(model, torch.stack(losses).sum())
 
     return run
+
+
+def _gradients(model: Any, loss: Tensor) -> Tensor:
+    """The gradients of all parameters, concatenated; zero for those that the loss doesn't depend on."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
+    return torch.cat([grad.flatten() for grad in grads])
 
 
 def _padded_runs(subject: Subject) -> list[_Run]:
@@ -565,10 +570,7 @@ def _loss_and_gradients(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:
     def run(model: Any) -> Tensor:
         with training(model):
             loss = forward(model, inputs, gradients=True).loss
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
-            return torch.cat([loss.detach()[None], *(grad.flatten() for grad in grads)])
+            return torch.cat([loss.detach()[None], _gradients(model, loss)])
 
     return run
 

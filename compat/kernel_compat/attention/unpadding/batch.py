@@ -252,8 +252,9 @@ class Unpadding:
         return self._zeroed(value)
 
     def _zeroed(self, x: Tensor) -> Tensor:
-        """Hidden states or logits with zeros for padding; of the last columns, if there are no others."""
-        if not _is_of_tokens(x) or x.shape[:2] != (self.batch, min(self.kept or self.length, self.length)):
+        """Hidden states or logits with zeros for padding: of all columns, or of the last that there are logits for."""
+        columns = (self.length, min(self.kept, self.length) or self.length)
+        if not _is_of_tokens(x) or x.shape[0] != self.batch or x.shape[1] not in columns:
             return x
         return x.masked_fill(~self.mask[:, -x.shape[1] :, None].to(x.device), 0)
 
@@ -266,9 +267,7 @@ class Unpadding:
             return self.scatter(value[None]).flatten(0, 1)
         if not _is_of_tokens(value) or name not in ("", "hidden_states", *_MAIN):
             return value
-        if self.active and self.is_packed(value):
-            return self.scatter(value)
-        return value.masked_fill(~self.mask.to(value.device)[..., None], 0) if self.is_padded(value) else value
+        return self.scatter(value) if self.active and self.is_packed(value) else self._zeroed(value)
 
 
 def _is_of_tokens(x: Any) -> bool:

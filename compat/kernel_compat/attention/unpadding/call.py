@@ -113,7 +113,11 @@ def _unpadding(model: Any, context: ForwardContext, arguments: dict[str, Any], f
 
 
 def _rows(context: ForwardContext, mask: Tensor) -> Sequences | None:
-    """The rows without their padding; None if there is none, no token, or packed sequences. Synchronises once."""
+    """The rows of a padded batch, as sequences. Synchronises once.
+
+    Returns:
+        None for a batch without padding, without a token, or of packed sequences.
+    """
     if context.sequences(True) is not None:
         return None
     found = context.packing
