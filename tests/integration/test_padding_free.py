@@ -519,9 +519,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_one_synchronisation(reads: list[str]) -> None:
+@pytest.mark.parametrize("side", ["right", "none"])
+def test_one_synchronisation(side: str, reads: list[str]) -> None:
     _, ours = models("llama")
     given = batch("right")
+    if side == "none":
+        given["attention_mask"] = torch.ones_like(given["attention_mask"])
     with padding_free(ours):
         ours(**given, labels=given["input_ids"])
     assert reads == ["boundaries:find_packing"]

@@ -153,6 +153,8 @@ class ForwardContext:
         self._outer_made_positions = computed and outer.positions is None and outer.takes_positions
         if self.positions is None or self._outer_made_positions:
             self.positions = outer.positions
+        if self.mask is outer.mask and self.positions is outer.positions:
+            self.packing, self._sequences = outer.packing, dict(outer._sequences)
         self.lengths = self.lengths or outer.lengths
         self.cache = outer.cache if self.cache is None else self.cache
         self.tokens_only = self.tokens_only and (outer.tokens_only or self._ids is None)

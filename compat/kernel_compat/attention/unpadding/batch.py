@@ -17,6 +17,7 @@ from ..forward_context import ForwardContext, set_context
 from ..padding import runs
 from ..rows import CACHE_ARGUMENTS
 from ..tensors import require, same_storage
+from .token_rows import put_rows, take_rows
 
 __all__ = ["Request", "Unpadding"]
 
@@ -61,17 +62,17 @@ class Unpadding:
         self,
         context: ForwardContext,
         sequences: Sequences,
+        order: Tensor,
         real: Tensor | None,
         *,
         packs_head: bool,
         active: bool | None,
         kept: int,
     ) -> None:
-        assert sequences.indices is not None
         assert context.mask is not None
+        assert sequences.indices is not None
         self.batch, self.length, self.mask = context.batch, context.length, context.mask.bool()
-        self.sequences, self.indices, self.real = sequences, sequences.indices, real
-        self.tokens = self.indices.shape[0]
+        self.sequences, self.tokens, self.real, self._order = sequences, sequences.indices.shape[0], real, order
         self.packs_head, self.active, self.kept = packs_head, active, kept
         self.each_layer = self.scattered = False
         self.request: Request | None = None
@@ -83,15 +84,14 @@ class Unpadding:
     def gather(self, x: Tensor) -> Tensor:
         """(batch or 1, length, ...) to (1, tokens, ...)."""
         if x.shape[0] == self.batch:
-            return x.flatten(0, 1).index_select(0, self.indices.to(x.device))[None]
-        return x[0].index_select(0, self.indices.to(x.device) % self.length)[None]
+            return take_rows(x.flatten(0, 1), self._order.to(x.device), self.tokens)[None]
+        return x[0].index_select(0, self._order[: self.tokens].to(x.device) % self.length)[None]
 
     def scatter(self, x: Tensor) -> Tensor:
         """(1, tokens, ...) to (batch, length, ...), with zeros for padding."""
         if self.real is not None:
             x = x.masked_fill(~self.real.to(x.device).view(1, -1, *(1 for _ in x.shape[2:])), 0)
-        padded = x.new_zeros(self.batch * self.length, *x.shape[2:])
-        return padded.index_copy_(0, self.indices.to(x.device), x[0]).unflatten(0, (self.batch, self.length))
+        return put_rows(x[0], self._order.to(x.device), self.tokens).unflatten(0, (self.batch, self.length))
 
     def is_packed(self, x: Any) -> bool:
         """Whether a tensor has the shape of the packed tokens."""
@@ -100,29 +100,6 @@ class Unpadding:
     def is_padded(self, x: Any) -> bool:
         """Whether a tensor has the shape of the padded batch."""
         return isinstance(x, Tensor) and x.ndim > 1 and x.shape[:2] == (self.batch, self.length)
-
-    # The head's arguments.
-
-    def head_arguments(self, arguments: dict[str, Any], next_token: bool) -> dict[str, Any]:
-        """The arguments of a model with a head that change where the head gets the packed tokens.
-
-        The target of a token is the label after it in its row, also where that is padding; labels after padding are no target.
-        """
-        changed: dict[str, Any] = {}
-        labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
-        ignored = arguments.get("ignore_index", -100)
-
-        def targets(x: Tensor) -> Tensor:
-            x = self.gather(x)
-            return x if self.real is None else x.masked_fill(~self.real.to(x.device), ignored)
-
-        if isinstance(shifted, Tensor):
-            changed["shift_labels"] = targets(shifted)
-        elif isinstance(labels, Tensor) and next_token:
-            changed["shift_labels"] = targets(nn.functional.pad(labels[:, 1:], (0, 1), value=ignored))
-        if isinstance(labels, Tensor):
-            changed["labels"] = targets(labels)
-        return changed
 
     def forget(self) -> None:
         """Drop what the layers of a forward have shared. A checkpoint makes it again."""

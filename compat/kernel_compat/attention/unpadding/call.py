@@ -9,13 +9,14 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...kernels.indices import true_first
 from ...kernels.memo import fixed_shapes
 from ..boundaries import Sequences, find_packing, restarts_of
 from ..defaults import resolve
 from ..forward_context import ForwardContext, arguments_by_name, current_context, parameter_names
-from ..tensors import constant, offsets_of, require, true_indices
+from ..tensors import constant, offsets_of, require
 from .batch import Unpadding
 from .layers import structure_of
 
@@ -42,13 +43,14 @@ def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
             if request is None and (torch.compiler.is_compiling() or not _is_named(context)):
                 return original(self, *args, **kwargs)
             arguments = arguments_by_name(self, args, kwargs)
-            context.unpadding = _unpadding(self, context, arguments, None if request is None else request.tokens)
+            context.unpadding, targets = _unpadding(
+                self, context, arguments, None if request is None else request.tokens
+            )
             if context.unpadding is None:
                 return original(self, *args, **kwargs)
             context.unpadding.request = request
             if context.unpadding.packs_head:
-                changed = context.unpadding.head_arguments(arguments, head_of(type(self)).predicts_next)
-                args, kwargs = (), {**arguments, **changed}
+                args, kwargs = (), {**arguments, **targets}
         elif _adds_between_layers(arguments_by_name(self, args, kwargs)):
             context.unpadding.each_layer = True
         outputs = original(self, *args, **kwargs)
@@ -71,49 +73,84 @@ def _is_named(context: ForwardContext) -> bool:
     return entry is not None and entry.padding_free
 
 
-def _unpadding(model: Any, context: ForwardContext, arguments: dict[str, Any], fixed: int | None) -> Unpadding | None:
-    """The real tokens of a call; None for a call without padding, or with masks of another kind. Synchronises at most once.
+def _unpadding(
+    model: Any, context: ForwardContext, arguments: dict[str, Any], fixed: int | None
+) -> tuple[Unpadding | None, dict[str, Tensor]]:
+    """The real tokens of a call, and what a head that gets them takes as its labels. Synchronises at most once.
 
     Args:
         fixed: the number of tokens to compute; None for that of the real ones.
+
+    Returns:
+        None instead of the tokens for a call without padding, or with masks of another kind.
     """
     mask, length = context.mask, context.length
     if mask is None or length < 2 or mask.shape != (context.batch, length):
-        return None
+        return None, {}
     if fixed is None and (fixed_shapes(mask) or getattr(model, "_compiled_call_impl", None) is not None):
-        return None
+        return None, {}
     if (
         context.lengths
         or context.has_4d_mask
         or context.has_encoder_states
         or getattr(model.config, "is_encoder_decoder", False)
     ):
-        return None
+        return None, {}
     entry = resolve(getattr(model.config.get_text_config(), "_attn_implementation", None))
     if entry is None or entry.forward is not None or entry.spreads:
-        return None
+        return None, {}
     if context.cache is not None and _tokens_in(context.cache):
-        return None
-    real = None
-    if fixed is None:
-        rows = _rows(context, mask)
-        if rows is None:
-            return None
-    elif fixed < mask.numel():
-        rows, real = _in_fixed_shapes(context, mask, fixed)
-    else:
-        every = torch.arange(mask.numel(), device=mask.device)
-        rows = Sequences(every, every, length)
-    nothing_saved = rows.indices is not None and len(rows.indices) == mask.numel()
-    padded = nothing_saved or _runs_padded(model, context, arguments)
+        return None, {}
+    # All that doesn't depend on the mask's values comes before the host waits for them: the device is idle from then on.
+    padded = _runs_padded(model, context, arguments)
     packs_head = not padded and _packs_head(model, context, arguments)
     kept = _kept(arguments)
     kept = kept if isinstance(kept, int) else 0
-    return Unpadding(context, rows, real, packs_head=packs_head, active=False if padded else None, kept=kept)
+    if fixed is not None and fixed >= mask.numel():
+        every = torch.arange(mask.numel(), device=mask.device)
+        rows = Sequences(every, every, length)
+        return Unpadding(context, rows, every, None, packs_head=False, active=False, kept=kept), {}
+    order, offsets = true_first(mask.flatten() != 0)[0], offsets_of((mask != 0).sum(1, dtype=torch.int32))
+    targets = _targets(model, arguments, mask, order) if packs_head else {}
+    if fixed is None:
+        found, real = _rows(context, mask, order, offsets), None
+        if found is None:
+            return None, {}
+        rows = found
+    else:
+        rows, real = _in_fixed_shapes(context, mask, order, offsets, fixed)
+    made = Unpadding(context, rows, order, real, packs_head=packs_head, active=False if padded else None, kept=kept)
+    return made, {name: x[:, : made.tokens] for name, x in targets.items()}
 
 
-def _rows(context: ForwardContext, mask: Tensor) -> Sequences | None:
+def _targets(model: Any, arguments: dict[str, Any], mask: Tensor, order: Tensor) -> dict[str, Tensor]:
+    """The labels of a batch as one row, (1, batch * length), those of real tokens first.
+
+    The target of a token is the label after it in its row, also where that is padding; labels after padding are no target.
+    """
+    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+    ignored = arguments.get("ignore_index", -100)
+
+    def in_order(x: Tensor) -> Tensor:
+        x = x.masked_fill((mask == 0).to(x.device), ignored)
+        return x.flatten().index_select(0, order.to(x.device))[None]
+
+    found: dict[str, Tensor] = {}
+    if isinstance(shifted, Tensor):
+        found["shift_labels"] = in_order(shifted)
+    elif isinstance(labels, Tensor) and head_of(type(model)).predicts_next:
+        found["shift_labels"] = in_order(nn.functional.pad(labels[:, 1:], (0, 1), value=ignored))
+    if isinstance(labels, Tensor):
+        found["labels"] = in_order(labels)
+    return found
+
+
+def _rows(context: ForwardContext, mask: Tensor, order: Tensor, offsets: Tensor) -> Sequences | None:
     """The rows of a padded batch, as sequences. Synchronises once.
+
+    Args:
+        order: the indices of the real tokens in the flattened batch, then those of padding.
+        offsets: of the rows' tokens.
 
     Returns:
         None for a batch without padding, without a token, or of packed sequences.
@@ -123,11 +160,12 @@ def _rows(context: ForwardContext, mask: Tensor) -> Sequences | None:
     found = context.packing
     if found is None or not 0 < found.tokens < mask.numel():
         return None
-    offsets = offsets_of((mask != 0).sum(1, dtype=torch.int32))
-    return Sequences(true_indices(mask != 0, found.tokens), offsets, found.longest, found.interior_padding)
+    return Sequences(order[: found.tokens], offsets, found.longest, found.interior_padding)
 
 
-def _in_fixed_shapes(context: ForwardContext, mask: Tensor, tokens: int) -> tuple[Sequences, Tensor]:
+def _in_fixed_shapes(
+    context: ForwardContext, mask: Tensor, order: Tensor, offsets: Tensor, tokens: int
+) -> tuple[Sequences, Tensor]:
     """The rows as sequences of so many tokens in all, of which the last are padding, and which of them are real.
 
     Raises:
@@ -135,13 +173,12 @@ def _in_fixed_shapes(context: ForwardContext, mask: Tensor, tokens: int) -> tupl
     """
     positions, (batch, length) = context.positions, mask.shape
     find_packing(mask, None if positions is None else restarts_of(positions, batch, length, True), fixed=True)
-    offsets = offsets_of((mask != 0).sum(1, dtype=torch.int32))
     require(offsets[-1] <= tokens, f"a batch with more real tokens than padding_free(tokens={tokens}) says")
     # Padding is in sequences of its own, none longer than a row.
     ends = offsets[-1] + length * torch.arange(1, -(-tokens // length) + 1, dtype=torch.int32, device=mask.device)
     sequences = torch.cat([offsets, ends]).clamp(max=tokens)
     real = torch.arange(tokens, device=mask.device) < offsets[-1]
-    return Sequences(true_indices(mask != 0, tokens), sequences, length), real
+    return Sequences(order[:tokens], sequences, length), real
 
 
 def _runs_padded(model: Any, context: ForwardContext, arguments: dict[str, Any]) -> bool:
