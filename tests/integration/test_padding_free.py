@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib.util
 import json
 import pickle
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -537,6 +540,43 @@ def test_without_padding_nothing_changes() -> None:
     with used(ours, 0):
         assert torch.equal(ours(**given).logits, expected)
         assert torch.equal(ours(**given, attention_mask=torch.ones(2, 9, dtype=torch.long)).logits, expected)
+
+
+def test_a_forward_that_other_code_has_set() -> None:
+    """As TRL's, which returns log-probabilities of each label: it gets the padded batch, and the layers their tokens."""
+    eager, ours = models("llama")
+    given = batch("right")
+
+    def log_probs(model: Any) -> Tensor:
+        @functools.wraps(type(model).forward)
+        def forward(self: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+            scores = self.lm_head(self.model(**kwargs).last_hidden_state[:, :-1]).log_softmax(-1)
+            found: Tensor = scores.gather(-1, labels[:, 1:, None])[..., 0]
+            return found
+
+        model.forward = types.MethodType(forward, model)
+        found: Tensor = model(**given, labels=given["input_ids"])
+        return found * given["attention_mask"][:, 1:]
+
+    expected = log_probs(eager)
+    with used(ours):
+        torch.testing.assert_close(log_probs(ours), expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerates_forward_keeps_the_head_packed() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    _, ours = models("llama")
+    given = batch("right")
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(ours)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    heads: list[torch.Size] = []
+    ours.lm_head.register_forward_pre_hook(lambda module, args: heads.append(args[0].shape[:2]))
+    with padding_free(prepared):
+        prepared(**given, labels=given["input_ids"])
+    assert heads == [(1, int(given["attention_mask"].sum()))]
 
 
 def test_packed_sequences_and_4d_masks_stay_as_they_are() -> None:

@@ -27,6 +27,8 @@ FLAG = "_kernel_compat_padding_free"
 #: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
 _NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
 _EACH_TOKEN = re.compile(r"For(MaskedLM|TokenClassification)")
+#: Packages whose forwards of an instance take labels and return outputs as the class's does.
+_KEEP_OUTPUTS = ("accelerate", "kernel_compat", "liger_kernel", "torch")
 
 
 def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,10 +240,28 @@ def head_of(model_class: type) -> _Head:
     return _Head(each or following, predicts_next, each or (predicts_next and takes_any))
 
 
+def _is_replaced(model: Any) -> bool:
+    """Whether other code has set a forward on a model, as TRL's with its per-token outputs: its labels are the padded batch's."""
+    forward = model.__dict__.get("forward")
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        if function is type(model).forward:
+            return False
+        code = getattr(function, "func", function)  # of a partial
+        # Not ``__module__``, which functools.wraps copies.
+        where = getattr(code, "__globals__", {}).get("__name__") or type(code).__module__
+        if where.partition(".")[0] not in _KEEP_OUTPUTS:
+            return True
+        forward = getattr(function, "__wrapped__", None)
+    return False
+
+
 def _packs_head(model: Any, context: ForwardContext, arguments: dict[str, Any]) -> bool:
     """Whether a model's head gets the packed tokens: it computes each by itself, and its loss takes their targets."""
     head, kept = head_of(type(model)), _kept(arguments)
     if not head.of_tokens or isinstance(kept, Tensor) or kept:  # columns of the padded batch
+        return False
+    if _is_replaced(model):
         return False
     labels = [arguments[name] for name in ("labels", "shift_labels") if arguments.get(name) is not None]
     if any(not isinstance(x, Tensor) or x.shape != (context.batch, context.length) for x in labels):

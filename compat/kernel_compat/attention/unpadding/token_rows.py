@@ -71,7 +71,8 @@ class _Take(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return put_rows(grad, *ctx.saved_tensors, ctx.count), None, None
+        (order,) = ctx.saved_tensors
+        return put_rows(grad, order, ctx.count), None, None
 
 
 class _Put(torch.autograd.Function):  # type: ignore[misc]
@@ -80,4 +81,5 @@ class _Put(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return take_rows(grad, *ctx.saved_tensors, ctx.count), None, None
+        (order,) = ctx.saved_tensors
+        return take_rows(grad, order, ctx.count), None, None
