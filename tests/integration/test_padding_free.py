@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import json
 import pickle
 import sys
@@ -563,15 +562,12 @@ def test_a_forward_that_other_code_has_set() -> None:
         torch.testing.assert_close(log_probs(ours), expected)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerates_forward_keeps_the_head_packed() -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
+    accelerate = pytest.importorskip("accelerate")
     _, ours = models("llama")
     given = batch("right")
-    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(ours)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(ours)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     heads: list[torch.Size] = []
     ours.lm_head.register_forward_pre_hook(lambda module, args: heads.append(args[0].shape[:2]))
     with padding_free(prepared):
