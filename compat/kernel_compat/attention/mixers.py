@@ -20,6 +20,7 @@ from torch import nn
 from ..errors import UnsupportedFeatureError
 from ..kernels.memo import fixed_shapes, memoised
 from ..patching.swap import Change, make, undo
+from ..patching.wrapping import functions_beneath
 from .defaults import resolve
 from .forward_context import ForwardContext, arguments_by_name, current_context
 from .rows import CACHE_ARGUMENTS, RowCall, packed_rows, padded_rows
@@ -164,12 +165,7 @@ class MixerPatches:
 
     def _is_patched(self, forward: Any) -> bool:
         """Whether a forward is one of the replacements, or wraps one."""
-        while forward is not None:
-            function = getattr(forward, "__func__", forward)
-            if function in self._replacements:
-                return True
-            forward = getattr(function, "__wrapped__", None)
-        return False
+        return any(function in self._replacements for function in functions_beneath(forward))
 
     def _replace(self, owner: Any, replacement: Any, value: Callable[..., Any]) -> None:
         replacement.change = Change(owner, "forward", value)

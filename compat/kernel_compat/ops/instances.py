@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 from ..patching import swap
-from ..patching.wrapping import forwards_of
+from ..patching.wrapping import forwards_of, functions_beneath
 
 #: On functions of ours: the ops that they are for, with the config's value.
 MARK = "__kernel_compat_op__"
@@ -50,15 +50,13 @@ class Change(swap.Change):
 
     @property
     def in_force(self) -> bool:
-        """Whether ours is in place, or is called by a function that wraps it."""
+        """Whether ours is in place, or is called by a function that wraps it, as accelerate's for mixed precision."""
         if self.attribute.startswith("_kernel_compat"):  # nobody else's, and the loss's own code changes them
             return True
         if not isinstance(self.replacement, MethodType):
             return self.in_place
-        function = _function(self.module, self.attribute)
-        while function is not None and function is not self.replacement.__func__:
-            function = getattr(function, "__wrapped__", None)  # accelerate's, for mixed precision
-        return function is not None
+        found = _function(self.module, self.attribute)
+        return any(function is self.replacement.__func__ for function in functions_beneath(found))
 
 
 def undo(changes: list[Change]) -> list[Change]:

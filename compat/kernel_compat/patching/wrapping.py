@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +17,7 @@ from .swap import ABSENT, swap
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["assert_same_signature", "forwards_of", "wrap"]
+__all__ = ["assert_same_signature", "forwards_of", "functions_beneath", "wrap"]
 
 #: Called as ``around(inner, args, kwargs)``; returns the result of the forward. Must be picklable.
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -77,6 +77,14 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{function!r} has no signature: {error}") from error
+
+
+def functions_beneath(forward: Any) -> Iterator[Any]:
+    """The function of a method, the function that it wraps, and so on; nothing for None."""
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        yield function
+        forward = getattr(function, "__wrapped__", None)
 
 
 class _Forward:

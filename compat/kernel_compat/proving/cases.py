@@ -402,7 +402,7 @@ def _trained(
 
 
 def _gradients(model: Any, loss: Tensor) -> Tensor:
-    """The gradients of all parameters, concatenated; zero for those that the loss doesn't depend on."""
+    """The gradients of all parameters that require one, in one vector. A parameter that isn't used in the loss has a gradient of zeros."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...kernels.indices import true_first
 from ...kernels.memo import fixed_shapes
+from ...patching.wrapping import functions_beneath
 from ..boundaries import Sequences, find_packing, restarts_of
 from ..defaults import resolve
 from ..forward_context import ForwardContext, arguments_by_name, current_context, parameter_names
@@ -242,9 +243,7 @@ def head_of(model_class: type) -> _Head:
 
 def _is_replaced(model: Any) -> bool:
     """Whether other code has set a forward on a model, as TRL's with its per-token outputs: its labels are the padded batch's."""
-    forward = model.__dict__.get("forward")
-    while forward is not None:
-        function = getattr(forward, "__func__", forward)
+    for function in functions_beneath(model.__dict__.get("forward")):
         if function is type(model).forward:
             return False
         code = getattr(function, "func", function)  # of a partial
@@ -252,7 +251,6 @@ def _is_replaced(model: Any) -> bool:
         where = getattr(code, "__globals__", {}).get("__name__") or type(code).__module__
         if where.partition(".")[0] not in _KEEP_OUTPUTS:
             return True
-        forward = getattr(function, "__wrapped__", None)
     return False
 
 
