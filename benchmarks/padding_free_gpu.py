@@ -6,7 +6,7 @@ installed, padding_free_gpu.svg and padding_free_step.svg. All but the first can
     uv run --no-project --with matplotlib benchmarks/padding_free_gpu.py --from DIR/padding_free.json --out DIR
 
 bfloat16. It measures as attention_gpu.py does, and memory in a call of its own, above what is allocated before it. The curves are the losses
-of training on this project's documentation, a byte a token. --tiny runs small problems on the CPU, to test the script.
+of training on this project's documentation, a byte a token; sdpa on the rows in reverse order shows what rounding alone changes. --tiny runs small problems on the CPU, to test the script.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ LENGTH, VOCABULARY = 2048, 128256
 LENGTHS = (2048, 1664, 1408, 1152, 960, 768, 576, 376)
 STEPS, STEP = 200, "training step"
 NAME, OURS = "padding_free_flash", "padding_free, OpsConfig.auto"
+REVERSED = "sdpa, rows in reverse order"
 COLORS = ("tab:gray", "tab:orange", "tab:blue")
 #: By part: the title, and a ratio of the second candidate's time to the first's, for pairs without a target of their own.
 PARTS = {
@@ -221,9 +222,16 @@ def step_part(shrink: int, device: str) -> Iterator[list[Cell]]:
 def curves(device: str, shrink: int) -> dict[str, list[float]]:
     """The losses of the same steps by each candidate."""
     found = {}
-    for name, (attention, prepare) in {**upstreams(device), OURS: (NAME, without_padding)}.items():
+    candidates = upstreams(device)
+    for name, (attention, prepare) in {
+        **candidates,
+        OURS: (NAME, without_padding),
+        REVERSED: candidates["sdpa"],
+    }.items():
         model, optimizer = trained(attention, prepare, device, 1e-4)
         batches = corpus(device, shrink, STEPS if device == "cuda" else 5)
+        if name == REVERSED:
+            batches = ({key: rows.flip(0) for key, rows in given.items()} for given in batches)
         found[name] = [float(step(model, optimizer, given)) for given in batches]
         del model, optimizer
     return found
@@ -322,8 +330,9 @@ class Results(Pairs):
             bars(axes[0], "a training step, ms", medians, COLORS)
             bars(axes[1], "its memory, GiB", {name: one["memory"] for name, one in shown.items()}, COLORS)
             axes[1].set_yticks([])
-            for (name, losses), color, style in zip(self.curves.items(), COLORS, ("-", "--", ":"), strict=False):
-                axes[2].plot(losses, style, color=color, label=name)
+            drawn = [name for name in self.curves if name != REVERSED]
+            for name, color, style in zip(drawn, COLORS, ("-", "--", ":"), strict=False):
+                axes[2].plot(self.curves[name], style, color=color, label=name)
             axes[2].set(title="loss", xlabel="step")
             axes[2].legend()
             figure.savefig(path.with_name("padding_free_step.svg"), metadata={"Date": None})

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ import interpreter  # noqa: F401  # repaired
 import pytest
 import torch
 import triton.language as tl
+from liger_kernel.ops.fused_linear_cross_entropy import (
+    fused_linear_cross_entropy_forward as forward_of_the_loss,
+)
 from mixtures import plain
 from torch import Tensor
 from torch.nn import functional
@@ -47,6 +51,37 @@ def test_cross_entropy(factor: float, reduction: Literal["mean", "sum"], trained
 
     expected = results(functional.cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction))
     require_close(results(liger.cross_entropy()(hidden, weight, labels, bias=bias, reduction=reduction)), expected)
+
+
+@pytest.mark.skipif(
+    "chunk_mem_const" not in signature(forward_of_the_loss).parameters, reason="liger-kernel 0.8.5 has it"
+)
+def test_the_chunks_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the head is trained, they are as large as those of `chunk_loss`; elsewhere they are Liger's own."""
+    given: list[int | None] = []
+
+    def forward(**options: Any) -> Any:
+        given.append(options.get("chunk_mem_const"))
+        return forward_of_the_loss(**options)
+
+    monkeypatch.setattr("liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward", forward)
+    forward.__signature__ = signature(forward_of_the_loss)  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(600, 8, requires_grad=True), torch.randn(100, 8, requires_grad=True)
+    labels = torch.randint(100, (600,))
+    kernel = liger.cross_entropy()
+
+    expected = torch.autograd.grad(functional.cross_entropy(hidden @ weight.T, labels), (hidden, weight))
+    require_close(torch.autograd.grad(kernel(hidden, weight, labels), (hidden, weight)), expected)
+    kernel(hidden, weight.detach(), labels)
+    with torch.no_grad():
+        kernel(hidden, weight, labels)
+    assert given == [5, None, None]
+    assert [liger.memory_of_chunks(*sizes) for sizes in ((8952, 2048, 128256), (16384, 4096, 32000), (0, 8, 100))] == [
+        7,
+        1,
+        13,
+    ]
 
 
 def test_the_loss_s_gradients_are_computed_once_and_are_nobody_else_s() -> None:

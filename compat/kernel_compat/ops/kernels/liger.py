@@ -8,6 +8,7 @@ of Liger's functions it makes graphs with wrong gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from ..losses.lazy import Pointwise, as_autocast
 from ..recognisers import norms
 from ..recognisers.rotary import reference as rotated
 from .backward import first_derivative_only, untraced_backward
+from .chunk_loss import chunk_size
 from .routing import counted
 
 
@@ -157,6 +159,8 @@ def cross_entropy() -> Callable[..., Tensor]:
     """The kernel of ``cross_entropy_loss``, from hidden states."""
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
+    takes_memory = "chunk_mem_const" in signature(fused_linear_cross_entropy_forward).parameters  # from 0.8.5
+
     @first_derivative_only("cross_entropy_loss_implementation='liger_kernel'", traced=False)
     def kernel(
         hidden_states: Tensor,
@@ -177,6 +181,8 @@ def cross_entropy() -> Callable[..., Tensor]:
         if torch.is_grad_enabled() and trained and not hidden_states.requires_grad:
             hidden_states = hidden_states.detach().requires_grad_()  # Liger computes no gradient otherwise
         options = {"target": labels, "ignore_index": ignore_index, "reduction": reduction, "softcap": softcap}
+        if takes_memory and torch.is_grad_enabled() and weight.requires_grad:
+            options["chunk_mem_const"] = memory_of_chunks(hidden_states.shape[0], hidden_states.shape[1], len(weight))
 
         def compute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
             results = fused_linear_cross_entropy_forward(_input=hidden_states, weight=weight, bias=bias, **options)
@@ -185,6 +191,15 @@ def cross_entropy() -> Callable[..., Tensor]:
         return _ComputedLoss.apply(compute, "liger_kernel", hidden_states, weight, bias)
 
     return kernel
+
+
+def memory_of_chunks(tokens: int, hidden: int, vocabulary: int) -> int:
+    """Liger's ``chunk_mem_const`` for chunks of about as many tokens as `chunk_loss` has, or for Liger's own if larger.
+
+    Each chunk reads and writes the gradient of the whole weight, and Liger makes chunks smaller the fewer tokens there are.
+    """
+    chunks = max(1, -(-tokens // chunk_size(hidden, with_weight=True)))
+    return max(1, -(-vocabulary // (chunks * hidden)))
 
 
 def logits_cross_entropy() -> Callable[..., Tensor]:
