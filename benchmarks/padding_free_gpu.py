@@ -249,7 +249,7 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, Any]:
             for cell in cells:
                 if cell.mode != FORWARD:
                     peak(cell)
-            measure(cells, host_ms if args.tiny else running_ms, 2 if args.tiny else 7, begun + args.seconds)
+            measure(cells, host_ms if args.tiny else running_ms, 2 if args.tiny else 15, begun + args.seconds)
             results["cells"] += recorded(part, cells)
             (out / "padding_free.json").write_text(json.dumps(results))
             print(f"{part}, {cells[0].case}, {cells[0].mode}: {time.monotonic() - begun:.0f} s", flush=True)
