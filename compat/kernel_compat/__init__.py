@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from . import models, ops, policy
     from .attention.defaults import (
         Report,
+        attention_function,
         install,
         installed,
+        mask_function,
         register_attention,
         registered_attention,
         status,
@@ -58,9 +60,11 @@ __all__ = [
     "Shim",
     "ShimReport",
     "UnsupportedFeatureError",
+    "attention_function",
     "install",
     "installed",
     "known_kernels",
+    "mask_function",
     "models",
     "ops",
     "policy",

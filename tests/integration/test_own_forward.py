@@ -15,7 +15,7 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 import kernel_compat
 
-OWN = "veomni_flash_attention_4_with_sp"
+OWN, WRAPPER = "veomni_flash_attention_4_with_sp", "wrapper_of_flash"
 
 
 def own_forward(
@@ -49,21 +49,31 @@ def own_forward(
     return output, None
 
 
+def wrapper(*args: Any, **kwargs: Any) -> Any:
+    return kernel_compat.attention_function("flash_attention_reference")(*args, **kwargs)
+
+
 @pytest.fixture(scope="module")
 def registered(installed_for_all: None) -> Iterator[None]:
     kernel_compat.register_attention(OWN, "flash_attention_reference", forward=own_forward)
+    mask = kernel_compat.mask_function("flash_attention_reference")
+    kernel_compat.register_attention(WRAPPER, forward=wrapper, mask=mask, features={"varlen", "window", "softcap"})
     # Names bound by `from ... import` before the installation must be the installed ones.
     assert _flash_attention_forward is transformers.modeling_flash_attention_utils._flash_attention_forward
     yield
-    kernel_compat.unregister_attention(OWN)
+    for name in (OWN, WRAPPER):
+        kernel_compat.unregister_attention(name)
 
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "gemma2_softcap"])
 @pytest.mark.parametrize("batch", [pytest.param("even", marks=pytest.mark.slow), "padded", "packed"])
-def test_same_numbers_as_eager(models: Path, loaded: Callable[..., Any], name: str, batch: str) -> None:
+@pytest.mark.parametrize("registration", [OWN, WRAPPER])
+def test_same_numbers_as_eager(
+    models: Path, loaded: Callable[..., Any], name: str, batch: str, registration: str
+) -> None:
     path = saved(models, name)
-    eager, ours = loaded(path, "eager"), loaded(path, OWN)
+    eager, ours = loaded(path, "eager"), loaded(path, registration)
     ids = torch.randint(3, VOCAB, (1 if batch == "packed" else 2, 12))
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     real = torch.ones(ids.shape, dtype=torch.bool)

@@ -468,6 +468,14 @@ def test_a_later_skip_undoes(world: World) -> None:
     assert states(world.uninstall()) == {"one": "pending", "two": "pending"}
 
 
+def test_only_some_shims(world: World) -> None:
+    world.points = {"a": shim("one"), "b": shim("two", METHOD)}
+    assert states(world.install(only=["two"])) == {"one": "skipped", "two": "applied"}
+    assert states(world.install(only=["one", "two"], skip=["two"])) == {"one": "applied", "two": "skipped"}
+    assert states(world.install(only=())) == {"one": "skipped", "two": "skipped"}
+    assert states(world.install()) == {"one": "applied", "two": "applied"}
+
+
 @pytest.mark.parametrize("skip", [("one",), {"one"}, frozenset({"one"}), {"one": 1}, iter(["one"])])
 def test_skip_takes_any_collection(world: World, skip: Any) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD)}

@@ -2,28 +2,37 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import kernel_compat
 from kernel_compat import (
     AttentionName,
+    Environment,
+    Features,
     Kernel,
+    UnsupportedFeatureError,
     known_kernels,
     register_attention,
     registered_attention,
     unregister_attention,
 )
 from kernel_compat.attention import defaults
+from kernel_compat.attention.mask_function import attention_mask_function
 from kernel_compat.attention.registry import AttentionRegistry
+from kernel_compat.choosing.capabilities import capabilities, require_features
+from kernel_compat.choosing.ladder import next_fallback
 from kernel_compat.patching.installation import Installation
 
 REFERENCE = "flash_attention_reference"
@@ -109,7 +118,23 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "'flash_attention_9' is no kernel",
     ),
     "an unknown kernel says which there are": ({"name": "x_flash", "kernel": ""}, ValueError, REFERENCE),
-    "no kernel": ({"name": "x_flash", "kernel": None}, TypeError, "not None"),
+    "no kernel": ({"name": "x_flash", "kernel": None}, TypeError, "a kernel, a forward or both"),
+    "features of a kernel": (
+        {"name": "x_flash", "kernel": REFERENCE, "features": {"varlen"}},
+        ValueError,
+        "features are those of a forward",
+    ),
+    "an unknown feature": (
+        {"name": "x_flash", "forward": forward, "features": ["varlen", "speed"]},
+        ValueError,
+        "no such features: 'speed'; there are: causal, window",
+    ),
+    "one feature as a string": (
+        {"name": "x_flash", "forward": forward, "features": "varlen"},
+        TypeError,
+        "not the string 'varlen'",
+    ),
+    "no features": ({"name": "x_flash", "forward": forward, "features": 3}, TypeError, "not 3"),
     "a number for a kernel": ({"name": "x_flash", "kernel": 3}, TypeError, "not 3"),
     "a function for a kernel": ({"name": "x_flash", "kernel": varlen}, TypeError, "flash_attn_varlen_func"),
     "a kernel without varlen": (
@@ -470,3 +495,112 @@ def test_before_transformers_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# a forward without a kernel, and its features
+
+
+def test_a_forward_alone() -> None:
+    for _ in range(2):  # the same registration twice is fine
+        register_attention("x_flash", forward=forward, features={"varlen", "window", "backward"})
+    found = capabilities("x_flash", Environment.detect())
+    assert found is not None
+    assert set(found.features.names()) == {"varlen", "window", "backward"}
+    assert (found.unusable, found.runs_on) == ([], "its own forward")
+    assert next_fallback("x_flash") == "sdpa"
+    with pytest.raises(UnsupportedFeatureError, match=r"_flash_attention_forward.* Register the name with a kernel"):
+        registered_attention()["x_flash"].kernel.load().flash_attn_varlen_func(q=None)
+
+
+def test_a_forward_alone_that_declares_nothing_has_no_feature() -> None:
+    register_attention("x_flash", forward=forward)
+    found = capabilities("x_flash", Environment.detect())
+    assert found is not None
+    assert found.features.names() == ()
+
+
+def test_the_features_of_a_forward_are_not_those_of_its_kernel() -> None:
+    register_attention("x_flash", REFERENCE, forward, features=Features(softcap=False, window=False))
+    environment = Environment.detect()
+    found = capabilities("x_flash", environment)
+    assert found is not None
+    assert found.features == Features(softcap=False, window=False)
+    with pytest.raises(UnsupportedFeatureError, match="softcap"):
+        require_features("x_flash", {"softcap"}, "Model", environment)
+
+
+# names of other distributions
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Writes a distribution with a module of this source and these entry points, and puts it on the path."""
+
+    def write(source: str, points: str) -> None:
+        (tmp_path / "x_plugin.py").write_text(source)
+        folder = tmp_path / "x_plugin-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: x-plugin\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[kernel_compat.attention]\n{points}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    defaults._register_entry_points.cache_clear()
+    yield write
+    sys.modules.pop("x_plugin", None)
+    defaults._register_entry_points.cache_clear()
+
+
+def test_names_of_entry_points(site: Callable[[str, str], None]) -> None:
+    site(
+        "MAPPING = {'kernel': 'flash_attention_reference'}\ndef made():\n    return {'kernel': 'flash_attention_2'}\n",
+        "x_flash = x_plugin:MAPPING\ny_flash = x_plugin:made\nx_broken_flash = x_plugin:gone\nx/y = x_plugin:MAPPING",
+    )
+    register_attention("y_flash", "flash_attention_3")  # the program's own comes first
+    names = registered_attention()
+    assert {name: entry.kernel.name for name, entry in names.items()} == {
+        "x_flash": "flash_attention_reference",
+        "y_flash": "flash_attention_3",
+    }
+    found = kernel_compat.install()
+    assert "x_flash" in functions()
+    assert not found.ok
+    assert found.attention["x_flash"] == "available"
+    assert "AttributeError" in found.attention["x_broken_flash"]
+    assert "looks like a hub kernel" in found.attention["x/y"]
+
+
+def test_the_command_line_knows_names_of_entry_points(site: Callable[[str, str], None], tmp_path: Path) -> None:
+    site("MAPPING = {'kernel': 'flash_attention_reference'}", "x_flash = x_plugin:MAPPING")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    for words in (["explain", "x_flash"], ["plan", "--attn", "x_flash"], ["check", "x_flash"], ["status"]):
+        made = subprocess.run(
+            [sys.executable, "-m", "kernel_compat", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert made.returncode == 0, made.stderr
+        assert "x_flash" in made.stdout
+
+
+# wrappers
+
+
+@pytest.mark.parametrize("name", ["x_flash", REFERENCE])
+def test_the_functions_of_a_name(name: str) -> None:
+    register_attention("x_flash", REFERENCE)
+    q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
+    module = SimpleNamespace(is_causal=True, parameters=list)
+    output, _ = kernel_compat.attention_function(name)(module, q, k, v, None, scaling=0.5)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5).transpose(1, 2)
+    torch.testing.assert_close(output, expected)
+    assert kernel_compat.mask_function(name) is attention_mask_function
+
+
+def test_the_functions_of_a_name_with_its_own() -> None:
+    register_attention("x_flash", REFERENCE, forward, mask=varlen)
+    assert kernel_compat.attention_function("x_flash") is forward
+    assert kernel_compat.mask_function("x_flash") is varlen
+    with pytest.raises(ValueError, match="'z_flash' is no kernel"):
+        kernel_compat.attention_function("z_flash")

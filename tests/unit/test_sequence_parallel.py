@@ -300,6 +300,24 @@ def test_groups() -> None:
         ulysses(inner, mesh)
 
 
+def test_a_function_that_returns_the_group_at_each_call() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    groups: list[Any] = [mesh["sequence"], None, "none"]
+    inner = Inner()
+    spread = ulysses(inner, lambda: groups[0])
+    mask = torch.zeros(2, LENGTH, dtype=torch.bool)
+    for ranks in (2, RANKS):
+        spread(CAUSAL, *qkv(), None)
+        assert inner.calls.pop().query.shape == (1, 8 // ranks, ranks * LENGTH, 8)
+        arguments = {"batch_size": 2, "kv_length": LENGTH, "q_length": LENGTH, "attention_mask": mask}
+        gathered = gathering_mask_function(lambda: groups[0])(**arguments)
+        assert gathered is not None
+        assert gathered.shape == (2, ranks * LENGTH)
+        groups.pop(0)
+    with pytest.raises(TypeError, match="not 'none'"):
+        spread(CAUSAL, *qkv(), None)
+
+
 def test_a_group_that_is_not_there_yet() -> None:
     spread = ulysses(Inner())
     dist.destroy_process_group()

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from ..environment import torch_flash_backend
-from ..kernels import Kernel, LayeredKernel, as_kernel
+from ..kernels import Features, ForwardOnly, Kernel, LayeredKernel, as_kernel
 from ..patching import report
 from ..patching.installation import Installation
 from .names import AttentionName
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Report",
+    "attention_function",
     "install",
     "installed",
+    "mask_function",
     "register_attention",
     "registered_attention",
     "resolve",
@@ -36,6 +40,9 @@ registry = AttentionRegistry()
 installation = Installation([registry])
 
 resolve = registry.resolve
+
+#: The entry points of other distributions' attention names.
+ENTRY_POINT_GROUP = "kernel_compat.attention"
 
 #: The values of `install(unproven=...)`.
 UNPROVEN = ("warn", "refuse", "allow")
@@ -66,7 +73,7 @@ class Report(report.Report):
         return super().ok and all(state in ("available", "pending") for state in self.attention.values())
 
 
-def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Report:
+def install(*, skip: Collection[str] = (), only: Collection[str] | None = None, unproven: str | None = None) -> Report:
     """Apply every shim this environment needs and make the registered attention names known to transformers.
 
     Imports the upstream modules whose seams it replaces. Each shim is applied whole or not at all: one that finds
@@ -81,6 +88,7 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
 
     Args:
         skip: names of shims to leave out, as `status()` lists them. One that an earlier call applied is undone.
+        only: names of the shims to apply, instead of all.
         unproven: the reaction to a model that is loaded under a registered name and whose type can't be proven to compute
             the same as with eager attention: ``"warn"``, ``"refuse"`` or ``"allow"``. Types that the library was tested on are
             in its table; others are proven at load on a tiny model of their own class, once, which takes some seconds and is
@@ -88,11 +96,12 @@ def install(*, skip: Collection[str] = (), unproven: str | None = None) -> Repor
             environment variable ``KERNEL_COMPAT_UNPROVEN``, or else ``"warn"``.
 
     Raises:
-        ValueError: `skip` names a shim that doesn't exist, or `unproven` is not one of the values above.
-        TypeError: `skip` is a single string.
+        ValueError: `skip` or `only` names a shim that doesn't exist, or `unproven` is not one of the values above.
+        TypeError: `skip` or `only` is a single string.
     """
     unproven = _checked(unproven)
-    found = installation.install(skip=skip)
+    _register_entry_points()
+    found = installation.install(skip=skip, only=only)
     registry.unproven = unproven or registry.unproven
     return _with_attention(found)
 
@@ -111,13 +120,16 @@ def status() -> Report:
 
 
 @contextmanager
-def installed(*, skip: Collection[str] = (), unproven: str | None = None) -> Iterator[Report]:
+def installed(
+    *, skip: Collection[str] = (), only: Collection[str] | None = None, unproven: str | None = None
+) -> Iterator[Report]:
     """`install()` for the length of a ``with`` block; of several that overlap, in one thread or many, the last uninstalls.
 
     Inside another installation it changes nothing on leaving.
     """
     unproven = _checked(unproven)
-    with installation.installed(skip=skip) as found:
+    _register_entry_points()
+    with installation.installed(skip=skip, only=only) as found:
         registry.unproven = unproven or registry.unproven
         yield _with_attention(found)
 
@@ -134,13 +146,14 @@ def unproven() -> str:
 
 def register_attention(
     name: str,
-    kernel: str | Kernel | Sequence[Any] | Any,
+    kernel: str | Kernel | Sequence[Any] | Any | None = None,
     forward: Callable[..., Any] | None = None,
     mask: Callable[..., Any] | None = None,
     *,
+    features: Features | Collection[str] | None = None,
     override: bool = False,
     handles_context_parallel: bool = False,
-    sequence_parallel: ProcessGroup | DeviceMesh | bool | None = False,
+    sequence_parallel: ProcessGroup | DeviceMesh | Callable[[], Any] | bool | None = False,
     padding_free: bool = False,
 ) -> None:
     """Make `name` usable as ``attn_implementation=name`` once `install()` is called, or at once where it is.
@@ -160,38 +173,49 @@ def register_attention(
         kernel: a kernel's name (a key of `known_kernels()`), a `Kernel`, or any object with a ``flash_attn_varlen_func`` that
             takes FA2's keywords, such as a module. It has the features whose keywords are named parameters, or those of its
             attribute `features`, a `Features`. A list of these, or ``"auto"`` for all of the library's, gives each call to the
-            first kernel that computes exactly what it asks for; `Report.chosen` shows which.
+            first kernel that computes exactly what it asks for; `Report.chosen` shows which. None for a `forward` that needs none
+            of them.
         forward: replaces the library's attention function. Called as transformers calls its own:
             ``forward(module, query, key, value, attention_mask, *, scaling, dropout, **kwargs)`` with query, key and
             value of shape (batch, heads, length, head_dim); returns ``(output, None)`` with the output of shape
             (batch, length, heads, head_dim). It may call transformers' ``_flash_attention_forward`` with
             ``attn_implementation=name`` and gets this kernel on every release.
         mask: replaces the library's mask function; called as those of transformers' ``ALL_MASK_ATTENTION_FUNCTIONS``.
+        features: those of `forward`: a `Features`, or names of its boolean fields, such as ``{"varlen", "window", "backward"}``;
+            it has no others then. Without them a `forward` has those of the kernel, and none without a kernel. What chooses an
+            attention, and what checks a model, goes by them.
         override: allow a name that transformers owns, or that is registered already.
         handles_context_parallel: declares that attention under this name is right under context parallelism, because
             `forward`, or code around it, exchanges keys and values between the ranks. `kernel_compat.policy.resolve_preload`
             keeps such a name instead of choosing sdpa.
-        sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, True or None for the
-            default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
+        sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, a function that returns it
+            at each call, or True or None for the default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
             gathers the slices of a padding mask. One of your own must make masks of the full sequence.
         padding_free: models under the name compute padded batches without their padding, as by
             `kernel_compat.models.padding_free`. A model for which that is wrong is refused when it is loaded.
 
     Raises:
-        TypeError: `name` is not a string, `forward` or `mask` is not callable, `kernel` is no kernel, or
-            `sequence_parallel` no group that this rank is in.
-        ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name; or `padding_free` beside `forward` or
-            `sequence_parallel`.
+        TypeError: `name` is not a string, `forward` or `mask` is not callable, `kernel` is no kernel, there is neither a
+            kernel nor a forward, or `sequence_parallel` is no group that this rank is in.
+        ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name; `features` without `forward`, or of
+            unknown names; or `padding_free` beside `forward` or `sequence_parallel`.
     """
+    if kernel is None and forward is None:
+        raise TypeError("register_attention takes a kernel, a forward or both")
+    if features is not None and forward is None:
+        raise ValueError("features are those of a forward; a kernel's are known, or an attribute of its object")
+    declared = None if features is None else Features.of(features)
+    found = ForwardOnly(name, declared or Features.of(())) if kernel is None else as_kernel(kernel)
     entry = AttentionName(
         name,
-        as_kernel(kernel),
+        found,
         forward,
         mask,
         override,
         handles_context_parallel=handles_context_parallel,
         sequence_parallel=None if sequence_parallel is True else sequence_parallel,
         padding_free=padding_free,
+        features=declared,
     )
     registry.register(entry)
 
@@ -206,8 +230,78 @@ def unregister_attention(name: str) -> None:
 
 
 def registered_attention() -> dict[str, AttentionName]:
-    """The registered names in the order of registration; while installed, those of the library included."""
+    """The registered names in the order of registration; while installed, those of the library included.
+
+    Also those of other distributions' entry points.
+    """
+    _register_entry_points()
     return registry.names()
+
+
+def attention_function(name: str) -> Callable[..., Any]:
+    """The attention function of a kernel or a registered name, for a wrapper that is registered as another name's `forward`.
+
+    Examples:
+        >>> inner = attention_function("flash_attention_2")
+        >>> def forward(module, query, key, value, attention_mask, **kwargs):
+        ...     return inner(module, query, key, value, attention_mask, **kwargs)
+        >>> register_attention("my_flash_attention", kernel="flash_attention_2", forward=forward)
+        >>> unregister_attention("my_flash_attention")
+
+    Returns:
+        A function called as transformers calls its own: see `register_attention`. Nothing needs to be installed. It takes a
+        padding mask (batch, kv_length), any 4D mask that its kernel takes, or None for no padding.
+
+    Raises:
+        ValueError: `name` is neither a kernel nor registered.
+    """
+    from .forward import attention_forward
+
+    entry = _entry_of(name)
+    forward = entry.forward or attention_forward(entry.kernel, entry.name)
+    if entry.sequence_parallel is not False:
+        from .sequence_parallel.ulysses import ulysses
+
+        forward = ulysses(forward, entry.sequence_parallel)
+    return forward
+
+
+def mask_function(name: str) -> Callable[..., Any]:
+    """The mask function that belongs to `attention_function`: called as those of ``ALL_MASK_ATTENTION_FUNCTIONS``.
+
+    Raises:
+        ValueError: `name` is neither a kernel nor registered.
+    """
+    from .tables import mask_function_of
+
+    return mask_function_of(_entry_of(name))
+
+
+def _entry_of(name: str) -> AttentionName:
+    """A registered name, or a kernel as the name it would be."""
+    entry = registered_attention().get(name)
+    return entry if entry is not None else AttentionName(name, as_kernel(name))
+
+
+@cache
+def _register_entry_points() -> dict[str, str]:
+    """Register the attention names of other distributions' entry points, once a process.
+
+    Returns:
+        The error by name of each entry point that could not be registered.
+    """
+    broken = {}
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value)):
+        if point.name in registry.names():  # the program's own registration
+            continue
+        try:
+            found = point.load()
+            register_attention(point.name, **(found() if callable(found) else found))
+        except Exception as error:  # another project's package; ours must go on
+            broken[point.name] = (
+                f"its entry point {point.value} could not be registered: {type(error).__name__}: {error}"
+            )
+    return broken
 
 
 def _checked(value: str | None, name: str = "unproven") -> str | None:
@@ -222,4 +316,5 @@ def _with_attention(found: report.Report) -> Report:
         for name, entry in registry.names().items()
         if isinstance(entry.kernel, LayeredKernel)
     }
-    return Report(**vars(found), attention=registry.states(), chosen=chosen, torch_flash_backend=torch_flash_backend())
+    states = {**registry.states(), **_register_entry_points()}
+    return Report(**vars(found), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())

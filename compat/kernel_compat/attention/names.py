@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..environment import Environment
-from ..kernels import Kernel
+from ..kernels import Features, Kernel
 
 __all__ = ["UPSTREAM", "AttentionName", "check_name", "upstream_owner"]
 
@@ -40,6 +40,7 @@ class AttentionName:
         builtin: whether the library registered it itself.
         handles_context_parallel: whether it is right under context parallelism.
         padding_free: whether models under it compute padded batches without their padding.
+        features: those declared of the forward; None for the kernel's.
         sequence_parallel: the group that `ulysses` spreads the forward over, None for the default one; False for none.
     """
 
@@ -52,6 +53,7 @@ class AttentionName:
     handles_context_parallel: bool = False
     sequence_parallel: Any = False
     padding_free: bool = False
+    features: Features | None = None
 
     @property
     def spreads(self) -> bool:

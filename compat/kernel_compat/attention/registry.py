@@ -13,7 +13,7 @@ from ..kernels import known_kernels
 from ..patching.swap import Change, make, undo
 from ..releases import TRANSFORMERS, minors
 from .names import AttentionName, check_name, upstream_owner
-from .sequence_parallel.ulysses import process_group
+from .sequence_parallel.ulysses import group_source
 
 __all__ = ["TESTED_TRANSFORMERS", "AttentionRegistry"]
 
@@ -54,7 +54,7 @@ class AttentionRegistry:
                 "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence parallelism"
             )
         if entry.sequence_parallel is not False:
-            process_group(entry.sequence_parallel)
+            group_source(entry.sequence_parallel)
         with self._lock:
             previous = self._names.get(name)
             if not entry.override:

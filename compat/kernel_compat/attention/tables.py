@@ -17,19 +17,17 @@ from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
 from .sequence_parallel.ulysses import gathering_mask_function, ulysses
 
-__all__ = ["changes_of", "tables", "taken_by"]
+__all__ = ["changes_of", "mask_function_of", "tables", "taken_by"]
 
 
 def changes_of(entry: AttentionName) -> list[Change]:
     """The changes of transformers' tables that enter a name."""
     functions, masks = tables()
     spread = entry.sequence_parallel is not False
-    mask = entry.mask or (attention_mask_function if entry.forward is None else plain_mask_function)
+    mask = mask_function_of(entry)
     forward = entry.forward or attention_forward(entry.kernel, entry.name, entry.mask is None and not spread)
     if spread:
         forward = ulysses(forward, entry.sequence_parallel)
-    if hasattr(forward, "ulysses_group"):  # or it would be given masks of this rank's keys alone
-        mask = entry.mask or gathering_mask_function(forward.ulysses_group)
     values = {entry.name: forward}
     # A forward of the user's own isn't bypassed by upstream's, nor is `ulysses`: they have no paged alias.
     if entry.forward is None and not spread and "paged|flash_attention_2" in functions:
@@ -37,6 +35,16 @@ def changes_of(entry: AttentionName) -> list[Change]:
     return [Change(functions, key, forward) for key, forward in values.items()] + [
         Change(masks, key, mask) for key in values
     ]
+
+
+def mask_function_of(entry: AttentionName) -> Callable[..., Any]:
+    """The mask function of a name: its own, or the library's."""
+    if entry.mask is not None:
+        return entry.mask
+    if entry.spreads:  # or its forward would be given masks of this rank's keys alone
+        own = entry.sequence_parallel is not False
+        return gathering_mask_function(entry.sequence_parallel if own else entry.forward.ulysses_group)  # type: ignore[union-attr]
+    return attention_mask_function if entry.forward is None else plain_mask_function
 
 
 def taken_by(name: str) -> str | None:

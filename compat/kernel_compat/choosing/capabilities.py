@@ -13,7 +13,7 @@ from ..attention.defaults import registered_attention
 from ..attention.names import UPSTREAM, check_name, upstream_owner
 from ..environment import Environment
 from ..errors import UnknownNameError, UnsupportedFeatureError
-from ..kernels import Features, Kernel, Provider, known_kernels
+from ..kernels import Features, ForwardOnly, Kernel, Provider, known_kernels
 from ..kernels.catalog import TRANSFORMERS, instead
 
 __all__ = [
@@ -76,8 +76,11 @@ def capabilities(name: str, environment: Environment) -> Capabilities | None:
     runs_on = f"{provider.distribution} {environment.packages.get(provider.distribution, '')}".strip()
     if provider.features.devices == ("cuda",) and environment.devices:
         runs_on += f" on {environment.devices[0]}"
+    if isinstance(kernel, ForwardOnly):
+        runs_on = "its own forward"
     unusable = provider.unavailable_because(environment)
-    features = kernel.features_in(environment)
+    entry = registered_attention().get(name)
+    features = (entry and entry.features) or kernel.features_in(environment)
     if upstream and features.sinks_from != "keyword":  # transformers drops sinks that the package doesn't take
         features = replace(features, sinks=False)
     return Capabilities((kernel, provider), features, unusable, runs_on)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ..attention.defaults import registered_attention, resolve
 from ..attention.names import upstream_owner
@@ -97,11 +97,7 @@ def ladder(
         ValueError: `requires` names no feature.
         TypeError: `name` is not a string, or `requires` is one.
     """
-    known = [f.name for f in fields(Features) if f.type in (bool, "bool")]
-    if isinstance(requires, str):
-        raise TypeError(f"requires takes a collection of features, not the string {requires!r}")
-    if unknown := sorted(map(repr, set(requires) - set(known))):
-        raise ValueError(f"no such features: {', '.join(unknown)}; there are: {', '.join(known)}")
+    Features.checked_names(requires, "requires")
     environment = environment or Environment.detect()
     steps = [step_of(require_string(name), environment, requires, model_type)]
     while following := next_fallback(steps[-1].name):

@@ -189,7 +189,8 @@ def _show_name(console: Output, found: dict[str, Any]) -> None:
     print_text(console, "\nProviders, the first usable one is taken", "bold")
     for provider in found["providers"]:
         features, usable = provider["features"], usable_text(provider["reasons"])
-        package = f"{provider['distribution']} {provider['version'] or '(not installed)'}"
+        absent = "(not installed)" if provider["reasons"] else ""
+        package = f"{provider['distribution']} {provider['version'] or absent}".strip()
         print_text(console, f"{package}, imported as {provider['module']}: {usable}", COLOURS[usable])
         print_text(console, f"  takes: {' '.join(features.dtypes)}; head dimensions {_head_dims(features)}")
         print_text(console, f"  compute capability: {_capability(features)}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from .adapter import Functions
 from .catalog import CATALOG, FLEXIBLE
-from .foreign import ForeignKernel
+from .foreign import ForeignKernel, ForwardOnly
 from .kernel import Kernel
 from .layered import LayeredKernel
 from .needs import Needs, unmet
@@ -14,6 +14,7 @@ from .provider import Features, Limit, Provider
 
 __all__ = [
     "Features",
+    "ForwardOnly",
     "Functions",
     "Kernel",
     "LayeredKernel",

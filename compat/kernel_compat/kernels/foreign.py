@@ -1,17 +1,18 @@
-"""Kernels made from any object with FlashAttention's functions."""
+"""Kernels made from any object with FlashAttention's functions, and the one of a name that has none."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
-from .adapter import adapt, takes
+from ..errors import UnsupportedFeatureError
+from .adapter import Functions, adapt, takes
 from .catalog import OWN
 from .kernel import Kernel
 from .provider import FUNCTIONS, Features, Provider
 
-__all__ = ["ForeignKernel"]
+__all__ = ["ForeignKernel", "ForwardOnly"]
 
 #: Keywords that every varlen function is called with.
 _REQUIRED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
@@ -72,3 +73,27 @@ class ForeignKernel(Kernel):
 
     def __hash__(self) -> int:
         return id(self._source)
+
+
+class ForwardOnly(Kernel):
+    """The kernel of a name that was registered with a forward alone: it has features, and its functions refuse every call.
+
+    Args:
+        name: the attention name.
+        features: the forward's, as far as they were declared.
+    """
+
+    def __init__(self, name: str, features: Features) -> None:
+        super().__init__(name, (Provider(name, name, features, "", bundled=True),))
+
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            feature = "transformers' _flash_attention_forward, which a model calls instead of the registered forward"
+            raise UnsupportedFeatureError(feature, name, "Register the name with a kernel, too.")
+
+        self.preload(features, Functions(refuse, refuse, refuse if features.paged else None))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ForwardOnly) and (self.name, self.providers) == (other.name, other.providers)
+
+    def __hash__(self) -> int:
+        return hash(self.name)

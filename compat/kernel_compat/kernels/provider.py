@@ -95,6 +95,41 @@ class Features:
             missing += [f"gradients of {self.word(feature)}" for feature in used if getattr(self, feature)]
         return missing
 
+    @classmethod
+    def of(cls, declared: Features | Collection[str]) -> Features:
+        """`Features` as they are, or those with exactly these names, for any device, dtype and head dimension.
+
+        Raises:
+            TypeError: `declared` is a single string or no collection.
+            ValueError: a name is that of no feature.
+        """
+        if isinstance(declared, Features):
+            return declared
+        named = cls.checked_names(declared, "features")
+        values: dict[str, Any] = {name: name in named for name in cls._known()}
+        dtypes = ("bfloat16", "float16", "float32", "float64")
+        return cls(**values, dtypes=dtypes, devices=("cuda", "cpu"), max_head_dim=None)
+
+    @classmethod
+    def checked_names(cls, names: Collection[str], argument: str) -> Collection[str]:
+        """The names of features that an argument has.
+
+        Raises:
+            TypeError: they are a single string or no collection.
+            ValueError: a name is that of no feature.
+        """
+        if isinstance(names, str):
+            raise TypeError(f"{argument} takes a collection of features, not the string {names!r}")
+        if not isinstance(names, Collection):
+            raise TypeError(f"{argument} takes a collection of features, not {names!r}")
+        if unknown := sorted(map(repr, set(names) - set(cls._known()))):
+            raise ValueError(f"no such features: {', '.join(unknown)}; there are: {', '.join(cls._known())}")
+        return names
+
+    @classmethod
+    def _known(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.type in (bool, "bool")]
+
     @staticmethod
     def word(feature: str) -> str:
         """The name of a feature in messages."""

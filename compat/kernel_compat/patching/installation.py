@@ -70,24 +70,28 @@ class Installation:
         self._blocks = 0
         self._blocks_own = False
 
-    def install(self, *, skip: Collection[str] = ()) -> Report:
+    def install(self, *, skip: Collection[str] = (), only: Collection[str] | None = None) -> Report:
         """Apply every shim that the environment needs, each whole or not at all, and call the participants.
 
         Args:
             skip: names of shims to leave out. One that an earlier call applied is undone.
+            only: names of the shims to apply, None for all: the others are left out.
 
         Raises:
-            ValueError: `skip` names a shim that doesn't exist.
-            TypeError: `skip` is a single string.
+            ValueError: `skip` or `only` names a shim that doesn't exist.
+            TypeError: `skip` or `only` is a single string.
         """
-        if isinstance(skip, str):
-            raise TypeError(f"skip takes a list of shim names, not the string {skip!r}")
-        skip = frozenset(skip)
         found = environment, shims, broken = self._look()
-        unknown = sorted(map(repr, skip - {shim.name for shim in shims} - set(broken)))
-        if unknown:
-            known = ", ".join(shim.name for shim in shims)
-            raise ValueError(f"skip names unknown shims: {', '.join(unknown)}; there are: {known or 'none'}")
+        every = {shim.name for shim in shims} | set(broken)
+        chosen: dict[str, frozenset[str]] = {}
+        for argument, names in (("skip", skip), ("only", every if only is None else only)):
+            if isinstance(names, str):
+                raise TypeError(f"{argument} takes a list of shim names, not the string {names!r}")
+            chosen[argument] = frozenset(names)
+            if unknown := sorted(map(repr, chosen[argument] - every)):
+                known = ", ".join(shim.name for shim in shims)
+                raise ValueError(f"{argument} names unknown shims: {', '.join(unknown)}; there are: {known or 'none'}")
+        skip = chosen["skip"] | (every - chosen["only"])
         for participant in self._participants:
             participant.prepare(environment)
         needed = [shim for shim in shims if shim.name not in skip and _unapplied(shim, environment).state == "pending"]
@@ -132,7 +136,7 @@ class Installation:
             return self._report(*found)
 
     @contextmanager
-    def installed(self, *, skip: Collection[str] = ()) -> Iterator[Report]:
+    def installed(self, *, skip: Collection[str] = (), only: Collection[str] | None = None) -> Iterator[Report]:
         """`install()` for the length of a ``with`` block; of several that overlap, in any threads, the last uninstalls.
 
         Inside another installation it changes nothing on leaving.
@@ -143,7 +147,7 @@ class Installation:
                 self._blocks_own = not self.active
             self._blocks += 1
         try:
-            yield self.install(skip=skip)
+            yield self.install(skip=skip, only=only)
         finally:
             with self._lock:
                 self._blocks -= 1
@@ -214,7 +218,7 @@ class Installation:
                 seams = tuple(seam.target for seam in applied.seams)
                 entry = ShimReport(shim.name, "applied", shim.reason, seams, foreign)
             elif shim.name in self._skip:
-                entry = replace(entry, state="skipped", reason="left out by install(skip=...)")
+                entry = replace(entry, state="skipped", reason="left out by install(skip=...) or install(only=...)")
             elif shim.name in self._failed:
                 entry = replace(entry, state="failed", reason=self._failed[shim.name])
             entries.append(replace(entry, upstream=shim.upstream, delete_when=shim.delete_when))

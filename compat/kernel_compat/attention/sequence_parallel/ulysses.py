@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
     from ..forward_context import ForwardContext
 
-__all__ = ["gathering_mask_function", "process_group", "ulysses"]
+__all__ = ["gathering_mask_function", "group_source", "ulysses"]
 
 
-def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None = None) -> Callable[..., Any]:
+def ulysses(
+    forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | Callable[[], Any] | None = None
+) -> Callable[..., Any]:
     """Attention over a sequence that is spread over the ranks of a group, by the all-to-all of DeepSpeed-Ulysses.
 
     Rank r holds the tokens ``[r * length, (r + 1) * length)``, of the same length on every rank. Before `forward` one
@@ -32,7 +34,8 @@ def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None
     Args:
         forward: an attention function with transformers' calling convention, as `register_attention` describes it. It gets
             (batch, heads / ranks, ranks * length, head_dim), ``s_aux`` of its heads, and no slice of ``position_ids``.
-        group: a process group or a mesh of one dimension; None for the default group, looked up at every call.
+        group: a process group or a mesh of one dimension, or a function that returns one at each call, for a framework that makes
+            its groups later; None for the default group, looked up at every call.
 
     Returns:
         A function called as `forward`; its output has the rank's slice of the tokens and all heads. With
@@ -40,11 +43,12 @@ def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None
         layers whose tokens are not spread, and with a cache. In a group of one rank it does so as well.
 
     Raises:
-        TypeError: `forward` is not callable, or `group` is no group that this rank is in.
+        TypeError: `forward` is not callable, or `group` is no group that this rank is in; by a call, if what `group` returns is
+            none.
     """
     if not callable(forward):
         raise TypeError(f"forward must be callable, not {forward!r}")
-    group = process_group(group)
+    source = group_source(group)
     # torch stays unloaded until here.
     import torch.distributed as dist
 
@@ -70,6 +74,7 @@ def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None
         **kwargs: Any,
     ) -> Any:
         nonlocal first
+        group = source()
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if ranks == 1:
             return forward(module, query, key, value, attention_mask, **kwargs)
@@ -96,11 +101,11 @@ def ulysses(forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | None
             )
         return gather_heads(output, group, ranks), None
 
-    attention.ulysses_group = group  # type: ignore[attr-defined]
+    attention.ulysses_group = source  # type: ignore[attr-defined]
     return attention
 
 
-def gathering_mask_function(group: ProcessGroup | None) -> Callable[..., Tensor | None]:
+def gathering_mask_function(group: Any) -> Callable[..., Tensor | None]:
     """`plain_mask_function` for tokens spread over a group: slices of a padding mask are gathered to the full sequence's.
 
     Every rank must get a mask, or none: the mask functions are called at the same places on every rank, so the ranks
@@ -112,7 +117,10 @@ def gathering_mask_function(group: ProcessGroup | None) -> Callable[..., Tensor 
     from ..mask_function import mask_pattern, plain_mask_function, query_length
     from .all_to_all import gather_mask
 
+    source = group_source(group)
+
     def mask_function(**arguments: Any) -> Tensor | None:
+        group = source()
         mask: Tensor | None = arguments.get("attention_mask")
         ranks, length = dist.get_world_size(group), query_length(arguments)
         if (
@@ -149,6 +157,14 @@ def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor
     return mask
 
 
+def group_source(group: Any) -> Callable[[], ProcessGroup | None]:
+    """A function that returns the process group of `ulysses` at each call; raises as `process_group`."""
+    if callable(group) and not hasattr(group, "get_group"):
+        return lambda: process_group(group())
+    found = process_group(group)
+    return lambda: found
+
+
 def process_group(group: Any) -> ProcessGroup | None:
     """The process group of a group, a mesh of one dimension, or None; raises TypeError for anything else.
 
@@ -163,7 +179,7 @@ def process_group(group: Any) -> ProcessGroup | None:
         group = group.get_group()
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            "a group is a torch.distributed ProcessGroup that this rank is in, a DeviceMesh of one dimension or None, "
-            f"not {group!r}"
+            "a group is a torch.distributed ProcessGroup that this rank is in, a DeviceMesh of one dimension, a function "
+            f"that returns one of these, or None, not {group!r}"
         )
     return group
