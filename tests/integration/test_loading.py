@@ -87,6 +87,39 @@ def test_an_unusable_kernel_fails_when_the_model_is_loaded(models: Path, kernel:
         kernel_compat.unregister_attention(name)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("several", [False, True], ids=["", "in a list"])
+def test_a_model_loads_where_only_the_gpu_is_missing(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """As on a login node, for its weights or its shards. The first forward refuses."""
+    function = (
+        "def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **kwargs): ..."
+    )
+    (tmp_path / "gpu_kernels.py").write_text(function)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    features = kernel_compat.Features(window=False, min_capability=(9, 0))
+    kernel: Any = kernel_compat.Kernel(
+        "gpu_kernel", (kernel_compat.Provider("gpu_kernels", "gpu-kernels", features, ""),)
+    )
+    assert kernel.unavailable_because(kernel_compat.Environment.detect()) == ["no CUDA device is visible"]
+    kernel_compat.register_attention("gpu_flash", kernel=[kernel] if several else kernel)
+    try:
+        path = saved(models, "llama")
+        model = load(path, "gpu_flash")
+        model.save_pretrained(tmp_path / "saved")
+        with torch.device("meta"):
+            transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="gpu_flash")
+        load(path, "eager").set_attn_implementation("gpu_flash")
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="cpu"):
+            model(input_ids=torch.randint(3, VOCAB, (1, 6)))
+        chosen = kernel_compat.policy.load_with_fallback(lambda name: load(path, name), "gpu_flash")
+        assert chosen.config._attn_implementation == "sdpa"
+    finally:
+        kernel_compat.unregister_attention("gpu_flash")
+
+
 @pytest.mark.usefixtures("installed")
 def test_flash_attention_4_is_a_name_on_every_release(models: Path) -> None:
     """Upstream defines the name from 5.4 on; before, the library does."""

@@ -60,9 +60,10 @@ def require_layers(model: Any, name: str, kernel: Kernel) -> None:
     Raises:
         UnsupportedFeatureError: it has none; the message names the layer.
     """
-    if not isinstance(kernel, LayeredKernel):
+    environment = Environment.detect()
+    if not isinstance(kernel, LayeredKernel) or not kernel.usable(environment):  # loaded for another machine
         return
-    for found in _assigned(model, kernel, Environment.detect()):
+    for found in _assigned(model, kernel, environment):
         if found.forward is None:
             where = f"{found.layers[0]} of {type(model).__name__}"
             raise UnsupportedFeatureError(f"the layer {where}", name, f"{'; '.join(found.reasons)}.")

@@ -131,10 +131,12 @@ class LayeredKernel(Kernel):
 
     def _load(self, environment: Environment) -> Functions:
         self._load_members(environment)
-        if reasons := self.unavailable_because(environment):
-            raise KernelUnavailableError(self.name, reasons)
-        usable = self.usable(environment)
-        features = [member.features_in(environment) for member in usable]
+        # Without any device, members that would run on one: each call is refused.
+        there = (m for m in self.members if not m.provider(environment).unloadable_because(environment))
+        members = self.usable(environment) or [m for m in there if m not in self._broken]
+        if not members:
+            raise KernelUnavailableError(self.name, self.unavailable_because(environment))
+        features = [member.features_in(environment) for member in members]
         return Functions(
             self._dispatch("flash_attn_func"),
             self._dispatch("flash_attn_varlen_func"),

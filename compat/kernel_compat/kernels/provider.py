@@ -187,8 +187,7 @@ class Provider:
         functions: called with the imported module; returns its functions, by their names in FlashAttention-2.
         masked: called with the imported module; returns its function for any mask, `adapter.Functions.masked_attention`.
         unpaged_because: called with a page size and a head dimension; returns why such pages can't be used, None if they can.
-        runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it. A provider
-            with this loads without any device, and its functions refuse tensors of other devices.
+        runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it.
         primitives: returns the functions below its autograd functions, None if it has none; called once it is imported.
     """
 
@@ -231,10 +230,8 @@ class Provider:
         return self.absent_because(environment) + self.no_device_because(environment)
 
     def unloadable_because(self, environment: Environment) -> list[str]:
-        """Why this package can't be loaded in an environment; empty where it can, though perhaps for no device that is there."""
-        if self.runs_on is not None and not environment.devices:
-            return self.absent_because(environment)
-        return self.unavailable_because(environment)
+        """Why this package can't be loaded in an environment: without any device it can, for a model that trains elsewhere."""
+        return self.unavailable_because(environment) if environment.devices else self.absent_because(environment)
 
     def absent_because(self, environment: Environment) -> list[str]:
         """What is missing, too old or overwritten in an environment."""
