@@ -185,6 +185,23 @@ class TestCompositeModels:
         assert asked == ["sdpa", "eager"]
         assert model.config.text_config._attn_implementation == "eager"
 
+    def test_a_dict_of_names(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The part whose name is refused goes on alone: its softcap under sdpa, or a kernel that isn't installed."""
+        asked = []
+
+        def attempt(names: dict[str, str]) -> Any:
+            asked.append(names)
+            return llava("gemma2_softcap", **{"": "eager", **names})
+
+        names = {"text_config": "sdpa", "vision_config": "sdpa"}
+        with caplog.at_level(logging.WARNING, "kernel_compat"):
+            model = load_with_fallback(attempt, {"text_config": "flash_attention_3", "vision_config": "sdpa"})
+        assert asked[-2:] == [names, {**names, "text_config": "eager"}]
+        assert model.config.text_config._attn_implementation == "eager"
+        assert model.config.vision_config._attn_implementation == "sdpa"
+        assert "text_config: attn_implementation='sdpa' is not supported here, trying 'eager'" in caplog.text
+        assert "vision_config: " not in caplog.text
+
     def test_a_part_that_needs_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         """The text model has softcap and runs eager attention; only the vision tower is loaded with sdpa."""
         with caplog.at_level(logging.WARNING, "kernel_compat"):

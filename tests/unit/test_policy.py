@@ -5,11 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import kernel_compat
 from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, policy
 from kernel_compat.choosing import loading
+from kernel_compat.errors import UnknownNameError
 from kernel_compat.policy import (
     LADDER,
     best_available,
@@ -115,6 +118,38 @@ class TestNextFallback:
     @pytest.mark.parametrize("name", ["nothing", "flex_attention", "org/repo", ""])
     def test_an_unknown_name(self, name: str) -> None:
         assert next_fallback(name) == "eager"
+
+    @given(
+        st.sampled_from([*LADDER, "nothing", "org/repo"]),
+        st.lists(st.sampled_from([*LADDER, "flash_attention_reference"]), unique=True),
+        st.sets(st.sampled_from([*LADDER, "flash_attention_reference"])),
+    )
+    def test_it_tries_no_name_twice(self, name: str, prefer: list[str], exclude: set[str]) -> None:
+        walked = [name]
+        while following := next_fallback(walked[-1], prefer=prefer, exclude=exclude):
+            assert following not in walked
+            assert following not in exclude
+            walked.append(following)
+
+    def test_preferred_and_excluded_names(self) -> None:
+        chosen: Any = {"prefer": ["sdpa", "flash_attention_2"], "exclude": {"flash_attention_3"}}
+        assert next_fallback("flash_attention_4", **chosen) == "sdpa"
+        assert next_fallback("sdpa", **chosen) == "flash_attention_2"
+        assert next_fallback("flash_attention_2", **chosen) == "eager"
+        assert [step.name for step in ladder("flash_attention_4", environment(), **chosen)] == [
+            *("flash_attention_4", "sdpa", "flash_attention_2", "flash_attention_torch", "eager")
+        ]
+        here = environment(*ALL, devices=(H100,))
+        assert best_available(here, **chosen).name == "sdpa"
+        assert best_available(here, {"varlen"}, **chosen).name == "flash_attention_2"
+        assert best_available(here, exclude={"flash_attention_4"}).name == "flash_attention_3"
+        for function in (lambda **options: next_fallback("sdpa", **options), best_available):
+            with pytest.raises(TypeError, match="prefer takes attention names, not the string 'sdpa'"):
+                function(prefer="sdpa")
+            with pytest.raises(UnknownNameError, match="'flash_atention_2' is no attention name"):
+                function(exclude=["flash_atention_2"])
+        with pytest.raises(ValueError, match="'sdpa' is the first name to try, and excluded"):
+            ladder("sdpa", environment(), exclude=["sdpa"])
 
     def test_paged_names_stay_paged(self) -> None:
         assert next_fallback("paged|flash_attention_2") == "paged|flash_attention_torch"
@@ -236,7 +271,7 @@ class TestBestAvailable:
             best_available(environment(), requires)
 
 
-def plan(name: str | None, here: Environment | None = None, **options: Any) -> policy.Preload:
+def plan(name: Any, here: Environment | None = None, **options: Any) -> policy.Preload:
     return resolve_preload(name, environment=here or environment(*ALL, devices=(H100,)), **options)
 
 
@@ -327,10 +362,47 @@ class TestResolvePreload:
         assert "by position_ids alone, with use_cache=False and without an attention_mask" in reason
 
     def test_packed_sequences_under_context_parallelism(self) -> None:
-        kernel_compat.register_attention("my_flash", kernel="flash_attention_2", handles_context_parallel=True)
-        for name in ("flash_attention_2", "my_flash", None):
+        def forward() -> None: ...
+
+        register = kernel_compat.register_attention
+        register("my_flash", "flash_attention_2", handles_context_parallel=True)
+        register("dense_flash", forward=forward, features={"backward"}, handles_context_parallel=True)
+        register("spread_flash", "flash_attention_2", sequence_parallel=True)
+        for name in ("flash_attention_2", "dense_flash", "sdpa", None):
             with pytest.raises(ValueError, match="packed sequences can't be split.*cp_size=2"):
                 plan(name, packed_sequence=True, cp_size=2)
+        for name in ("my_flash", "spread_flash"):
+            for packed in (True, False):
+                found = plan(name, packed_sequence=packed, cp_size=2)
+                assert (found.attn_implementation, found.sdpa_backends) == (name, None)
+
+    def test_the_features_of_a_forward_decide(self) -> None:
+        def forward() -> None: ...
+
+        kernel_compat.register_attention("magi_flash", forward=forward, features={"varlen", "backward"})
+        kernel_compat.register_attention("dense_flash", forward=forward, features={"backward"})
+        here = environment(*ALL, devices=(H100,))
+        assert plan("magi_flash", here, packed_sequence=True).attn_implementation == "magi_flash"
+        assert plan("dense_flash", here, packed_sequence=True).attn_implementation == "flash_attention_4"
+
+    def test_preferred_and_excluded_names(self) -> None:
+        here = environment(*ALL, devices=(H100,))
+        found = plan("sdpa", here, packed_sequence=True, prefer=["flash_attention_2"])
+        assert found.attn_implementation == "flash_attention_2"
+        found = plan(None, here, packed_sequence=True, exclude={"flash_attention_4"})
+        assert found.attn_implementation == "flash_attention_3"
+        with pytest.raises(ValueError, match="'sdpa' is requested, and excluded"):
+            plan("sdpa", here, exclude=["sdpa"])
+        with pytest.raises(ValueError, match="needs sdpa, which is excluded"):
+            plan(None, here, cp_size=2, exclude=["sdpa"])
+
+    def test_sdpas_backends(self) -> None:
+        everything = ("cudnn_attention", "flash_attention", "efficient_attention", "math")
+        for checkpointing in (False, True):
+            for name in ("sdpa", None):
+                assert plan(name, activation_checkpointing=checkpointing).sdpa_backends == everything
+        assert plan("flash_attention_2", cp_size=2).sdpa_backends == everything[:3]
+        assert plan("flash_attention_2").sdpa_backends is None
 
     @pytest.mark.parametrize(
         ("options", "error", "says"),
@@ -354,8 +426,15 @@ class TestResolvePreload:
         assert (step.usable, last.name) == (None, "eager")
 
     def test_a_dict_of_names(self) -> None:
-        with pytest.raises(TypeError, match="must be a string or None"):
-            plan({"": "sdpa"})  # type: ignore[arg-type]
+        names = {"text_config": "flash_attention_2", "vision_config": "eager"}
+        found = plan(names, cp_size=2)
+        assert found.attn_implementation == {"text_config": "sdpa", "vision_config": "eager"}
+        assert found.reasons[:2] == (
+            "text_config: sdpa instead of flash_attention_2: context parallelism (cp_size=2) needs it.",
+            "vision_config: eager is kept: the tokens of encoders are neither packed nor sharded.",
+        )
+        with pytest.raises(TypeError, match="a dict of strings or None, not 3"):
+            plan({"": 3})
 
     def test_it_can_be_compared_and_kept(self) -> None:
         assert plan("sdpa") == plan("sdpa")
@@ -592,11 +671,32 @@ class TestLoadWithFallback:
         load_with_fallback(asked.append, None)
         assert asked == ["sdpa"]
 
-    @pytest.mark.parametrize("name", [3, {"": "sdpa"}])
+    @pytest.mark.parametrize("name", [3, ["sdpa"], {"": 3}])
     def test_objects_that_are_no_name(self, name: Any) -> None:
         for function in (lambda: load_with_fallback(print, name), lambda: ladder(name)):
             with pytest.raises(TypeError, match="an attention name must be a string"):
                 function()
+
+    def test_errors_of_the_models_own(self) -> None:
+        def load(name: str) -> str:
+            if name != "eager":
+                raise ValueError("this model knows eager alone")
+            return name
+
+        assert load_with_fallback(load, "sdpa", is_refusal=lambda error: "eager alone" in str(error)) == "eager"
+        with pytest.raises(ValueError, match="this model knows eager alone"):
+            load_with_fallback(load, "sdpa", is_refusal=lambda error: False)
+
+    def test_preferred_and_excluded_names(self) -> None:
+        tried: list[str] = []
+
+        def load(name: str) -> None:
+            tried.append(name)
+            raise UnsupportedFeatureError("it", name, "")
+
+        with pytest.raises(KernelUnavailableError):
+            load_with_fallback(load, "flash_attention_reference", prefer=["eager"], exclude={"sdpa"})
+        assert tried == ["flash_attention_reference", "eager"]
 
     def test_required_features(self) -> None:
         asked: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..attention.defaults import registered_attention, resolve
@@ -11,9 +11,9 @@ from ..environment import Environment
 from ..errors import KernelUnavailableError
 from ..kernels import Features, known_kernels
 from ..kernels.catalog import CATALOG, FLEXIBLE, REFERENCE, TRANSFORMERS
-from .capabilities import capabilities, kernel_of, owner_of, require_string
+from .capabilities import capabilities, kernel_of, owner_of, require_known, require_string
 
-__all__ = ["LADDER", "Choice", "Step", "best_available", "ladder", "next_fallback", "step_of"]
+__all__ = ["LADDER", "Choice", "Step", "best_available", "checked_names", "ladder", "next_fallback", "step_of"]
 
 LADDER = (*(name for name in CATALOG if name not in (FLEXIBLE, REFERENCE)), *TRANSFORMERS)
 """From the newest FlashAttention to ``sdpa`` and ``eager``, which every model has."""
@@ -47,7 +47,7 @@ class Choice:
     steps: tuple[Step, ...]
 
 
-def next_fallback(name: str) -> str | None:
+def next_fallback(name: str, *, prefer: Sequence[str] = (), exclude: Collection[str] = ()) -> str | None:
     """The attention name to try when `name` can't be used; None after ``eager``.
 
     A registered name falls back as its kernel does: to ``sdpa`` when the kernel is not on the `LADDER`. An unknown name
@@ -56,21 +56,56 @@ def next_fallback(name: str) -> str | None:
     Examples:
         >>> next_fallback("flash_attention_torch"), next_fallback("sdpa"), next_fallback("eager")
         ('sdpa', 'eager', None)
+        >>> next_fallback("flash_attention_4", prefer=["sdpa"], exclude={"eager"})
+        'sdpa'
+
+    Args:
+        name: the name that can't be used.
+        prefer: names to try before the others below `name`, in this order. Called again with each result, this function tries
+            no name twice; it passes over names that are above a preferred one. `ladder` has all of them.
+        exclude: names that are never returned.
 
     Raises:
-        TypeError: `name` is not a string.
+        TypeError: `name` is not a string, or `prefer` or `exclude` is one.
+        UnknownNameError: `prefer` or `exclude` has an unknown name.
     """
-    if require_string(name).startswith("paged|"):
-        following = next_fallback(name.removeprefix("paged|"))
-        return following and f"paged|{following}"
-    if name not in LADDER:
-        kernel = kernel_of(name)
-        if kernel is None:
-            return "eager"
-        if kernel.name not in LADDER or kernel is not known_kernels().get(kernel.name):
-            return "sdpa"
-        name = kernel.name
-    return (*LADDER, None)[LADDER.index(name) + 1]
+    prefer, exclude = checked_names(prefer, exclude)
+    bare = require_string(name).removeprefix("paged|")
+    place = _place(bare)
+    if bare in prefer:
+        first = prefer[prefer.index(bare) + 1 :]
+        place = max([place, *map(_place, prefer)])
+    else:
+        first = [one for one in prefer if _place(one) > place]
+    found = next((one for one in (*first, *LADDER[place + 1 :]) if one not in exclude and one != bare), None)
+    return f"paged|{found}" if found and name != bare else found
+
+
+def _place(name: str) -> int:
+    """The place of a name on the ladder: that of its kernel, the one before ``sdpa``, or for an unknown name that of ``sdpa``."""
+    if name in LADDER:
+        return LADDER.index(name)
+    kernel = kernel_of(name)
+    if kernel is None:
+        return LADDER.index("sdpa")
+    if kernel.name in LADDER and kernel is known_kernels().get(kernel.name):
+        return LADDER.index(kernel.name)
+    return LADDER.index("sdpa") - 1
+
+
+def checked_names(prefer: Sequence[str], exclude: Collection[str]) -> tuple[list[str], frozenset[str]]:
+    """The preferred names that aren't excluded, and the excluded ones.
+
+    Raises:
+        TypeError: one of them is a string, or has anything but strings.
+        UnknownNameError: a name doesn't exist.
+    """
+    for argument, names in (("prefer", prefer), ("exclude", exclude)):
+        if isinstance(names, str):
+            raise TypeError(f"{argument} takes attention names, not the string {names!r}")
+        for name in names:
+            require_known(name)
+    return [name for name in dict.fromkeys(prefer) if name not in exclude], frozenset(exclude)
 
 
 def ladder(
@@ -78,6 +113,9 @@ def ladder(
     environment: Environment | None = None,
     requires: Collection[str] = (),
     model_type: str | None = None,
+    *,
+    prefer: Sequence[str] = (),
+    exclude: Collection[str] = (),
 ) -> tuple[Step, ...]:
     """All steps from `name` down, each with the reason why it can or can't be used in `environment`.
 
@@ -92,34 +130,51 @@ def ladder(
         environment: default: this one. Only its description is read; no framework and no kernel is imported.
         requires: features that are needed: names of the boolean fields of `kernel_compat.Features`.
         model_type: ``config.model_type`` of the model. Registered names can't be used for a type that is proven wrong.
+        prefer: names to try after `name` and before the others, in this order.
+        exclude: names to leave out.
 
     Raises:
-        ValueError: `requires` names no feature.
-        TypeError: `name` is not a string, or `requires` is one.
+        ValueError: `requires` names no feature, or `name` is excluded.
+        TypeError: `name` is not a string, or `requires`, `prefer` or `exclude` is one.
+        UnknownNameError: `prefer` or `exclude` has an unknown name.
     """
     Features.checked_names(requires, "requires")
+    first, left_out = checked_names(prefer, exclude)
+    if require_string(name).removeprefix("paged|") in left_out:
+        raise ValueError(f"{name!r} is the first name to try, and excluded")
+    bare = name.removeprefix("paged|")
+    paged = "paged|" * (bare != name)
+    below = [one for one in LADDER[_place(bare) + 1 :] if one not in left_out]
     environment = environment or Environment.detect()
-    steps = [step_of(require_string(name), environment, requires, model_type)]
-    while following := next_fallback(steps[-1].name):
-        steps.append(step_of(following, environment, requires, model_type))
-    return tuple(steps)
+    names = dict.fromkeys([name, *(paged + one for one in (*first, *below))])
+    return tuple(step_of(one, environment, requires, model_type) for one in names)
 
 
 def best_available(
-    environment: Environment | None = None, requires: Collection[str] = (), model_type: str | None = None
+    environment: Environment | None = None,
+    requires: Collection[str] = (),
+    model_type: str | None = None,
+    *,
+    prefer: Sequence[str] = (),
+    exclude: Collection[str] = (),
 ) -> Choice:
     """The first of the `LADDER` that can be used in `environment` and has the features; arguments as those of `ladder`.
 
     Raises:
         KernelUnavailableError: none can be used; the message has the reason for each.
         ValueError: `requires` names no feature.
-        TypeError: `requires` is a string.
+        TypeError: `requires`, `prefer` or `exclude` is a string.
+        UnknownNameError: `prefer` or `exclude` has an unknown name.
     """
+    Features.checked_names(requires, "requires")
+    first, left_out = checked_names(prefer, exclude)
     environment = environment or Environment.detect()
-    steps = ladder(LADDER[0], environment, requires, model_type)
-    for index, step in enumerate(steps):
-        if step.usable:
-            return Choice(step.name, steps[: index + 1])
+    steps: list[Step] = []
+    for name in dict.fromkeys((*first, *LADDER)):
+        if name not in left_out:
+            steps.append(step_of(name, environment, requires, model_type))
+            if steps[-1].usable:
+                return Choice(name, tuple(steps))
     wanted = f"attention with {' and '.join(sorted(requires))}" if requires else "attention"
     advice = "To see which package installs one: kernel-compat explain NAME."
     if step_of(REFERENCE, environment, requires).usable:

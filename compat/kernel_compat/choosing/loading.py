@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache, wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..attention.defaults import registered_attention
 from ..environment import Environment
@@ -18,7 +19,7 @@ from ..patching.seam import Seam
 from ..patching.shim import Shim
 from .capabilities import capabilities, require_features
 from .ladder import ladder
-from .support import implementations, needs
+from .support import implementations, is_encoder, needs
 
 __all__ = ["load_with_fallback"]
 
@@ -27,7 +28,15 @@ _logger = logging.getLogger("kernel_compat.policy")
 T = TypeVar("T")
 
 
-def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: Collection[str] = ()) -> T:
+def load_with_fallback(
+    load: Callable[[Any], T],
+    name: str | Mapping[str, str] | None,
+    *,
+    requires: Collection[str] = (),
+    prefer: Sequence[str] = (),
+    exclude: Collection[str] = (),
+    is_refusal: Callable[[Exception], bool] = lambda error: False,
+) -> T:
     """Load a model with `name`, or with the next of the ladder if that is not supported here.
 
     While `load` runs, each part of the model is checked against its config as it is built, before its weights are read. These
@@ -39,49 +48,118 @@ def load_with_fallback(load: Callable[[str], T], name: str | None, *, requires: 
     supported.
 
     Args:
-        load: called with an attention name; returns the model, a tuple that begins with it, or any other object.
-        name: the first name to try. None, as in a `Preload`, begins at ``sdpa``, as transformers does.
-        requires: features that the name must have, as in `best_available`.
+        load: called with an attention name, or a dict of names if `name` is one; returns the model, a tuple that begins with it,
+            or any other object.
+        name: the first name to try. None, as in a `Preload`, begins at ``sdpa``, as transformers does. A dict has a name for each
+            part of a composite model, by sub-config; the part whose name is refused goes on to its next one.
+        requires: features that the name must have, as in `best_available`. Of a dict, those of encoders of images and sound
+            needn't have them.
+        prefer: names to try after the first and before the others, in this order.
+        exclude: names not to try.
+        is_refusal: called with an error that `load` raised, of any other kind; returns whether it means that the attention is
+            not supported, as an error of the model's own may.
 
     Returns:
         The object that `load` returned. A model's ``config._attn_implementation`` is the name it was loaded with.
 
     Raises:
         KernelUnavailableError: no name from `name` down to ``eager`` is supported; the message has the reason for each.
-        TypeError: `name` is neither a string nor None.
-        ValueError: `requires` names no feature.
+        TypeError: `name` is neither a string, a dict of them nor None; or `prefer` or `exclude` is a string.
+        ValueError: `requires` names no feature, or `name` is excluded.
+        UnknownNameError: `prefer` or `exclude` has an unknown name.
     """
-    name = "sdpa" if name is None else name
+    given: Mapping[str, str] = name if isinstance(name, Mapping) else {"": "sdpa" if name is None else name}
     environment = Environment.detect()
+    parts = [
+        _Part(key, first, environment, () if is_encoder(key) else requires, prefer, exclude)
+        for key, first in given.items()
+    ]
     reasons: list[str] = []
     cause: Exception | None = None
-    steps = ladder(name, environment, requires)
-    for step, following in zip(steps, (*(step.name for step in steps[1:]), None), strict=True):
-        reason: str | None = step.reason
+
+    def step_down(part: _Part, reason: str) -> None:
+        label = f"{part.key}: " if part.key else ""
+        tried = part.name
+        reasons.append(f"{label}{tried}: {reason}")
+        if not part.advance():
+            raise KernelUnavailableError(str(given.get("", dict(given))), reasons) from cause
+        _warn_once(f"{label}attn_implementation={tried!r} is not supported here, trying {part.name!r}: {reason}")
+
+    while True:
+        for part in parts:
+            while not part.may_be_tried:
+                step_down(part, part.step.reason)
+        names = [part.name for part in parts]
+        keys: Collection[str] = ()
+        loading = _Loading(environment)
+        token = _loading.set(loading)
+        try:
+            with _checked_models.installed():
+                model = load({part.key: part.name for part in parts} if isinstance(name, Mapping) else names[0])
+        except Exception as error:
+            noted = next((refusal for refusal in loading.refusals if refusal.error is error), None)
+            refused = noted.name if noted else next((one for one in names if _is_refusal(error, one)), None)
+            if noted is None and refused is None and not is_refusal(error):
+                raise
+            keys = noted.keys if noted else ()
+            if not reasons and all(part.is_last for part in parts):
+                raise
+            # The frames of its traceback would keep the loaded objects alive.
+            reason, cause = " ".join(str(error).split()), error.with_traceback(None)
+        else:
+            unsupported = _unsupported_because(model, names, environment)
+            if unsupported is None:
+                return model
+            refused, reason = unsupported
+            del model
+        finally:
+            _loading.reset(token)
+            loading.refusals.clear()  # their tracebacks refer to frames that refer to this list
+        blamed = [part for part in parts if part.name == refused] or parts
+        blamed = [part for part in blamed if part.key in keys] or blamed
+        for part in [part for part in blamed if not part.is_last] or blamed:
+            step_down(part, reason)
+
+
+class _Part:
+    """The names that are left for a model, or for a part of a composite model.
+
+    Attributes:
+        key: the part's sub-config; empty for a whole model.
+        step: the step of the ladder to try next.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        name: str,
+        environment: Environment,
+        requires: Collection[str],
+        prefer: Sequence[str],
+        exclude: Collection[str],
+    ) -> None:
+        self.key = key
+        self.step, *self._following = ladder(name, environment, requires, prefer=prefer, exclude=exclude)
         # The first is tried although it may be unknown here: a hub kernel, or a name that other code has registered.
-        if step.usable or (step.name == name and _may_be_tried(name, environment, requires)):
-            refusals: list[Exception] = []
-            token = _loading.set((environment, refusals))
-            try:
-                with _checked_models.installed():
-                    model = load(step.name)
-            except Exception as error:
-                if not (error in refusals or _is_refusal(error, step.name)) or (following is None and not reasons):
-                    raise
-                # The frames of its traceback would keep the loaded objects alive.
-                reason, cause = " ".join(str(error).split()), error.with_traceback(None)
-            else:
-                reason = _unsupported_because(model, step.name, environment)
-                if reason is None:
-                    return model
-                del model
-            finally:
-                _loading.reset(token)
-                refusals.clear()  # their tracebacks refer to frames that refer to this list
-        reasons.append(f"{step.name}: {reason}")
-        if following:
-            _warn_once(f"attn_implementation={step.name!r} is not supported here, trying {following!r}: {reason}")
-    raise KernelUnavailableError(name, reasons) from cause
+        self.may_be_tried = bool(self.step.usable) or _may_be_tried(name, environment, requires)
+
+    @property
+    def name(self) -> str:
+        """The name to try next."""
+        return self.step.name
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no name follows."""
+        return not self._following
+
+    def advance(self) -> bool:
+        """Go on to the next name; returns whether there is one."""
+        if self._following:
+            self.step = self._following.pop(0)
+            self.may_be_tried = bool(self.step.usable)
+            return True
+        return False
 
 
 def _may_be_tried(name: str, environment: Environment, requires: Collection[str]) -> bool:
@@ -94,21 +172,24 @@ def _may_be_tried(name: str, environment: Environment, requires: Collection[str]
     return not fails_late and not found.features.lacking(requires)
 
 
-def _unsupported_because(loaded: object, requested: str, environment: Environment) -> str | None:
-    """Why a loaded model doesn't run right under its attention names, or None. Warns of names that were not requested."""
+def _unsupported_because(
+    loaded: object, requested: Collection[str], environment: Environment
+) -> tuple[str, str] | None:
+    """An attention name under which a loaded model doesn't run right, and why; or None. Warns of names that were not requested."""
     model = loaded[0] if isinstance(loaded, tuple) and loaded else loaded  # output_loading_info=True
     kind = type(model).__name__
     names = implementations(model)
     table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     for name in names:
         if table is not None and not name.endswith("eager") and name not in table:
-            return f"transformers loaded {kind} with {name!r}, for which it has no function"
+            return name, f"transformers loaded {kind} with {name!r}, for which it has no function"
     try:
         _check_needs(model, environment)
     except UnsupportedFeatureError as error:
-        return str(error)
-    if names and requested not in names:
-        _warn_once(f"{kind} was loaded with {' and '.join(map(repr, names))} instead of {requested!r}")
+        return error.kernel, str(error)
+    if names and set(requested).isdisjoint(names):
+        wanted = " and ".join(map(repr, requested))
+        _warn_once(f"{kind} was loaded with {' and '.join(map(repr, names))} instead of {wanted}")
     return None
 
 
@@ -143,19 +224,43 @@ def _refused_by_config(error: Exception, name: str) -> bool:
     return False
 
 
-#: In a thread that is in `load_with_fallback`: its environment, and the errors by which models refused the name.
-_loading: ContextVar[tuple[Environment, list[Exception]] | None] = ContextVar("_loading", default=None)
+class _Refusal(NamedTuple):
+    """An error by which a model refused an attention name, and the sub-configs that the model's may be."""
+
+    error: Exception
+    name: object
+    keys: frozenset[str]
+
+
+@dataclass
+class _Loading:
+    """A call of `load` in this thread.
+
+    Attributes:
+        environment: the environment.
+        root: the config of the first model that was built.
+        refusals: the errors by which models refused a name.
+    """
+
+    environment: Environment
+    root: Any = None
+    refusals: list[_Refusal] = field(default_factory=list)
+
+
+_loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
 
 _CHECK = "_check_and_adjust_attn_implementation"
 
 
 @contextmanager
-def _noting_refusals() -> Iterator[None]:
+def _noting_refusals(model: Any, name: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         if (loading := _loading.get()) and _can_refuse(error):
-            loading[1].append(error)
+            keys = getattr(loading.root, "sub_configs", ())
+            alike = frozenset(key for key in keys if type(getattr(loading.root, key, None)) is type(model.config))
+            loading.refusals.append(_Refusal(error, name, alike))
         raise
 
 
@@ -174,12 +279,14 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
         if loading is None:
             init(model, *args, **kwargs)
             return
+        if loading.root is None:
+            loading.root = args[0] if args else kwargs.get("config")
 
         def check(*args: Any, **kwargs: Any) -> Any:
-            with _noting_refusals():
+            with _noting_refusals(model, args[0] if args else kwargs.get("attn_implementation")):
                 name = getattr(type(model), _CHECK)(model, *args, **kwargs)
                 if isinstance(name, str):
-                    _check_needs(model, loading[0])
+                    _check_needs(model, loading.environment)
                 return name
 
         vars(model)[_CHECK] = check  # on the instance, so that it also replaces the checks that model classes define
@@ -190,7 +297,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(set_name)
     def set_attn_implementation(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with _noting_refusals():
+        with _noting_refusals(model, args[0] if args else kwargs.get("attn_implementation")):
             return set_name(model, *args, **kwargs)
 
     return {"__init__": __init__, "set_attn_implementation": set_attn_implementation}

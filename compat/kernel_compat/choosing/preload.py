@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from ..attention.defaults import registered_attention
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import known_kernels
-from ..kernels.catalog import TRANSFORMERS
+from ..kernels.catalog import SDPA_BACKENDS, TRANSFORMERS
 from .capabilities import capabilities, require_features, require_string
 from .flash_flags import has_sdpa, require_flash_support
-from .ladder import best_available, step_of
-from .support import beyond_causal_attention, implementations, needs
+from .ladder import best_available, checked_names, step_of
+from .support import beyond_causal_attention, implementations, is_encoder, needs
 
 __all__ = ["Preload", "resolve_preload", "verify_flash_support", "verify_sdpa_support"]
 
@@ -24,65 +25,73 @@ class Preload:
     """The arguments to load a model with.
 
     Attributes:
-        attn_implementation: None leaves the choice to transformers: sdpa if the model supports it, else eager.
+        attn_implementation: a name, or a dict of names by sub-config; None leaves the choice to transformers: sdpa if the model
+            supports it, else eager.
         use_liger_kernel: whether to patch the model with `kernel_compat.models.use_liger_kernel`.
         reasons: one sentence for each decision.
+        sdpa_backends: the backends for `kernel_compat.models.use_sdpa_backends`, for a model that runs sdpa; None for any other.
     """
 
-    attn_implementation: str | None
+    attn_implementation: str | dict[str, str] | None
     use_liger_kernel: bool
     reasons: tuple[str, ...]
+    sdpa_backends: tuple[str, ...] | None = None
 
 
 def resolve_preload(
-    attn_implementation: str | None,
+    attn_implementation: str | Mapping[str, str] | None,
     *,
     tp_size: SupportsIndex = 1,
     cp_size: SupportsIndex = 1,
     packed_sequence: bool = False,
     use_liger_kernel: bool = False,
+    activation_checkpointing: bool = False,
     environment: Environment | None = None,
     model_type: str | None = None,
+    prefer: Sequence[str] = (),
+    exclude: Collection[str] = (),
 ) -> Preload:
     """Settle the attention and Liger before a model is loaded, from the way it will be trained.
 
     - Liger is switched off under tensor or context parallelism: its kernels take one shard for the whole.
-    - Context parallelism needs ``sdpa``; names registered with ``handles_context_parallel=True`` are kept.
+    - Context parallelism needs ``sdpa``; names registered with ``handles_context_parallel=True`` or ``sequence_parallel`` are
+      kept, for packed sequences too.
     - Packed sequences need a varlen kernel. FlashAttention-2, -3, -4, torch's, a flash attention of the hub and
       registered names are kept; any other name is replaced by the best varlen kernel that can be used and has gradients.
       If none can be used, ``sdpa`` is kept if it was requested: it separates sequences by ``position_ids`` alone, with
       ``use_cache=False`` and without an ``attention_mask``.
+    - sdpa's backends are cuDNN, flash, efficient and math; without math under context parallelism, which torch has for the
+      others alone. Checkpointing excludes none: `use_sdpa_backends` is in force in the recomputation, too.
 
     Examples:
         >>> plan = resolve_preload("flash_attention_2", cp_size=2)
-        >>> plan.attn_implementation, plan.reasons
-        ('sdpa', ('sdpa instead of flash_attention_2: context parallelism (cp_size=2) needs it.',))
+        >>> plan.attn_implementation, plan.reasons[0]
+        ('sdpa', 'sdpa instead of flash_attention_2: context parallelism (cp_size=2) needs it.')
 
     Args:
-        attn_implementation: the requested name; None for transformers' own choice.
+        attn_implementation: the requested name; a dict of names by sub-config, as transformers takes it; None for transformers'
+            own choice. Names of encoders of images and sound are kept: their tokens are neither packed nor sharded.
         tp_size: number of tensor parallel ranks, 1 for none.
         cp_size: number of context parallel ranks, 1 for none.
         packed_sequence: whether several sequences share a row, separated by ``position_ids`` or ``cu_seq_lens_*``.
         use_liger_kernel: whether Liger is requested.
+        activation_checkpointing: whether layers are computed again in the backward pass.
         environment: default: this one.
         model_type: ``config.model_type`` of the model: see `ladder`.
+        prefer: names to choose before those of the ladder, where the requested one is replaced.
+        exclude: names that are never chosen.
 
     Raises:
-        ValueError: an empty name, a size below 1, or packed sequences together with context parallelism.
+        ValueError: an empty name, a size below 1, a name that is excluded and requested or needed, or packed sequences together
+            with context parallelism under a name that doesn't handle both.
         TypeError: an argument of another type.
+        UnknownNameError: `prefer` or `exclude` has an unknown name.
         KernelUnavailableError: packed sequences, a name that doesn't take them, and no varlen kernel can be used; the
             message has the reason for each.
     """
-    if attn_implementation is not None and not isinstance(attn_implementation, str):
-        raise TypeError(f"attn_implementation must be a string or None, not {attn_implementation!r}")
-    if attn_implementation is not None and not attn_implementation.strip():
-        raise ValueError("attn_implementation must not be empty; None leaves it to transformers")
     tp, cp = _size("tp_size", tp_size), _size("cp_size", cp_size)
-    if packed_sequence and cp > 1:
-        raise ValueError(
-            f"packed sequences can't be split over context parallel ranks (cp_size={cp}): set cp_size=1, or don't pack"
-        )
     environment = environment or Environment.detect()
+    prefer, left_out = checked_names(prefer, exclude)
     reasons: list[str] = []
     sharded = [f"tensor parallelism (tp_size={tp})"] if tp > 1 else []
     sharded += [f"context parallelism (cp_size={cp})"] if cp > 1 else []
@@ -90,50 +99,119 @@ def resolve_preload(
         reasons.append(f"Liger is off: its kernels take one rank's shard for the whole under {' and '.join(sharded)}.")
     elif use_liger_kernel:
         reasons.append("Liger is on: nothing is sharded.")
-    name = attn_implementation
-    requested = name or "transformers' own choice"
-    if cp > 1:
-        entry = registered_attention().get(requested)
-        if entry is not None and entry.handles_context_parallel:
-            reasons.append(f"{name} is kept: it was registered as handling context parallelism.")
-        elif name == "sdpa":
-            reasons.append("sdpa is kept: context parallelism needs it.")
-        else:
-            reasons.append(f"sdpa instead of {requested}: context parallelism (cp_size={cp}) needs it.")
-            name = "sdpa"
-    elif not packed_sequence:
-        reasons.append(f"{requested} is kept: nothing needs another.")
-    elif name is not None and _takes_packed(name, environment):
-        reasons.append(f"{name} is kept: it was requested, and takes packed sequences.")
+    run = _Run(cp, bool(packed_sequence), environment, model_type, prefer, left_out)
+    found: str | dict[str, str] | None
+    if isinstance(attn_implementation, Mapping):
+        found = {}
+        for part, name in attn_implementation.items():
+            if is_encoder(part):
+                found[part] = _checked(name)
+                reasons.append(f"{part}: {name} is kept: the tokens of encoders are neither packed nor sharded.")
+                continue
+            settled, why = run.settle(_checked(name))
+            assert settled is not None
+            found[part] = settled
+            reasons += [f"{part}: {reason}" for reason in why]
+        names = set(found.values())
     else:
-        name = _best_packed(name, environment, reasons, model_type)
-    if name is not None:
-        step = step_of(name, environment, (), model_type)
-        if step.usable is False:
-            reasons.append(f"{name} is not usable here: {step.reason}.")
-        elif step.usable is None:
-            reasons.append(f"{name} is for transformers to load: {step.reason}.")
-    return Preload(name, bool(use_liger_kernel) and not sharded, tuple(reasons))
+        found, why = run.settle(None if attn_implementation is None else _checked(attn_implementation))
+        reasons += why
+        names = {found or "sdpa"}
+    backends = None
+    if "sdpa" in names:
+        backends = tuple(name.lower() for name in SDPA_BACKENDS if cp == 1 or name != "MATH")
+        if cp > 1:
+            reasons.append("SDPA's backends are without math: torch has no context parallelism for it.")
+        elif activation_checkpointing:
+            reasons.append("SDPA's backends are all: use_sdpa_backends keeps the recomputation on the same one.")
+    return Preload(found, bool(use_liger_kernel) and not sharded, tuple(reasons), backends)
 
 
-def _best_packed(requested: str | None, environment: Environment, reasons: list[str], model_type: str | None) -> str:
-    """The attention for packed sequences when the requested one doesn't take them; adds to the reasons."""
-    try:
-        choice = best_available(environment, {"varlen", "backward"}, model_type)
-    except KernelUnavailableError:
-        if requested != "sdpa":
-            raise
-        reasons.append(
-            "sdpa is kept: no varlen kernel is usable here, and it was requested. It separates packed sequences by "
-            "position_ids alone, with use_cache=False and without an attention_mask."
-        )
-        return requested
-    reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
-    instead_of = requested or "transformers' own choice"
-    if requested is not None and (step := step_of(requested, environment)).usable is None:
-        instead_of += f" ({step.reason})"
-    reasons.append(f"{choice.name} instead of {instead_of}: packed sequences need a varlen kernel.")
-    return choice.name
+def _checked(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"attn_implementation must be a string, a dict of strings or None, not {name!r}")
+    if not name.strip():
+        raise ValueError("attn_implementation must not be empty; None leaves it to transformers")
+    return name
+
+
+class _Run(NamedTuple):
+    """What a training run asks of an attention.
+
+    Attributes:
+        cp: the number of context parallel ranks.
+        packed: whether several sequences share a row.
+        environment, model_type, prefer, exclude: as of `resolve_preload`.
+    """
+
+    cp: int
+    packed: bool
+    environment: Environment
+    model_type: str | None
+    prefer: list[str]
+    exclude: frozenset[str]
+
+    def settle(self, requested: str | None) -> tuple[str | None, list[str]]:
+        """The name to load with, and the reasons."""
+        if requested in self.exclude:
+            raise ValueError(f"{requested!r} is requested, and excluded")
+        name, shown, reasons = requested, requested or "transformers' own choice", []
+        takes_packed = requested is not None and _takes_packed(requested, self.environment)
+        entry = registered_attention().get(shown)
+        if self.cp > 1:
+            handles = entry is not None and (entry.handles_context_parallel or entry.spreads)
+            if self.packed and not (handles and takes_packed):
+                raise ValueError(
+                    f"packed sequences can't be split over context parallel ranks (cp_size={self.cp}) by {shown}: set "
+                    "cp_size=1, don't pack, or register a name with features={'varlen', ...} and handles_context_parallel=True"
+                )
+            if handles:
+                reasons.append(f"{name} is kept: it was registered as handling context parallelism.")
+            elif name == "sdpa":
+                reasons.append("sdpa is kept: context parallelism needs it.")
+            elif "sdpa" in self.exclude:
+                raise ValueError(f"context parallelism (cp_size={self.cp}) needs sdpa, which is excluded")
+            else:
+                reasons.append(f"sdpa instead of {shown}: context parallelism (cp_size={self.cp}) needs it.")
+                name = "sdpa"
+        elif not self.packed:
+            reasons.append(f"{shown} is kept: nothing needs another.")
+        elif takes_packed:
+            reasons.append(f"{name} is kept: it was requested, and takes packed sequences.")
+        else:
+            name = self._best_packed(name, reasons)
+        if name is not None:
+            step = step_of(name, self.environment, (), self.model_type)
+            if step.usable is False:
+                reasons.append(f"{name} is not usable here: {step.reason}.")
+            elif step.usable is None:
+                reasons.append(f"{name} is for transformers to load: {step.reason}.")
+        return name, reasons
+
+    def _best_packed(self, requested: str | None, reasons: list[str]) -> str:
+        """The attention for packed sequences when the requested one doesn't take them; adds to the reasons."""
+        try:
+            choice = best_available(
+                self.environment,
+                {"varlen", "backward"},
+                self.model_type,
+                prefer=self.prefer,
+                exclude=self.exclude,
+            )
+        except KernelUnavailableError:
+            if requested != "sdpa":
+                raise
+            reasons.append(
+                "sdpa is kept: no varlen kernel is usable here, and it was requested. It separates packed sequences by "
+                "position_ids alone, with use_cache=False and without an attention_mask."
+            )
+            return requested
+        reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
+        instead_of = requested or "transformers' own choice"
+        if requested is not None and (step := step_of(requested, self.environment)).usable is None:
+            instead_of += f" ({step.reason})"
+        reasons.append(f"{choice.name} instead of {instead_of}: packed sequences need a varlen kernel.")
+        return choice.name
 
 
 def _takes_packed(name: str, environment: Environment) -> bool:

@@ -10,7 +10,7 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["beyond_causal_attention", "has_no_attention", "implementations", "needs", "slides"]
+__all__ = ["beyond_causal_attention", "has_no_attention", "implementations", "is_encoder", "needs", "slides"]
 
 #: Parameters of modules that mix tokens: a mask, or a cache of earlier tokens.
 _MIXES = re.compile(r"(^|_)mask$|cache|^past_key_values?$|^layer_past$|^state$")
@@ -47,6 +47,11 @@ def slides(config: Any) -> bool:
         return False
     layers = getattr(config, "layer_types", None)
     return layers is None or any("sliding" in layer for layer in layers)
+
+
+def is_encoder(part: str) -> bool:
+    """Whether a sub-config of a composite model, by its name, is that of an encoder of images or sound."""
+    return re.search(r"vision|visual|image|video|audio|speech|sound", part) is not None
 
 
 def has_no_attention(kind: type) -> bool:

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="ranks of context parallelism")
     parser.add_argument("--packed", action="store_true", help="rows hold several sequences")
     parser.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP}: leave out names that it is proven wrong under")
+    parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in the backward pass")
     parser.add_argument("--liger", action="store_true", help="use Liger's kernels if possible")
 
 
@@ -41,6 +42,7 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
             cp_size=arguments.cp,
             packed_sequence=arguments.packed,
             use_liger_kernel=arguments.liger,
+            activation_checkpointing=arguments.checkpointing,
             model_type=model_type(arguments.model) if arguments.model else None,
         )
     except KernelUnavailableError as error:
@@ -60,5 +62,7 @@ def show(console: Output, found: dict[str, Any]) -> None:
     name = found["attn_implementation"] or "unset: sdpa where the model has it, else eager"
     print_text(console, f"attn_implementation  {name}", "bold")
     print_text(console, f"use_liger_kernel     {found['use_liger_kernel']}", "bold")
+    if found["sdpa_backends"]:
+        print_text(console, f"sdpa_backends        {', '.join(found['sdpa_backends'])}", "bold")
     for reason in found["reasons"]:
         print_text(console, f"  {reason}")

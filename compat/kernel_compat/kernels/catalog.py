@@ -205,6 +205,9 @@ REFERENCE = "flash_attention_reference"
 #: The name of the kernel that takes every mask, bias and head dimension, on a GPU.
 FLEXIBLE = "flash_attention_flex"
 
+#: The backends of torch's SDPA, the fastest on an H200 first: see docs/benchmarks.md.
+SDPA_BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
 #: Kernels by attention name, the newest FlashAttention first, each with its packages in order of preference.
 CATALOG: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
     {

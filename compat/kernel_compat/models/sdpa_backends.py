@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ..kernels.catalog import SDPA_BACKENDS
 from ..patching.handle import Handle
 from ..patching.wrapping import wrap
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     Backends: TypeAlias = tuple[SDPBackend, ...]
 
 __all__ = ["use_sdpa_backends"]
-
-_DEFAULT = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def use_sdpa_backends(
@@ -90,7 +89,7 @@ def _as_backends(value: object) -> Backends:
     members: Mapping[str, SDPBackend] = {
         name: member for name, member in SDPBackend.__members__.items() if name != "ERROR"
     }
-    given = _DEFAULT if value is None else (value,) if isinstance(value, (str, SDPBackend)) else value
+    given = SDPA_BACKENDS if value is None else (value,) if isinstance(value, (str, SDPBackend)) else value
     if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
         raise TypeError(f"backends must be an SDPBackend, a name, a sequence of them or None, not {value!r}")
     if not given:
