@@ -113,6 +113,13 @@ def matrix(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", "tests/matrix", *session.posargs, env=ENVIRONMENT)
 
 
+@nox.session(tags=["ci"])
+def examples(session: nox.Session) -> None:
+    """The scripts in examples/ print what docs/examples.md shows. Arguments after -- go to pytest."""
+    session.install("--editable", ".[gpu,transformers5-exp]", "./examples/shim_package", "--group", "examples")
+    session.run("pytest", "tests/examples", *session.posargs, env=ENVIRONMENT)
+
+
 @nox.session(name="cpu-matrix")
 def cpu_matrix(session: nox.Session) -> None:
     """The cells of the matrix that need no GPU. Arguments after -- go to `kernel-compat-matrix run`."""
