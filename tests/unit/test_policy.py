@@ -283,13 +283,14 @@ class TestResolvePreload:
         assert (found.attn_implementation, found.use_liger_kernel) == (name, True)
         assert "nothing needs another" in " ".join(found.reasons)
 
-    @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 4)])
-    def test_liger_is_off_under_tensor_or_context_parallelism(self, tp: int, cp: int) -> None:
-        found = plan("sdpa", tp_size=tp, cp_size=cp, use_liger_kernel=True)
+    @pytest.mark.parametrize(("tp", "cp", "ep"), [(2, 1, 1), (1, 2, 1), (2, 4, 1), (1, 1, 8)])
+    def test_liger_is_off_where_weights_or_tokens_are_sharded(self, tp: int, cp: int, ep: int) -> None:
+        found = plan("sdpa", tp_size=tp, cp_size=cp, ep_size=ep, use_liger_kernel=True)
         assert found.use_liger_kernel is False
         (reason,) = [reason for reason in found.reasons if "Liger" in reason]
         assert (f"tensor parallelism (tp_size={tp})" in reason) is (tp > 1)
         assert (f"context parallelism (cp_size={cp})" in reason) is (cp > 1)
+        assert (f"expert parallelism (ep_size={ep})" in reason) is (ep > 1)
 
     def test_liger_that_was_not_asked_for(self) -> None:
         found = plan("sdpa", tp_size=2)
@@ -401,7 +402,7 @@ class TestResolvePreload:
         for checkpointing in (False, True):
             for name in ("sdpa", None):
                 assert plan(name, activation_checkpointing=checkpointing).sdpa_backends == everything
-        assert plan("flash_attention_2", cp_size=2).sdpa_backends == everything[:3]
+        assert plan("flash_attention_2", cp_size=2).sdpa_backends == everything[:2]
         assert plan("flash_attention_2").sdpa_backends is None
 
     @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def resolve_preload(
     *,
     tp_size: SupportsIndex = 1,
     cp_size: SupportsIndex = 1,
+    ep_size: SupportsIndex = 1,
     packed_sequence: bool = False,
     use_liger_kernel: bool = False,
     activation_checkpointing: bool = False,
@@ -53,15 +54,17 @@ def resolve_preload(
 ) -> Preload:
     """Settle the attention and Liger before a model is loaded, from the way it will be trained.
 
-    - Liger is switched off under tensor or context parallelism: its kernels take one shard for the whole.
+    - Liger is switched off under tensor, context or expert parallelism: its kernels take one shard for the whole. FSDP and
+      pipeline parallelism decide nothing: a layer's weights are whole when it runs.
     - Context parallelism needs ``sdpa``; names registered with ``handles_context_parallel=True`` or ``sequence_parallel`` are
       kept, for packed sequences too.
     - Packed sequences need a varlen kernel. FlashAttention-2, -3, -4, torch's, a flash attention of the hub and
       registered names are kept; any other name is replaced by the best varlen kernel that can be used and has gradients.
       If none can be used, ``sdpa`` is kept if it was requested: it separates sequences by ``position_ids`` alone, with
       ``use_cache=False`` and without an ``attention_mask``.
-    - sdpa's backends are cuDNN, flash, efficient and math; without math under context parallelism, which torch has for the
-      others alone. Checkpointing excludes none: `use_sdpa_backends` is in force in the recomputation, too.
+    - sdpa's backends are cuDNN, flash, efficient and math; under context parallelism cuDNN and flash: torch has none for math, and
+      gradients of efficient are wrong (seen with torch 2.11: tests/gpu/test_context_parallel.py). Checkpointing excludes
+      none: `use_sdpa_backends` is in force in the recomputation, too.
 
     Examples:
         >>> plan = resolve_preload("flash_attention_2", cp_size=2)
@@ -73,6 +76,7 @@ def resolve_preload(
             own choice. Names of encoders of images and sound are kept: their tokens are neither packed nor sharded.
         tp_size: number of tensor parallel ranks, 1 for none.
         cp_size: number of context parallel ranks, 1 for none.
+        ep_size: number of expert parallel ranks, 1 for none.
         packed_sequence: whether several sequences share a row, separated by ``position_ids`` or ``cu_seq_lens_*``.
         use_liger_kernel: whether Liger is requested.
         activation_checkpointing: whether layers are computed again in the backward pass.
@@ -89,12 +93,13 @@ def resolve_preload(
         KernelUnavailableError: packed sequences, a name that doesn't take them, and no varlen kernel can be used; the
             message has the reason for each.
     """
-    tp, cp = _size("tp_size", tp_size), _size("cp_size", cp_size)
+    tp, cp, ep = _size("tp_size", tp_size), _size("cp_size", cp_size), _size("ep_size", ep_size)
     environment = environment or Environment.detect()
     prefer, left_out = checked_names(prefer, exclude)
     reasons: list[str] = []
     sharded = [f"tensor parallelism (tp_size={tp})"] if tp > 1 else []
     sharded += [f"context parallelism (cp_size={cp})"] if cp > 1 else []
+    sharded += [f"expert parallelism (ep_size={ep})"] if ep > 1 else []
     if use_liger_kernel and sharded:
         reasons.append(f"Liger is off: its kernels take one rank's shard for the whole under {' and '.join(sharded)}.")
     elif use_liger_kernel:
@@ -119,9 +124,9 @@ def resolve_preload(
         names = {found or "sdpa"}
     backends = None
     if "sdpa" in names:
-        backends = tuple(name.lower() for name in SDPA_BACKENDS if cp == 1 or name != "MATH")
+        backends = tuple(name.lower() for name in SDPA_BACKENDS[: 2 if cp > 1 else None])
         if cp > 1:
-            reasons.append("SDPA's backends are without math: torch has no context parallelism for it.")
+            reasons.append("SDPA's backends are cuDNN and flash: others are wrong or raise under context parallelism.")
         elif activation_checkpointing:
             reasons.append("SDPA's backends are all: use_sdpa_backends keeps the recomputation on the same one.")
     return Preload(found, bool(use_liger_kernel) and not sharded, tuple(reasons), backends)
@@ -232,7 +237,8 @@ def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
     """Verify that a model can run under context parallelism of `cp_size` ranks; a single rank passes.
 
     torch's context parallelism reaches ``scaled_dot_product_attention`` alone, and drops its mask. With any other attention or
-    mixer each rank would see its own shard, and windows, chunks and other patterns would be lost, both without an error.
+    mixer each rank would see its own shard, and windows, chunks and other patterns would be lost, both without an error. Not
+    every backend of SDPA is right there, either: run the model under `use_sdpa_backends` with a plan's `sdpa_backends`.
 
     Args:
         model: a model, or a model class; of a class only its declaration is verified.

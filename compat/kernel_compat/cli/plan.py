@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="ranks of context parallelism")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks of expert parallelism")
     parser.add_argument("--packed", action="store_true", help="rows hold several sequences")
     parser.add_argument("--model", metavar="MODEL", help=f"{MODEL_HELP}: leave out names that it is proven wrong under")
     parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in the backward pass")
@@ -40,6 +41,7 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.attn,
             tp_size=arguments.tp,
             cp_size=arguments.cp,
+            ep_size=arguments.ep,
             packed_sequence=arguments.packed,
             use_liger_kernel=arguments.liger,
             activation_checkpointing=arguments.checkpointing,
