@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from kernel_compat import Device, Environment, Features, Kernel, UnsupportedFeatureError, known_kernels, policy
 from kernel_compat.cli import explain
@@ -16,6 +18,7 @@ from kernel_compat.kernels import Limit, catalog, reference
 from kernel_compat.kernels.adapter import Functions, adapt
 from kernel_compat.kernels.catalog import CATALOG, FLASH_ATTN_4, TRANSFORMERS
 from kernel_compat.kernels.provider import Provider, older
+from kernel_compat.releases import TRANSFORMERS as TRANSFORMERS_RELEASES
 
 A100, H100 = Device("A100", (8, 0)), Device("H100", (9, 0))
 B200, THOR, RTX5090 = Device("B200", (10, 0)), Device("Thor", (11, 0)), Device("RTX 5090", (12, 0))
@@ -145,6 +148,34 @@ def test_before_4_0_0b9() -> None:
     assert fa4("4.0.0b4", H100).lacking(training) == ["deterministic", "gradients of softcap"]
     assert fa4("4.0.0b4", B200).lacking(training) == ["gradients of softcap"]
     assert fa4("4.0.0b8", RTX5090).forward_only == ("softcap", "window")
+
+
+@pytest.mark.parametrize(
+    ("device", "lacking", "dims"),
+    [(H100, [], ()), (B200, [], ((192, 128), (256, 256))), (RTX5090, ["gradients of sliding windows"], ())],
+)
+def test_of_4_0_0b16(device: Device, lacking: list[str], dims: tuple[tuple[int, int], ...]) -> None:
+    """VeOmni 0.1.12 pins it. Read from its flash_attn/cute: interface.py, flash_bwd.py, flash_fwd.py."""
+    features = fa4("4.0.0b16", device)
+    assert features.lacking({"varlen", "window", "softcap", "sinks", "backward"}) == lacking
+    assert features.head_dims == dims
+    assert features.sinks_from == "log-sum-exp"  # it returns no gradient for its own
+    assert features.deterministic == (device != RTX5090)
+
+
+def test_the_extras_admit_every_version_that_is_supported() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    specifiers = {
+        name: Requirement(requirements[0]).specifier
+        for name, requirements in project["optional-dependencies"].items()
+        if name in ("fa4", "transformers4", "transformers5-exp")
+    }
+
+    assert all(specifiers["fa4"].contains(version) for version in ("4.0.0b3", "4.0.0b16", NEWEST))
+    for release in TRANSFORMERS_RELEASES:
+        extra = "transformers4" if release.startswith("4.") else "transformers5-exp"
+        assert specifiers[extra].contains(release), release
 
 
 @pytest.mark.parametrize("version", ["4.0.0b10", NEWEST])
