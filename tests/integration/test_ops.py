@@ -847,7 +847,7 @@ def test_a_loss_that_is_another_is_refused(what: str) -> None:
         ops.apply_ops(model, CHUNKED)
 
 
-class Unpacking(transformers.LlamaForCausalLM):  # type: ignore[misc]
+class Unpacking(transformers.LlamaForCausalLM):
     """A model that unpacks what its loss function returns, as VeOmni's generated modeling files do."""
 
     beside: tuple[Any, ...]
@@ -942,7 +942,7 @@ def test_a_loss_function_that_returns_more_than_the_logits_is_refused() -> None:
 
 
 def test_a_loss_function_that_is_called_without_logits_is_refused() -> None:
-    class Fused(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    class Fused(transformers.LlamaForCausalLM):
         def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
             hidden_states = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
             if labels is None:

@@ -98,8 +98,11 @@ def test_apply_ops_leaves_the_slots_of_another_registry() -> None:
     model.kernel = ops.OpSlot("rms_norm", "standard", ops.OpRegistry())
 
     ops.apply_ops(model, ops.OpsConfig.eager())
-
     assert not model.kernel.is_bound
+
+    pytest.importorskip("transformers")
+    with ops.use(CONFIG):  # has a value that the other registry doesn't have
+        assert not ops.OpSlot("rms_norm", "standard", ops.OpRegistry()).is_bound
 
 
 def test_apply_ops_fills_a_model_s_slots_and_leaves_their_modules_alone() -> None:

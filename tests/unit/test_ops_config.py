@@ -218,7 +218,7 @@ def test_the_constructor_and_from_dict_raise_the_same_errors(values: dict[str, A
 
 
 def test_the_constructor_and_from_dict_know_the_same_fields() -> None:
-    values = {
+    values: dict[str, Any] = {
         "mhc_implementation": "eager",
         "qat_implementation": "none",
         "cross_entropy_loss_implementation": "chunk_loss",

@@ -272,13 +272,17 @@ def test_an_op_of_one_s_own_is_a_field_and_bound_to_slots(gate: None) -> None:
     model = nn.Sequential(Gate(), nn.Linear(2, 2))
     x = torch.tensor([[-1.0, 2.0]])
     config = ops.OpsConfig(squared_gate_implementation="fast")
+    changes: dict[str, Any] = {"squared_gate_implementation": "eager"}
 
     assert config["squared_gate"] == "fast"
+    assert getattr(config, "squared_gate_implementation", "eager") == "fast"
+    assert getattr(ops.OpsConfig(), "squared_gate_implementation", None) == "eager"
+    assert not hasattr(config, "circled_gate_implementation")
     assert config.others == (("squared_gate_implementation", "fast"),)
     assert config.values()["squared_gate_implementation"] == "fast"
     assert config == ops.OpsConfig.from_dict({"squared_gate_implementation": "fast"}) != ops.OpsConfig.eager()
     assert {config: 1}[dataclasses.replace(config)] == 1
-    assert dataclasses.replace(config, squared_gate_implementation="eager") == ops.OpsConfig.eager()
+    assert dataclasses.replace(config, **changes) == ops.OpsConfig.eager()
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
     with pytest.raises(RuntimeError, match="nothing chosen"):
         model(x)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..attention.defaults import resolve
 from ..attention.names import upstream_owner
@@ -180,6 +180,15 @@ class OpsConfig:
         found = self.registry.op(op)
         return self.values().get(found.field) or found.default
 
+    if not TYPE_CHECKING:  # a type checker knows the library's fields alone
+
+        def __getattr__(self, name: str) -> str:
+            """The value of a field of another project's op."""
+            ops = () if name.startswith("_") else self.registry.fields().get(name, ())
+            if not ops:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return dict(self.others).get(name, ops[0].default)
+
     def values(self) -> dict[str, str | None]:
         """The fields with their values, in order: the library's, and those of other code's ops that don't have their default."""
         return {
@@ -271,7 +280,7 @@ class OpsConfig:
         environment = environment or registry.detect()
         if model is not None:
             require_module(model)
-        chosen: dict[str, str] = {}
+        chosen: dict[str, Any] = {}
         reasons: dict[str, str] = {}
         name, reasons["attn_implementation"] = _best_attention(environment, model)
         if name is not None:

@@ -54,7 +54,7 @@ class OpSlot:
         self.variant = variant
         self.registry = registry
         vars(self).update(self.contents(None))
-        if (config := active.get()) is not None:
+        if (config := active.get()) is not None and config.registry is registry:
             self.bind(config)
 
     def bind(self, choice: Any) -> None:
