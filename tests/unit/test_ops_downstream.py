@@ -119,6 +119,7 @@ def test_veomni_s_kernels_are_accepted_and_its_slots_bound_to_them(veomni: ops.O
     for (op, variant), kernels in VEOMNI.items():
         for name, devices, low, high in kernels:
             slot = ops.OpSlot(op, variant, veomni)
+            assert (slot.op_name, slot.variant) == (op, variant)
             value = f"fused_{name}" if op == "moe_experts" else name
             (spec,) = (spec for spec in veomni.kernels(op, value) if spec.variant == variant)
             assert (spec.unavailable_because(GPU) == []) == ("gpu" in devices or not {"gpu"} & {*devices.split()})

@@ -57,6 +57,11 @@ class OpSlot:
         if (config := active.get()) is not None and config.registry is registry:
             self.bind(config)
 
+    @property
+    def op_name(self) -> str:
+        """`op`, by VeOmni's name."""
+        return self.op
+
     def bind(self, choice: Any) -> None:
         """Fill it with the kernel that an `OpsConfig`, or a value of its field, chooses; ``eager`` empties it.
 
