@@ -61,6 +61,17 @@ train:
         ("model: 3", "model is no mapping, so that it has no ops_implementation"),
         ("[model]", "the file is no mapping, so that it has no model"),
         ("model: {ops_implementations: {}}", "a key 'ops_implementations'; did you mean ops_implementation"),
+        ("models: {ops_implementation: {}}", "a key 'models'; did you mean model"),
+        ("ops_implementation: {}", "has ops_implementation, and only model.ops_implementation is read"),
+        (
+            "vision: {ops_implementation: {}}",
+            "has vision.ops_implementation, and only model.ops_implementation is read",
+        ),
+        (
+            "model: {moe_implementation: fused}",
+            "has model.moe_implementation, and only model.ops_implementation is read",
+        ),
+        ("model: {attn_implementation: sdpa}", "has model.attn_implementation, and only"),
         ("model: {ops_implementation: [a]}", "a mapping of fields to values"),
         ("model: {ops_implementation: {rms_norm: eager}}", "did you mean rms_norm_implementation"),
         ("model: {ops_implementation: {rms_norm_implementation: 3}}", "must be a string, not 3"),

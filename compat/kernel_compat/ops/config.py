@@ -24,6 +24,9 @@ __all__ = ["OpsConfig"]
 
 _ATTENTION = "attn_implementation"
 
+#: The key of a YAML file's ``model`` that has the fields.
+_BLOCK = "ops_implementation"
+
 #: VeOmni's fields that kernel-compat has no kernels for, with the value that asks for none; until other code registers their ops.
 _VEOMNI = {
     "rotary_pos_emb_vision_implementation": "eager",
@@ -242,7 +245,7 @@ class OpsConfig:
             environment, deferred, registry: as of the class. A machine without a GPU reads any file with ``deferred=True``.
 
         Raises:
-            ValueError: the file is no YAML, holds no mapping, or has a key that looks like a misspelt one of these two.
+            ValueError: the file is no YAML, holds no mapping, or has such a mapping or field elsewhere, or under a misspelt name.
             OSError: the file can't be read.
             TypeError, KernelUnavailableError: as of the class.
         """
@@ -253,17 +256,19 @@ class OpsConfig:
                 found = yaml.safe_load(stream)
             except yaml.YAMLError as error:
                 raise ValueError(f"{path} is no YAML: {error}") from None
-        where = "the file"
-        for key in ("model", "ops_implementation"):
-            if found is None:
-                break
-            if not isinstance(found, Mapping):
-                raise ValueError(f"{path}: {where} is no mapping, so that it has no {key}")
-            if key not in found and (near := difflib.get_close_matches(key, map(str, found), 1, 0.8)):
-                raise ValueError(f"{path}: {where} has a key {near[0]!r}; did you mean {key}?")
-            found, where = found.get(key), key
+        whole = _mapping(found, f"{path}: the file", "model")
+        model = _mapping(whole.get("model"), f"{path}: model", _BLOCK)
+        if _BLOCK not in model:
+            parts = {"": whole, **{f"{key}.": part for key, part in whole.items() if isinstance(part, Mapping)}}
+            elsewhere = [f"{key}{_BLOCK}" for key, part in parts.items() if _BLOCK in part]
+            elsewhere += [f"model.{key}" for key in (_ATTENTION, *registry.fields()) if key in model]
+            if elsewhere:
+                raise ValueError(
+                    f"{path} has {elsewhere[0]}, and only model.{_BLOCK} is read; `from_dict` takes a mapping"
+                )
+        block = model.get(_BLOCK)
         return cls.from_dict(
-            {} if found is None else found, environment=environment, deferred=deferred, registry=registry
+            {} if block is None else block, environment=environment, deferred=deferred, registry=registry
         )
 
     @classmethod
@@ -300,6 +305,21 @@ class OpsConfig:
 
 #: The fields of the library's own ops, which are attributes of a config.
 _OWN = tuple(f"{op}_implementation" for op in OPS)
+
+
+def _mapping(found: Any, where: str, key: str) -> Mapping[str, Any]:
+    """A part of a file that may have a key; empty for None.
+
+    Raises:
+        ValueError: it is no mapping, or has a key that looks like a misspelt `key`.
+    """
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where} is no mapping, so that it has no {key}")
+    if key not in found and (near := difflib.get_close_matches(key, map(str, found), 1, 0.9)):
+        raise ValueError(f"{where} has a key {near[0]!r}; did you mean {key}?")
+    return found
 
 
 def _best_attention(environment: Environment, model: Any) -> tuple[str | None, str]:
