@@ -249,6 +249,8 @@ def test_a_file_is_read_for_another_machine_or_checked_later(tmp_path: Path) -> 
     assert ops.OpsConfig.from_yaml(file, environment=there)["rms_norm"] == "liger_kernel"
     config = ops.OpsConfig.from_yaml(file, deferred=True)
     assert pickle.loads(pickle.dumps(config)) == config  # sent to the machine with the GPU
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(ops.OpsConfig(registry=ops.OpRegistry()))
     config.require(there)
     with pytest.raises(KernelUnavailableError, match="none is visible"):
         config.require(here)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 from collections.abc import Iterator
@@ -394,6 +395,9 @@ def test_an_op_can_be_unregistered_and_registered_again(gate: None) -> None:
         ),
         ("other", {"field": "attn_implementation"}, "'attn_implementation' can't be the field of an op"),
         ("other", {"field": "reasons"}, "'reasons' can't be the field"),
+        ("other", {"field": "values"}, "'values' can't be the field"),
+        ("other", {"field": "_gate"}, "a field is an identifier without a leading underscore, not '_gate'"),
+        ("other", {"default": 3}, "default is a string, not 3"),
         ("attn", {}, "'attn_implementation' can't be the field of an op"),
         ("two words", {}, "an op's name is an identifier, not 'two words'"),
         (3, {}, "an op's name is an identifier, not 3"),
@@ -409,6 +413,15 @@ def test_an_op_that_makes_no_sense_is_refused(gate: None, name: Any, arguments: 
         ops.register_op(name, **arguments)
 
     assert ops.registered_ops() == before
+
+
+def test_no_field_can_have_the_name_of_a_part_of_a_config() -> None:
+    parts = {*dir(ops.OpsConfig()), *inspect.signature(ops.OpsConfig).parameters}
+    library = {op.field for op in ops.registered_ops().values()}
+
+    for name in sorted(one for one in parts - library if not one.startswith("_")):
+        with pytest.raises(ValueError, match=f"{name!r} can't be the field of an op"):
+            ops.Op("other", field=name)
 
 
 def test_a_kernel_can_t_have_the_name_of_a_value(gate: None) -> None:

@@ -38,7 +38,9 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 
 
 class OpRegistry:
-    """Ops, and their kernels by op, variant and name. Safe to use from several threads. Copies are the registry itself.
+    """Ops, and their kernels by op, variant and name. Safe to use from several threads.
+
+    A copy of a registry is the registry itself. Only the default one can be pickled, and slots and configs only with it.
 
     A registry of one's own begins with the library's ops and without its kernels, so that its kernels can have the same names
     and be called in another way:
@@ -163,7 +165,7 @@ class OpRegistry:
         """Decorate a factory, so that configs can choose the kernel that it returns as the value `name` for `op`.
 
         A distribution registers its ops and kernels by the entry-point group ``kernel_compat.ops``, whose entries are an `Op` or
-        a `KernelSpec`, or several in this order.
+        a `KernelSpec`, or several, each op before its kernels.
 
         Args:
             override: replace the kernel of the same name for this variant.

@@ -44,7 +44,7 @@ class Op:
 
     Raises:
         ValueError: a name or field that is no identifier or belongs to the config, or an empty variant or value.
-        TypeError: variants or values that aren't strings.
+        TypeError: variants, values or a default that aren't strings.
     """
 
     name: str
@@ -57,13 +57,17 @@ class Op:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"an op's name is an identifier, not {self.name!r}")
         object.__setattr__(self, "field", self.field or f"{self.name}_implementation")
-        if not isinstance(self.field, str) or not self.field.isidentifier() or self.field in _NO_FIELDS:
+        if not isinstance(self.field, str) or not self.field.isidentifier() or self.field.startswith("_"):
+            raise ValueError(f"{self.name}: a field is an identifier without a leading underscore, not {self.field!r}")
+        if self.field in _NO_FIELDS:
             raise ValueError(f"{self.name}: {self.field!r} can't be the field of an op")
         for attribute in ("variants", "values"):
             given = getattr(self, attribute)
             if isinstance(given, str) or not all(isinstance(one, str) for one in given):
                 raise TypeError(f"{self.name}: {attribute} are strings in a tuple, not {given!r}")
             object.__setattr__(self, attribute, tuple(dict.fromkeys(given)))
+        if not isinstance(self.default, str):
+            raise TypeError(f"{self.name}: default is a string, not {self.default!r}")
         if not all(text.strip() for text in (*self.variants, *self.values, self.default)):
             raise ValueError(f"{self.name}: a variant or value is empty")
 
@@ -81,7 +85,22 @@ class Op:
 
 
 #: Names that an `OpsConfig` uses itself.
-_NO_FIELDS = ("attn_implementation", "reasons", "environment", "deferred", "registry", "others")
+_NO_FIELDS = frozenset(
+    [
+        "attn_implementation",
+        "auto",
+        "deferred",
+        "eager",
+        "environment",
+        "from_dict",
+        "from_yaml",
+        "others",
+        "reasons",
+        "registry",
+        "require",
+        "values",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -118,8 +137,8 @@ class Hardware:
         max_capability: the highest compute capability, itself included.
 
     Raises:
-        TypeError: a device that is no string, or a capability that is no pair of integers.
-        ValueError: no device, or a highest capability below the lowest.
+        TypeError: no device, one that is no string, or a capability that is no pair of integers.
+        ValueError: a highest capability below the lowest.
     """
 
     device: str | tuple[str, ...] = "any"
@@ -180,18 +199,11 @@ class Hardware:
 
     def _capabilities(self) -> str:
         low, high = (".".join(map(str, one)) if one else "" for one in (self.min_capability, self.max_capability))
-        if not low and not high:
-            return ""
-        limits = (
-            low
-            if low == high
-            else f"{low} to {high}"
-            if low and high
-            else f"{low} or greater"
-            if low
-            else f"{high} or less"
-        )
-        return f" of compute capability {limits}"
+        if low and high:
+            limits = low if low == high else f"{low} to {high}"
+        else:
+            limits = f"{low} or greater" if low else f"{high} or less"
+        return f" of compute capability {limits}" if low or high else ""
 
 
 @dataclass(frozen=True, eq=False)
