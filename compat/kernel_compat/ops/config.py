@@ -217,7 +217,9 @@ class OpsConfig:
         """From the fields by name: those of the class, with the same errors.
 
         Args:
-            environment, deferred, registry: as of the class.
+            environment: as of the class.
+            deferred: as of the class.
+            registry: as of the class.
 
         Raises:
             ValueError, TypeError, KernelUnavailableError: as of the class.
@@ -242,7 +244,9 @@ class OpsConfig:
         """From the mapping ``model.ops_implementation`` of a YAML file; a file without it chooses nothing.
 
         Args:
-            environment, deferred, registry: as of the class. A machine without a GPU reads any file with ``deferred=True``.
+            environment: as of the class.
+            deferred: as of the class; with True a machine without a GPU reads any file.
+            registry: as of the class.
 
         Raises:
             ValueError: the file is no YAML, holds no mapping, or has such a mapping or field elsewhere, or under a misspelt name.
