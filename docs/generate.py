@@ -117,6 +117,12 @@ def _difference(package: Provider, limit: Limit) -> str:
     if "max_head_dim" in changes or "head_dims" in changes:
         largest, pairs = changes.pop("max_head_dim", 128), changes.pop("head_dims", ())
         parts.append(" or ".join([f"head dimensions up to {largest}", *map(str, pairs)]))
+    for field, lost in (
+        ("plain_head_dims", "neither softcap nor sinks of its own"),
+        ("plain_backward_head_dims", "no gradients of softcap and of sinks of its own"),
+    ):
+        if pairs := changes.pop(field, ()):
+            parts.append(f"{lost} with head dimensions {' or '.join(map(str, pairs))}")
     if changes.pop("sinks_from", None):
         parts.append("sinks from the log-sum-exp")
     parts += [f"no gradients of {WORDS.get(name, name)}" for name in limit.forward_only]

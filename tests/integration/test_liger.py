@@ -129,7 +129,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment with a GPU, as far as the registry of kernels can see."""
     found = registry.detect()
     environment = Environment(packages=found.packages, devices=(Device("NVIDIA H200", (9, 0)),))
-    monkeypatch.setattr(registry, "detect", lambda: environment)
+    monkeypatch.setattr(registry.default, "detect", lambda: environment)
 
 
 @pytest.fixture(autouse=True)
@@ -648,7 +648,7 @@ def test_a_compiled_model() -> None:
 @real
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = registry.detect()
-    monkeypatch.setattr(registry, "detect", lambda: Environment(packages=found.packages))
+    monkeypatch.setattr(registry.default, "detect", lambda: Environment(packages=found.packages))
     model = build()
     scene = Scene(model)
     with pytest.raises(KernelUnavailableError, match="needs a CUDA device, and none is visible"):

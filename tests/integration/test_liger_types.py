@@ -37,7 +37,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment with a GPU; under the interpreter also the functions of the GPU library that the interpreter lacks."""
     environment = Environment(packages=registry.detect().packages, devices=(Device("NVIDIA H200", (9, 0)),))
-    monkeypatch.setattr(registry, "detect", lambda: environment)
+    monkeypatch.setattr(registry.default, "detect", lambda: environment)
     if INTERPRETED:
         import interpreter  # noqa: F401  # apply the repairs
         import triton.language as tl

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -842,6 +844,124 @@ def test_a_loss_that_is_another_is_refused(what: str) -> None:
     model.loss_function = loss
 
     with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="its loss_function (differs|failed)"):
+        ops.apply_ops(model, CHUNKED)
+
+
+class Unpacking(transformers.LlamaForCausalLM):
+    """A model that unpacks what its loss function returns, as VeOmni's generated modeling files do."""
+
+    beside: tuple[Any, ...]
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        hidden_states = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        logits, loss = self.lm_head(hidden_states), None
+        if labels is not None:
+            loss, *beside = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                hidden_states=hidden_states,
+                weights=self.lm_head.weight,
+                **{name: value for name, value in kwargs.items() if name != "use_cache"},
+            )
+            self.beside = tuple(beside)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def flat_logits_beside(logits: Any, labels: Any, vocab_size: int, return_log_probs: bool = False, **kwargs: Any) -> Any:
+    if return_log_probs:
+        return None, None, logits.log_softmax(-1)
+    return causal_loss(logits, labels, vocab_size, **kwargs), logits.view(-1, vocab_size), None
+
+
+def logits_beside(logits: Any, labels: Any, vocab_size: int, *, scale: float = 1.0, **kwargs: Any) -> Any:
+    return causal_loss(logits, labels, vocab_size, **kwargs) * kwargs.pop("factor", scale), logits
+
+
+def unpacking(loss_function: Any) -> Any:
+    torch.manual_seed(0)
+    model = randomize(Unpacking(OPS_MODELS["llama"]())).train()
+    model.loss_function = loss_function
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 5}], ids=["mean", "items"])
+@pytest.mark.parametrize("loss_function", [flat_logits_beside, functools.partial(logits_beside, scale=1.0)])
+def test_a_loss_function_that_returns_a_tuple_still_does(loss_function: Any, options: dict[str, Any]) -> None:
+    model = unpacking(loss_function)
+    expected, gradients = step(model, **options)
+    before = model.beside
+    with torch.no_grad():
+        model(input_ids=IDS, labels=LABELS)
+    without_gradients = model.beside
+
+    with ops.apply_ops(model, CHUNKED):
+        found, own = step(model, **options)
+        torch.testing.assert_close(found.loss, expected.loss)
+        assert_same(own, gradients, 1e-4)
+        assert isinstance(found.logits, LazyLogits)
+        assert model.beside[0] is found.logits
+        assert model.beside[1:] == before[1:]
+        with torch.no_grad():
+            evaluated = model(input_ids=IDS, labels=LABELS)
+        assert torch.equal(model.beside[0], without_gradients[0])
+        torch.testing.assert_close(evaluated.loss, model(input_ids=IDS, labels=LABELS).loss)
+        logits = torch.randn(2, 9, VOCAB)
+        unpickled = pickle.loads(pickle.dumps(model.loss_function))(logits, LABELS, VOCAB)
+        assert torch.equal(unpickled[1], loss_function(logits, LABELS, VOCAB)[1])
+
+
+@pytest.mark.parametrize("name", ["return_log_probs", "scale", "factor"])
+def test_an_argument_for_something_else_than_the_loss_is_refused(name: str) -> None:
+    model = unpacking(flat_logits_beside if name == "return_log_probs" else functools.partial(logits_beside, scale=1.0))
+    with ops.apply_ops(model, CHUNKED):
+        assert model(input_ids=IDS, labels=LABELS, **{name: None}).loss is not None
+        for context in (torch.enable_grad, torch.no_grad):
+            with (
+                context(),
+                pytest.raises(UnsupportedFeatureError, match=f"{name}=, which the model's own loss function reads"),
+            ):
+                model(input_ids=IDS, labels=LABELS, **{name: True})
+    if name == "return_log_probs":
+        assert model(input_ids=IDS, labels=LABELS, return_log_probs=True).loss is None
+
+
+def test_a_loss_function_that_returns_more_than_the_logits_is_refused() -> None:
+    def loss(logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
+        return causal_loss(logits, labels, vocab_size, **kwargs), {"entropy": logits.sum()}
+
+    model = unpacking(loss)
+    with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="returns a builtins.dict beside the loss"):
+        ops.apply_ops(model, CHUNKED)
+
+    model = unpacking(lambda logits, *args, **kwargs: (causal_loss(logits, *args, **kwargs), logits * 2))
+    with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="returns a torch.Tensor beside the loss"):
+        ops.apply_ops(model, CHUNKED)
+
+
+def test_a_loss_function_that_is_called_without_logits_is_refused() -> None:
+    class Fused(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            hidden_states = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
+            if labels is None:
+                return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden_states))
+            loss = self.loss_function(
+                logits=None, labels=labels, vocab_size=self.config.vocab_size, hidden_states=hidden_states
+            )
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss)
+
+    def loss(logits: Any, labels: Any, vocab_size: int, hidden_states: Any = None, **kwargs: Any) -> Any:
+        logits = model.lm_head(hidden_states) if logits is None else logits
+        return causal_loss(logits, labels, vocab_size, **kwargs)
+
+    model = Fused(OPS_MODELS["llama"]())
+    model.loss_function = loss
+    with (
+        left_as_it_was(model),
+        pytest.raises(UnsupportedFeatureError, match="the loss function, which the model calls without logits"),
+    ):
         ops.apply_ops(model, CHUNKED)
 
 

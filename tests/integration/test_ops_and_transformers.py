@@ -545,7 +545,7 @@ def test_between_use_liger_kernel_and_ours_the_later_is_refused(monkeypatch: pyt
 
     found = registry.detect()
     environment = Environment(packages=found.packages, devices=(Device("NVIDIA H200", (9, 0)),))
-    monkeypatch.setattr(registry, "detect", lambda: environment)
+    monkeypatch.setattr(registry.default, "detect", lambda: environment)
     model = build()
     handle = use_liger_kernel(model, rope=False)
     with pytest.raises(ValueError, match="LlamaRMSNorm has the kernel 'liger_kernel' for rms_norm already"):

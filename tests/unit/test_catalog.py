@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from kernel_compat import Device, Environment, Features, Kernel, UnsupportedFeatureError, known_kernels, policy
 from kernel_compat.cli import explain
@@ -15,7 +18,9 @@ from kernel_compat.environment import DISTRIBUTIONS, KNOWN_IMPORTS, SHIPS
 from kernel_compat.kernels import Limit, catalog, reference
 from kernel_compat.kernels.adapter import Functions, adapt
 from kernel_compat.kernels.catalog import CATALOG, FLASH_ATTN_4, TRANSFORMERS
+from kernel_compat.kernels.needs import Needs, unmet
 from kernel_compat.kernels.provider import Provider, older
+from kernel_compat.releases import TRANSFORMERS as TRANSFORMERS_RELEASES
 
 A100, H100 = Device("A100", (8, 0)), Device("H100", (9, 0))
 B200, THOR, RTX5090 = Device("B200", (10, 0)), Device("Thor", (11, 0)), Device("RTX 5090", (12, 0))
@@ -147,6 +152,34 @@ def test_before_4_0_0b9() -> None:
     assert fa4("4.0.0b8", RTX5090).forward_only == ("softcap", "window")
 
 
+@pytest.mark.parametrize(
+    ("device", "lacking", "dims"),
+    [(H100, [], ()), (B200, [], ((192, 128), (256, 256))), (RTX5090, ["gradients of sliding windows"], ())],
+)
+def test_of_4_0_0b16(device: Device, lacking: list[str], dims: tuple[tuple[int, int], ...]) -> None:
+    """VeOmni 0.1.12 pins it. Read from its flash_attn/cute: interface.py, flash_bwd.py, flash_fwd.py."""
+    features = fa4("4.0.0b16", device)
+    assert features.lacking({"varlen", "window", "softcap", "sinks", "backward"}) == lacking
+    assert features.head_dims == dims
+    assert features.sinks_from == "log-sum-exp"  # it returns no gradient for its own
+    assert features.deterministic == (device != RTX5090)
+
+
+def test_the_extras_admit_every_version_that_is_supported() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    specifiers = {
+        name: Requirement(requirements[0]).specifier
+        for name, requirements in project["optional-dependencies"].items()
+        if name in ("fa4", "transformers4", "transformers5-exp")
+    }
+
+    assert all(specifiers["fa4"].contains(version) for version in ("4.0.0b3", "4.0.0b16", NEWEST))
+    for release in TRANSFORMERS_RELEASES:
+        extra = "transformers4" if release.startswith("4.") else "transformers5-exp"
+        assert specifiers[extra].contains(release), release
+
+
 @pytest.mark.parametrize("version", ["4.0.0b10", NEWEST])
 def test_on_sm_120(version: str) -> None:
     features = fa4(version, RTX5090)
@@ -245,8 +278,8 @@ def test_head_dimensions(version: str, device: Device, given: tuple[int, int], p
 
 @pytest.mark.parametrize("dims", [(192, 192), (160, 128), (192, 128)])
 def test_padding_changes_neither_output_nor_gradients(dims: tuple[int, int]) -> None:
-    package = replace(catalog.OWN, features=replace(fa4(NEWEST, B200), devices=("cpu",), dtypes=("float64",)))
-    functions = Kernel("x", (package,)).load()
+    features = replace(fa4(NEWEST, B200), devices=("cpu",), dtypes=("float64",), plain_backward_head_dims=())
+    functions = Kernel("x", (replace(catalog.OWN, features=features),)).load()
     shapes = (1, 5, 4, dims[0]), (1, 7, 2, dims[0]), (1, 7, 2, dims[1])
     q, k, v = inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     ours, right = (
@@ -258,6 +291,46 @@ def test_padding_changes_neither_output_nor_gradients(dims: tuple[int, int]) -> 
     )
     for x, y in zip(ours, right, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    ("version", "option", "forward", "backward"),
+    [
+        ("4.0.0b16", "softcap", False, False),
+        ("4.0.0b33", "softcap", False, False),
+        ("4.0.0b34", "softcap", True, False),
+        (NEWEST, "softcap", True, False),
+        ("4.0.0b33", "s_aux", False, False),
+        (NEWEST, "s_aux", True, False),
+        (NEWEST, "", True, True),
+    ],
+)
+@pytest.mark.parametrize("dim", [256, 192])
+def test_on_sm_100_256_has_neither_softcap_nor_sinks(
+    version: str, option: str, forward: bool, backward: bool, dim: int
+) -> None:
+    """Its kernels of its own assert so: flash_attn/cute/interface.py."""
+    features = fa4(version, B200)
+    functions, calls = adapted(features)
+    options: dict[str, Any] = {"softcap": {"softcap": 5.0}, "s_aux": {"s_aux": torch.zeros(2)}, "": {}}[option]
+    used = {"softcap": {"softcap"}, "s_aux": {"sinks"}, "": set()}[option]
+    word = Features.word(next(iter(used), ""))
+    for gradients, right in ((False, forward), (True, backward)):
+        q = torch.ones(1, 3, 2, dim, requires_grad=gradients)
+        needs = Needs(dim, dim, "bfloat16", "cuda", frozenset(used | ({"backward"} if gradients else set())))
+        what = f"{'gradients of ' if forward else ''}{word} with head dimensions .256, 256."
+        if right:
+            assert unmet(features, needs) == ""
+            functions.flash_attn_func(q, q, q, **options)
+            continue
+        before = len(calls)
+        with pytest.raises(UnsupportedFeatureError, match=f"does not support {what}.*{catalog.FLEXIBLE}"):
+            functions.flash_attn_func(q, q, q, **options)
+        assert len(calls) == before
+        assert re.fullmatch(f"no {what}", unmet(features, needs))
+    q = torch.ones(1, 3, 2, 128, requires_grad=True)
+    if option == "softcap":
+        functions.flash_attn_func(q, q, q, **options)
 
 
 def test_the_refusal_names_the_head_dimensions_that_are_taken() -> None:

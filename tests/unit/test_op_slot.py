@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -38,17 +39,70 @@ class Norm(nn.Module):
 def test_a_slot_is_empty_until_it_is_bound() -> None:
     slot = ops.OpSlot("rms_norm", "standard")
 
+    assert not slot.is_bound
     assert not slot.use_non_eager_impl
-    assert repr(slot) == "OpSlot('rms_norm', 'standard'): eager"
-    with pytest.raises(RuntimeError, match="this OpSlot is empty"):
+    assert not slot.use_eager_impl
+    assert slot.bound_kernel() is None
+    assert repr(slot) == "OpSlot('rms_norm', 'standard'): unbound"
+    with pytest.raises(RuntimeError, match="the OpSlot for rms_norm, standard is empty"):
         slot(torch.ones(2))
 
     slot.bind(PLAIN)
+    assert slot.is_bound
     assert slot.use_non_eager_impl
+    assert not slot.use_eager_impl
     assert slot.value == PLAIN
+    kept = slot.bound_kernel()
+    assert kept is not None
     assert torch.equal(slot(torch.ones(2), torch.ones(2), 0.0, casting="none"), torch.ones(2))
     slot.bind(ops.OpsConfig.eager())
+    assert slot.is_bound
+    assert slot.use_eager_impl
     assert not slot.use_non_eager_impl
+    assert slot.bound_kernel() is None
+    assert repr(slot) == "OpSlot('rms_norm', 'standard'): eager"
+    assert torch.equal(kept(torch.ones(2), torch.ones(2), 0.0, casting="none"), torch.ones(2))
+    with pytest.raises(RuntimeError, match="is empty"):
+        slot(torch.ones(2))
+
+
+def test_a_model_s_slots_are_told_that_eager_was_chosen() -> None:
+    model = nn.Sequential(Norm(), Norm())
+    model[1].kernel.bind(PLAIN)
+
+    report = ops.apply_ops(model, ops.OpsConfig.eager())
+    assert report.bindings == ()
+    assert model[0].kernel.use_eager_impl
+    assert model[1].kernel.value == PLAIN  # bound by hand
+    report.undo()
+    assert not model[0].kernel.is_bound
+    pytest.importorskip("transformers")
+    with ops.use(ops.OpsConfig.eager()):
+        assert ops.OpSlot("rms_norm", "standard").use_eager_impl
+
+
+def test_a_slot_is_copied_and_pickled_with_its_kernel() -> None:
+    slot = ops.OpSlot("rms_norm", "standard")
+    mine = ops.OpRegistry()
+
+    assert copy.deepcopy(slot).registry is slot.registry
+    assert copy.deepcopy(ops.OpSlot("rms_norm", "standard", mine)).registry is mine
+    restored = pickle.loads(pickle.dumps(slot))
+    restored.bind(PLAIN)
+    assert restored.use_non_eager_impl
+    assert not slot.is_bound
+
+
+def test_apply_ops_leaves_the_slots_of_another_registry() -> None:
+    model = Norm()
+    model.kernel = ops.OpSlot("rms_norm", "standard", ops.OpRegistry())
+
+    ops.apply_ops(model, ops.OpsConfig.eager())
+    assert not model.kernel.is_bound
+
+    pytest.importorskip("transformers")
+    with ops.use(CONFIG):  # has a value that the other registry doesn't have
+        assert not ops.OpSlot("rms_norm", "standard", ops.OpRegistry()).is_bound
 
 
 def test_apply_ops_fills_a_model_s_slots_and_leaves_their_modules_alone() -> None:

@@ -58,8 +58,20 @@ train:
     ("text", "problem"),
     [
         ("model: [", "is no YAML"),
-        ("model: 3", "has no mapping model.ops_implementation"),
-        ("train: {}", "has no mapping model.ops_implementation"),
+        ("model: 3", "model is no mapping, so that it has no ops_implementation"),
+        ("[model]", "the file is no mapping, so that it has no model"),
+        ("model: {ops_implementations: {}}", "a key 'ops_implementations'; did you mean ops_implementation"),
+        ("models: {ops_implementation: {}}", "a key 'models'; did you mean model"),
+        ("ops_implementation: {}", "has ops_implementation, and only model.ops_implementation is read"),
+        (
+            "vision: {ops_implementation: {}}",
+            "has vision.ops_implementation, and only model.ops_implementation is read",
+        ),
+        (
+            "model: {moe_implementation: fused}",
+            "has model.moe_implementation, and only model.ops_implementation is read",
+        ),
+        ("model: {attn_implementation: sdpa}", "has model.attn_implementation, and only"),
         ("model: {ops_implementation: [a]}", "a mapping of fields to values"),
         ("model: {ops_implementation: {rms_norm: eager}}", "did you mean rms_norm_implementation"),
         ("model: {ops_implementation: {rms_norm_implementation: 3}}", "must be a string, not 3"),
@@ -74,9 +86,12 @@ def test_a_file_that_says_nothing_sensible_is_refused(tmp_path: Path, text: str,
         ops.OpsConfig.from_yaml(file)
 
 
-def test_a_file_without_ops_chooses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["model: {ops_implementation: }", "model: {model_path: somewhere}", "model:", "train: {lr: 1}", ""]
+)
+def test_a_file_without_ops_chooses_nothing(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("model: {ops_implementation: }")
+    file.write_text(text)
 
     assert ops.OpsConfig.from_yaml(file) == ops.OpsConfig.eager()
 
@@ -176,8 +191,8 @@ def test_third_parties_kernels_are_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("group_norm", "standard", "x", print), "is no op"),
-        (("rms_norm", "swapped", "x", print), "has no variant 'swapped'"),
+        (("", "standard", "x", print), "needs an op"),
+        (("rms_norm", 3, "x", print), "needs a variant, not 3"),
         (("rms_norm", "standard", "eager", print), "the model's own code"),
         (("rms_norm", "standard", " ", print), "needs a name"),
         (("rms_norm", "standard", "x", 3), "factory must be callable"),
@@ -189,20 +204,133 @@ def test_a_spec_that_makes_no_sense_is_refused(arguments: tuple[Any, ...], probl
         ops.KernelSpec(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("op", "variant", "problem"),
+    [
+        ("rmsnorm", "standard", "'rmsnorm' is no op.*did you mean rms_norm"),
+        ("rms_norm", "ofset", "has no variant 'ofset': it has standard, offset; did you mean offset"),
+    ],
+)
+def test_a_kernel_for_an_op_or_variant_that_is_not_there_is_refused(op: str, variant: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ops.register_kernel(op, variant, "x")(print)
+
+
+@pytest.mark.parametrize(
+    "values", [{"rms_norm": "eager"}, {"qat_implementation": "fp8"}, {"rms_norm_implementation": None}]
+)
+def test_the_constructor_and_from_dict_raise_the_same_errors(values: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)) as first:
+        ops.OpsConfig(**values)
+    with pytest.raises(type(first.value)) as second:
+        ops.OpsConfig.from_dict(values)
+
+    assert str(first.value) == str(second.value)
+
+
+def test_the_constructor_and_from_dict_know_the_same_fields() -> None:
+    values: dict[str, Any] = {
+        "mhc_implementation": "eager",
+        "qat_implementation": "none",
+        "cross_entropy_loss_implementation": "chunk_loss",
+    }
+
+    assert ops.OpsConfig(**values) == ops.OpsConfig.from_dict(values)
+    assert ops.OpsConfig(**values) == ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss")
+
+
+def test_a_file_is_read_for_another_machine_or_checked_later(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {ops_implementation: {rms_norm_implementation: liger_kernel}}")
+    here, there = Environment(packages=LIGER), Environment(packages=LIGER, devices=(H200,))
+
+    with pytest.raises(KernelUnavailableError, match="none is visible"):
+        ops.OpsConfig.from_yaml(file, environment=here)
+    assert ops.OpsConfig.from_yaml(file, environment=there)["rms_norm"] == "liger_kernel"
+    config = ops.OpsConfig.from_yaml(file, deferred=True)
+    assert pickle.loads(pickle.dumps(config)) == config  # sent to the machine with the GPU
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(ops.OpsConfig(registry=ops.OpRegistry()))
+    config.require(there)
+    with pytest.raises(KernelUnavailableError, match="none is visible"):
+        config.require(here)
+    with pytest.raises(ValueError, match="did you mean liger_kernel"):
+        ops.OpsConfig(rms_norm_implementation="liger", deferred=True)
+    with pytest.raises(ValueError, match="no attention name here"):
+        ops.OpsConfig(attn_implementation="native-sparse", deferred=True)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "capability", "reason"),
+    [
+        (ops.Hardware("cuda", max_capability=(9, 0)), (10, 0), "capability 9.0 or less, and there is"),
+        (ops.Hardware("cuda", max_capability=(9, 0)), (9, 0), ""),
+        (ops.Hardware("cuda", (9, 0), max_capability=(9, 0)), (10, 0), "capability 9.0, and there is"),
+        (ops.Hardware("cuda", (8, 0), max_capability=(9, 0)), (12, 0), "capability 8.0 to 9.0, and there is"),
+        (ops.Hardware("cuda", (8, 0), max_capability=(9, 0)), (8, 9), ""),
+        (ops.Hardware("cuda", (8, 0), max_capability=(9, 0)), (7, 5), "capability 8.0 to 9.0, and there is"),
+        (
+            ops.Hardware(("cuda", "mlu"), (8, 0)),
+            (7, 5),
+            "a CUDA device of .* 8.0 or greater or one of torch-mlu, and there",
+        ),
+    ],
+)
+def test_hardware_has_a_lowest_and_a_highest_capability(
+    hardware: ops.Hardware, capability: tuple[int, int], reason: str
+) -> None:
+    import re
+
+    reasons = hardware.unavailable_because(Environment(devices=(Device("A GPU", capability),)))
+
+    assert re.search(reason, reasons[0]) if reason else reasons == []
+
+
+def test_one_of_several_devices_is_enough() -> None:
+    hardware = ops.Hardware(("cuda", "mlu"))
+
+    assert hardware.unavailable_because(Environment(packages={"torch-mlu": "1.20"})) == []
+    assert hardware.unavailable_because(Environment(devices=(H200,))) == []
+    assert hardware.unavailable_because(Environment()) == [
+        "it needs a CUDA device or one of torch-mlu, and none is visible"
+    ]
+    assert ops.Hardware("mlu").unavailable_because(Environment()) == []  # a spec's `requires` decides
+    assert ops.Hardware(("cuda", "cpu")).unavailable_because(Environment()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"min_capability": 90}, "min_capability is a pair of integers, as .9, 0., not 90"),
+        ({"max_capability": "9.0"}, "max_capability is a pair"),
+        ({"min_capability": (9, 0), "max_capability": (8, 0)}, "max_capability=.8, 0. is below"),
+        ({"device": ()}, "torch's type of device"),
+        ({"device": 3}, "torch's type of device"),
+        ({"device": ("cuda", 3)}, "torch's type of device"),
+        ({"interpreted": (9, 0)}, "interpreted is a bool"),
+    ],
+)
+def test_hardware_that_makes_no_sense_is_refused(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=problem):
+        ops.Hardware(**{"device": "cuda", **arguments})
+
+
 def test_entry_points_bring_kernels_and_a_broken_one_breaks_nothing(tmp_path: Path) -> None:
     import os
     import subprocess
     import sys
 
     (tmp_path / "theirs.py").write_text(
-        "from kernel_compat.ops import KernelSpec\nSPEC = KernelSpec('rms_norm', 'standard', 'theirs', lambda: None)\n"
+        "from kernel_compat.ops import KernelSpec, Op\n"
+        "SPECS = Op('mhc', ('pre',)), KernelSpec('mhc', 'pre', 'tiled', print), KernelSpec('rms_norm', 'standard', 'theirs', print)\n"
     )
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kernel_compat.ops]\ntheirs = theirs:SPEC\nbroken = theirs:NOTHING\n")
+    (info / "entry_points.txt").write_text("[kernel_compat.ops]\ntheirs = theirs:SPECS\nbroken = theirs:NOTHING\n")
     code = (
-        "from kernel_compat.ops import OpsConfig, registry\n"
+        "from kernel_compat.ops import OpSlot, OpsConfig, registry\n"
+        "print(OpSlot('mhc', 'pre'), OpsConfig(mhc_implementation='tiled')['mhc'])\n"
         "print(OpsConfig(rms_norm_implementation='theirs')['rms_norm'], registry.broken())"
     )
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -215,7 +343,7 @@ def test_entry_points_bring_kernels_and_a_broken_one_breaks_nothing(tmp_path: Pa
         check=True,
     )
 
-    assert done.stdout.startswith("theirs {'broken': \"AttributeError")
+    assert done.stdout.startswith("OpSlot('mhc', 'pre'): unbound tiled\ntheirs {'broken': \"AttributeError")
 
 
 def test_a_kernel_that_does_not_import_says_so() -> None:

@@ -235,4 +235,12 @@ def _capability(features: Features) -> str:
 def _head_dims(features: Features) -> str:
     if features.max_head_dim is None:
         return "any"
-    return " or ".join([f"up to {features.max_head_dim}", *map(str, features.head_dims)])
+    pairs = []
+    for pair in features.head_dims:
+        without = ""
+        if pair in features.plain_head_dims:
+            without = " without softcap and sinks"
+        elif pair in features.plain_backward_head_dims:
+            without = " without gradients of softcap and sinks"
+        pairs.append(f"{pair}{without}")
+    return " or ".join([f"up to {features.max_head_dim}", *pairs])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..environment import Environment
 from ..errors import KernelCompatError
 from ..ops import registry
-from ..ops.spec import EAGER, OPS
+from ..ops.spec import Op
 from .arguments import BadArgumentsError, add_json
 from .tables import fields_of, print_environment, print_table, print_text, reasons_text, usable_text
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "Fit", "Table", "add_arguments", "as_json", "find", "show"]
 
+_OWN_CODE = "the model's own code"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -26,6 +28,7 @@ class Choice:
 
     op: str
     value: str
+    field: str
     variants: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     install: str = ""
@@ -65,24 +68,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def find(arguments: argparse.Namespace) -> Table:
     """The kernels, and for a model the modules that each would replace."""
     environment = registry.detect()
-    choices = tuple(_choice(op, value, environment) for op in OPS for value in registry.choices(op))
+    ops = registry.registered_ops().values()
+    choices = tuple(_choice(op, value, environment) for op in ops for value in registry.choices(op.name))
     if arguments.model is None:
         return Table(environment, choices, registry.broken())
     model = _build(arguments.model)
-    fits = tuple(_fit(model, one) for one in choices if one.value != EAGER)
+    fits = tuple(_fit(model, one) for one in choices if one.variants)
     return Table(environment, choices, registry.broken(), type(model).__name__, fits)
 
 
-def _choice(op: str, value: str, environment: Environment) -> Choice:
-    if value == EAGER:
-        return Choice(op, value, note="the model's own code")
-    specs = registry.registered_kernels(op, value)
+def _choice(op: Op, value: str, environment: Environment) -> Choice:
+    if value == op.default:
+        return Choice(op.name, value, op.field, note=_OWN_CODE)
+    if value in op.values:
+        return Choice(op.name, value, op.field, note="no kernel: read by the code that registered the op")
+    specs = registry.registered_kernels(op.name, value)
     usable = [spec for spec in specs if not spec.unavailable_because(environment)]
     first, variants = (usable or specs)[0], tuple(spec.variant for spec in usable or specs)
     if usable:
-        return Choice(op, value, variants, note=first.note)
+        return Choice(op.name, value, op.field, variants, note=first.note)
     reasons = tuple(first.unavailable_because(environment))
-    return Choice(op, value, variants, reasons, first.install_hint(environment), first.note)
+    return Choice(op.name, value, op.field, variants, reasons, first.install_hint(environment), first.note)
 
 
 def _build(path: str) -> Any:
@@ -110,7 +116,7 @@ def _fit(model: Any, choice: Choice) -> Fit:
 
     op, value = choice.op, choice.value
     try:
-        plan = Plan(model, {f"{op}_implementation": value}, dry=True)
+        plan = Plan(model, {choice.field: value}, dry=True)
     except KernelCompatError as error:
         return Fit(op, value, refused=str(error))
     variants, proven = (tuple(dict.fromkeys(getattr(b, name) for b in plan.bindings)) for name in ("variant", "proven"))
@@ -127,22 +133,23 @@ def show(console: Console, found: Table) -> None:
     print_environment(console, found.environment)
     rows = [
         (
-            f"{one.op}_implementation",
+            one.field,
             one.value,
             ", ".join(one.variants),
             usable_text(one.reasons),
             reasons_text(one.reasons, one.install) or one.note,
         )
         for one in found.choices
-        if one.value != EAGER  # every field has that value
+        if one.note != _OWN_CODE  # every field has such a value
     ]
     print_table(console, "Kernels", ("field", "value", "variants", "here", ""), rows)
     for name, problem in found.broken.items():
         print_text(console, f"Problem: the entry point {name} failed: {problem}", "yellow")
     if found.model:
+        fields = {one.op: one.field for one in found.choices}
         rows = [
             (
-                f"{one.op}_implementation",
+                fields[one.op],
                 one.value,
                 "refused" if one.refused else str(one.modules),
                 ", ".join(one.variants),

@@ -226,12 +226,13 @@ class _Adapter:
         s_aux: Any = None,
     ) -> Any:
         inputs = (q, k_cache, v_cache)
-        self._check(*inputs)
+        dims = self._check(*inputs)
         if not self._provider.handles_unbounded_right_window:  # it takes the room for keys as their number
             room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
             self._check_window(causal, window_size, q.shape[1], room)
         given = {**_DEFAULTS, "window_size": window_size, "softcap": softcap, "s_aux": s_aux}
         options = self._options(inputs, given)
+        self._require_with(dims, inputs, given)
         options[self._names["block_table"]] = block_table
         if computed := s_aux is not None and self._sinks_from_lse:
             options[_LSE] = True
@@ -273,6 +274,7 @@ class _Adapter:
         """
         dims = self._check(*inputs)
         options = self._options(inputs, given)
+        self._require_with(dims, inputs, given)
         causal, scale = given["causal"], given["softmax_scale"]
         if not self._provider.handles_unbounded_right_window:
             self._check_window(causal, given["window_size"], *longest)
@@ -346,6 +348,18 @@ class _Adapter:
             advice = f"{instead(self._name, feature, gradients=True)} Or run it under torch.no_grad()."
             raise UnsupportedFeatureError(f"gradients of {Features.word(feature)}", self._name, advice)
 
+    def _require_with(self, dims: tuple[int, int], inputs: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """Refuse softcap and sinks with head dimensions that the package has a kernel without them for."""
+        features = self._features
+        if dims not in (*features.plain_head_dims, *features.plain_backward_head_dims):
+            return
+        sinks = given["s_aux"]
+        used = [name for name, uses in (("softcap", given["softcap"]), ("sinks", sinks is not None)) if uses]
+        if _needs_gradient(inputs if sinks is None else (*inputs, sinks)):
+            used.append("backward")
+        if lacking := features.lacking_with(dims, used):
+            raise UnsupportedFeatureError(lacking[0], self._name, f"{FLEXIBLE} and {REFERENCE} have both.")
+
     def _check_window(self, causal: bool, window_size: tuple[int, int], max_q: int, max_k: int) -> None:
         left, right = window_size
         limited = right is not None and right >= 0
@@ -392,9 +406,8 @@ class _Adapter:
         if largest is None or q_dim <= largest:
             dim, of_values = (-(-x // multiple) * multiple for x in (q_dim, v_dim))
             return dim, of_values if features.value_head_dim else dim
-        for pair in features.head_dims:
-            if q_dim <= pair[0] and v_dim <= pair[1]:
-                return pair
+        if (pair := features.pair(q_dim, v_dim)) is not None:
+            return pair
         if not features.head_dims:
             advice = f"Its largest is {largest}; {FLEXIBLE} has no limit."
             raise UnsupportedFeatureError(f"head dimension {q_dim}", self._name, advice)

@@ -137,6 +137,9 @@ FLASH_ATTN_4 = _package(
         # Above 128 only these two pairs: (192, 192) is refused.
         Limit({"max_head_dim": 128, "head_dims": ((192, 128), (256, 256))}, capabilities=(10, 11)),
         Limit({"head_dims": ((192, 128),)}, before="4.0.0b11", capabilities=(10, 11)),
+        # (256, 256) has kernels of its own, which assert that softcap and sinks are unset.
+        Limit({"plain_backward_head_dims": ((256, 256),)}, capabilities=(10, 11)),
+        Limit({"plain_head_dims": ((256, 256),)}, before="4.0.0b34", capabilities=(10, 11)),
         # Its own sinks are refused by the forward (flash_fwd.py), `deterministic` by the backward; more than 192 doesn't fit into
         # the 99 KB of shared memory (can_implement in flash_fwd_sm120.py and flash_bwd_sm120.py).
         Limit({"sinks_from": "log-sum-exp", "deterministic": False, "max_head_dim": 192}, capabilities=(12,)),

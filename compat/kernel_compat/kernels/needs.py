@@ -39,11 +39,12 @@ def unmet(features: Features, needs: Needs) -> str:
     if needs.dtype and needs.dtype not in features.dtypes:
         return f"no {needs.dtype}"
     largest, dims = features.max_head_dim, (needs.head_dim, needs.value_dim)
-    pairs = any(needs.head_dim <= q and needs.value_dim <= v for q, v in features.head_dims)
+    pair = features.pair(*dims)
     if needs.value_dim > needs.head_dim and not (features.value_head_dim and largest is None):
         return f"no head dimensions {dims}"
-    if largest is not None and needs.head_dim > largest and not pairs:
+    if largest is not None and needs.head_dim > largest and pair is None:
         return f"no head dimension {needs.head_dim}" if dims[0] == dims[1] else f"no head dimensions {dims}"
     if "backward" in needs.features and needs.device in features.no_backward_on:
         return f"no gradients on {needs.device}"
-    return ", ".join(f"no {lacking}" for lacking in features.lacking(needs.features))
+    lacking = features.lacking(needs.features) or features.lacking_with(pair, needs.features)
+    return ", ".join(f"no {one}" for one in lacking)

@@ -46,6 +46,8 @@ class Features:
         max_head_dim: the largest head dimension, None for no limit.
         head_dims: pairs of query and value head dimensions above `max_head_dim` that are supported; smaller ones are padded
             to the first pair that holds them.
+        plain_head_dims: the pairs of `head_dims` whose kernels have neither softcap nor sinks of their own.
+        plain_backward_head_dims: the pairs of `head_dims` whose kernels have no gradients with softcap or with sinks of their own.
         head_dim_multiple: head dimensions are padded to a multiple of this.
         value_head_dim: the value's head dimension may be smaller than the query's; it is padded where not.
         min_capability: the least CUDA compute capability, None where none is needed.
@@ -77,6 +79,27 @@ class Features:
     forward_only: tuple[str, ...] = ()
     sinks_from: str = "keyword"
     no_backward_on: tuple[str, ...] = ()
+    plain_head_dims: tuple[tuple[int, int], ...] = ()
+    plain_backward_head_dims: tuple[tuple[int, int], ...] = ()
+
+    def pair(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
+        """The first pair of `head_dims` that holds these; None for head dimensions up to `max_head_dim`, and where none does."""
+        if self.max_head_dim is None or head_dim <= self.max_head_dim:
+            return None
+        return next((pair for pair in self.head_dims if head_dim <= pair[0] and value_dim <= pair[1]), None)
+
+    def lacking_with(self, pair: tuple[int, int] | None, required: Collection[str]) -> list[str]:
+        """The required features that a pair of `head_dims` doesn't support, as `lacking` names them."""
+        used = [
+            one
+            for one in ("sinks", "softcap")
+            if one in required and (one, self.sinks_from) != ("sinks", "log-sum-exp")
+        ]
+        if pair in self.plain_head_dims:
+            return [f"{self.word(one)} with head dimensions {pair}" for one in used]
+        if pair in self.plain_backward_head_dims and "backward" in required:
+            return [f"gradients of {self.word(one)} with head dimensions {pair}" for one in used]
+        return []
 
     def names(self) -> tuple[str, ...]:
         """The names of the supported yes-or-no features."""

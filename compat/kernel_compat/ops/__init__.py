@@ -12,15 +12,25 @@ from __future__ import annotations
 from .apply import applied, apply_ops, refusal, use
 from .config import OpsConfig
 from .op_slot import OpSlot
-from .registry import register_kernel, registered_kernels, unregister_kernel
+from .registry import (
+    OpRegistry,
+    register_kernel,
+    register_op,
+    registered_kernels,
+    registered_ops,
+    unregister_kernel,
+    unregister_op,
+)
 from .report import Report
-from .spec import OPS, Binding, Hardware, KernelSpec
+from .spec import OPS, Binding, Hardware, KernelSpec, Op
 
 __all__ = [
     "OPS",
     "Binding",
     "Hardware",
     "KernelSpec",
+    "Op",
+    "OpRegistry",
     "OpSlot",
     "OpsConfig",
     "Report",
@@ -28,7 +38,10 @@ __all__ = [
     "apply_ops",
     "refusal",
     "register_kernel",
+    "register_op",
     "registered_kernels",
+    "registered_ops",
     "unregister_kernel",
+    "unregister_op",
     "use",
 ]

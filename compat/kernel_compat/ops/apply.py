@@ -43,7 +43,8 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
     Raises:
         TypeError: not a module, or a compiled one; or no `OpsConfig`.
         UnsupportedFeatureError: a module of the model computes another formula than the kernel, or has been replaced.
-        KernelUnavailableError: a kernel doesn't import, or doesn't run on a device of this machine.
+        KernelUnavailableError: a kernel of the config, whether or not the model needs it, isn't installed here or doesn't run on a
+            device of this machine; or a kernel doesn't import.
         ValueError: the model, or a part of it, has the kernels of another config.
     """
     _require_config(config)
@@ -64,7 +65,8 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
             return found
         from .plan import Plan
 
-        plan = Plan(model, config.values())
+        config.require()
+        plan = Plan(model, config.values(), registry=config.registry)
         plan.make()
         report = Report(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
         for path, part in inside.items():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..attention.defaults import resolve
 from ..attention.names import upstream_owner
@@ -17,11 +17,17 @@ from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from . import registry
 from .instances import require_module
-from .spec import EAGER
+from .registry import OpRegistry, default, did_you_mean
+from .spec import EAGER, OPS
 
 __all__ = ["OpsConfig"]
 
-#: VeOmni's fields that kernel-compat has no kernels for, with the value that asks for none.
+_ATTENTION = "attn_implementation"
+
+#: The key of a YAML file's ``model`` that has the fields.
+_BLOCK = "ops_implementation"
+
+#: VeOmni's fields that kernel-compat has no kernels for, with the value that asks for none; until other code registers their ops.
 _VEOMNI = {
     "rotary_pos_emb_vision_implementation": "eager",
     "causal_conv1d_implementation": "eager",
@@ -45,12 +51,27 @@ _PREFERRED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class OpsConfig:
     """The kernel of each op, by VeOmni's names; checked when it is made.
 
     A field that is left out is ``eager``: the model's own code. (VeOmni's own default is a GPU kernel for each.) Other values
-    than these are kernels that other code has registered.
+    than these are kernels that other code has registered; further fields are those of its ops, `register_op`. VeOmni's other
+    fields are taken with the value that asks for no kernel (``eager``, for ``qat_implementation`` ``none``).
+
+    Examples:
+        >>> config = OpsConfig(cross_entropy_loss_implementation="chunk_loss")
+        >>> config["cross_entropy_loss"], config["rms_norm"]
+        ('chunk_loss', 'eager')
+        >>> OpsConfig(rms_norm_implementation="liger_kernel", deferred=True)["rms_norm"]  # whether or not it runs here
+        'liger_kernel'
+
+    Args:
+        values: the fields below by name, and those of other code's ops.
+        environment: the environment that it is checked against; default: this one.
+        deferred: check only that the fields and values exist. `apply_ops` checks the rest, as does `require`.
+        registry: the ops and kernels that it chooses from; default: those of `register_op` and `register_kernel`.
+        others: further fields, as of the attribute.
 
     Attributes:
         attn_implementation: an attention name, as transformers' ``attn_implementation``; None leaves the model's.
@@ -63,11 +84,11 @@ class OpsConfig:
         load_balancing_loss_implementation: ``eager``, ``triton``.
         rms_norm_gated_implementation: ``eager``, ``fla``.
         layer_norm_implementation: ``eager``, ``liger_kernel``.
+        others: the fields of other code's ops that don't have their default, with their values, sorted.
         reasons: why each field has its value, where `auto` chose it.
-        environment: the environment that it is checked against; default: this one.
 
     Raises:
-        ValueError: a value that no kernel has.
+        ValueError: an unknown field, a value that no kernel has, or a field of VeOmni's that kernel-compat has no kernels for.
         TypeError: a value that is no string.
         KernelUnavailableError: a kernel can't run here; the message has the reason and the command that installs it.
     """
@@ -81,35 +102,103 @@ class OpsConfig:
     load_balancing_loss_implementation: str = EAGER
     rms_norm_gated_implementation: str = EAGER
     layer_norm_implementation: str = EAGER
+    others: tuple[tuple[str, str], ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    environment: InitVar[Environment | None] = None
+    registry: OpRegistry = field(default=default, compare=False, repr=False)
 
-    def __post_init__(self, environment: Environment | None) -> None:
-        object.__setattr__(self, "reasons", dict(self.reasons))
-        for name, value in self.values().items():
-            if name == "attn_implementation" and value is None:
-                continue
+    def __init__(
+        self,
+        *,
+        environment: Environment | None = None,
+        deferred: bool = False,
+        registry: OpRegistry = default,
+        reasons: Mapping[str, str] | None = None,
+        others: Iterable[tuple[str, str]] = (),
+        **values: str | None,
+    ) -> None:
+        chosen: dict[str, Any] = {**dict(others), **values}
+        fields = registry.fields()
+        for name, harmless in _VEOMNI.items():
+            if name not in fields and (value := chosen.pop(name, harmless)) != harmless:
+                raise ValueError(
+                    f"{name}={value!r}: kernel-compat has no kernels for it, so that it can only be {harmless!r}, unless other "
+                    "code registers its op"
+                )
+        known = [_ATTENTION, *fields]
+        for name in chosen:
+            if name not in known:
+                raise ValueError(f"{name!r} is no field: there are {', '.join(known)}{did_you_mean(name, known)}")
+        more = {}
+        for name, ops in fields.items():
+            value = chosen.get(name, ops[0].default)
             if not isinstance(value, str):
                 raise TypeError(f"{name} must be a string, not {value!r}")
-            if value == EAGER:
+            if value != ops[0].default:
+                registry.require_value(name, value, None)
+            if name in _OWN:
+                object.__setattr__(self, name, value)
+            elif value != ops[0].default:
+                more[name] = value
+        attention = chosen.get(_ATTENTION)
+        if attention is not None:
+            if not isinstance(attention, str):
+                raise TypeError(f"{_ATTENTION} must be a string, not {attention!r}")
+            if attention != EAGER:
+                require_known(attention)
+        object.__setattr__(self, _ATTENTION, attention)
+        object.__setattr__(self, "others", tuple(sorted(more.items())))
+        object.__setattr__(self, "reasons", dict(reasons or {}))
+        object.__setattr__(self, "registry", registry)
+        if not deferred:
+            self.require(environment)
+
+    def require(self, environment: Environment | None = None) -> None:
+        """Check that everything it chooses runs in an environment: for a config that was made elsewhere, or ``deferred``.
+
+        Args:
+            environment: default: this one.
+
+        Raises:
+            ValueError: a kernel has been unregistered since.
+            KernelUnavailableError: a kernel can't run there.
+        """
+        for name, value in self.values().items():
+            if value is None or value == EAGER:
                 continue
-            environment = environment or registry.detect()
-            if name != "attn_implementation":
-                registry.require(name.removesuffix("_implementation"), value, environment)
+            environment = environment or self.registry.detect()
+            if name != _ATTENTION:
+                self.registry.require_value(name, value, environment)
                 continue
-            require_known(value)
             step = ladder(value, environment)[0]
             if step.usable is False:
                 hint = "What would work: kernel-compat check."
-                raise KernelUnavailableError(f"attn_implementation={value!r}", [step.reason], hint)
+                raise KernelUnavailableError(f"{_ATTENTION}={value!r}", [step.reason], hint)
 
     def __getitem__(self, op: str) -> str:
-        """The value for an op."""
-        return str(getattr(self, f"{op}_implementation"))
+        """The value for an op.
+
+        Raises:
+            ValueError: no such op is registered.
+        """
+        found = self.registry.op(op)
+        return self.values().get(found.field) or found.default
+
+    if not TYPE_CHECKING:  # a type checker knows the library's fields alone
+
+        def __getattr__(self, name: str) -> str:
+            """The value of a field of another project's op."""
+            ops = () if name.startswith("_") else self.registry.fields().get(name, ())
+            if not ops:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return dict(self.others).get(name, ops[0].default)
 
     def values(self) -> dict[str, str | None]:
-        """The fields with their values, in order."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reasons"}
+        """The fields with their values, in order: the library's, and those of other code's ops that don't have their default."""
+        return {
+            _ATTENTION: self.attn_implementation,
+            **{name: getattr(self, name) for name in _OWN},
+            **dict(self.others),
+        }
 
     @classmethod
     def eager(cls) -> OpsConfig:
@@ -117,37 +206,50 @@ class OpsConfig:
         return cls()
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> OpsConfig:
-        """From the fields by name.
+    def from_dict(
+        cls,
+        values: Mapping[str, Any],
+        *,
+        environment: Environment | None = None,
+        deferred: bool = False,
+        registry: OpRegistry = default,
+    ) -> OpsConfig:
+        """From the fields by name: those of the class, with the same errors.
 
-        VeOmni's other fields are taken with the value that asks for no kernel (``eager``, for ``qat_implementation`` ``none``).
+        Args:
+            environment: as of the class.
+            deferred: as of the class.
+            registry: as of the class.
 
         Raises:
-            ValueError: an unknown field, or one of VeOmni's that kernel-compat has no kernels for.
-            TypeError, KernelUnavailableError: as of the class.
+            ValueError, TypeError, KernelUnavailableError: as of the class.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"the ops are a mapping of fields to values, not {values!r}")
-        chosen = dict(values)
-        for name, harmless in _VEOMNI.items():
-            if (value := chosen.pop(name, harmless)) != harmless:
-                raise ValueError(
-                    f"{name}={value!r}: kernel-compat has no kernels for it, so that it can only be {harmless!r}"
-                )
-        known = [*cls().values()]
-        for name in chosen:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, 1, 0.4)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"{name!r} is no field: there are {', '.join(known)}{hint}")
-        return cls(**chosen)
+        known = [_ATTENTION, *registry.fields()]
+        for name in values:
+            if name not in known and name not in _VEOMNI:
+                raise ValueError(f"{name!r} is no field: there are {', '.join(known)}{did_you_mean(name, known)}")
+        return cls(environment=environment, deferred=deferred, registry=registry, **values)
 
     @classmethod
-    def from_yaml(cls, path: str | PathLike[str]) -> OpsConfig:
-        """From the mapping ``model.ops_implementation`` of a YAML file.
+    def from_yaml(
+        cls,
+        path: str | PathLike[str],
+        *,
+        environment: Environment | None = None,
+        deferred: bool = False,
+        registry: OpRegistry = default,
+    ) -> OpsConfig:
+        """From the mapping ``model.ops_implementation`` of a YAML file; a file without it chooses nothing.
+
+        Args:
+            environment: as of the class.
+            deferred: as of the class; with True a machine without a GPU reads any file.
+            registry: as of the class.
 
         Raises:
-            ValueError: the file is no YAML, or has no such mapping.
+            ValueError: the file is no YAML, holds no mapping, or has such a mapping or field elsewhere, or under a misspelt name.
             OSError: the file can't be read.
             TypeError, KernelUnavailableError: as of the class.
         """
@@ -158,11 +260,20 @@ class OpsConfig:
                 found = yaml.safe_load(stream)
             except yaml.YAMLError as error:
                 raise ValueError(f"{path} is no YAML: {error}") from None
-        for key in ("model", "ops_implementation"):
-            if not isinstance(found, Mapping) or key not in found:
-                raise ValueError(f"{path} has no mapping model.ops_implementation")
-            found = found[key]
-        return cls.from_dict(found or {})
+        whole = _mapping(found, f"{path}: the file", "model")
+        model = _mapping(whole.get("model"), f"{path}: model", _BLOCK)
+        if _BLOCK not in model:
+            parts = {"": whole, **{f"{key}.": part for key, part in whole.items() if isinstance(part, Mapping)}}
+            elsewhere = [f"{key}{_BLOCK}" for key, part in parts.items() if _BLOCK in part]
+            elsewhere += [f"model.{key}" for key in (_ATTENTION, *registry.fields()) if key in model]
+            if elsewhere:
+                raise ValueError(
+                    f"{path} has {elsewhere[0]}, and only model.{_BLOCK} is read; `from_dict` takes a mapping"
+                )
+        block = model.get(_BLOCK)
+        return cls.from_dict(
+            {} if block is None else block, environment=environment, deferred=deferred, registry=registry
+        )
 
     @classmethod
     def auto(cls, environment: Environment | None = None, model: Any = None) -> OpsConfig:
@@ -178,7 +289,7 @@ class OpsConfig:
         environment = environment or registry.detect()
         if model is not None:
             require_module(model)
-        chosen: dict[str, str] = {}
+        chosen: dict[str, Any] = {}
         reasons: dict[str, str] = {}
         name, reasons["attn_implementation"] = _best_attention(environment, model)
         if name is not None:
@@ -194,6 +305,25 @@ class OpsConfig:
                     break
             reasons[f"{op}_implementation"] = "; ".join(why) or "no kernel for it is known to be faster"
         return cls(**chosen, reasons=reasons, environment=environment)
+
+
+#: The fields of the library's own ops, which are attributes of a config.
+_OWN = tuple(f"{op}_implementation" for op in OPS)
+
+
+def _mapping(found: Any, where: str, key: str) -> Mapping[str, Any]:
+    """A part of a file that may have a key; empty for None.
+
+    Raises:
+        ValueError: it is no mapping, or has a key that looks like a misspelt `key`.
+    """
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where} is no mapping, so that it has no {key}")
+    if key not in found and (near := difflib.get_close_matches(key, map(str, found), 1, 0.9)):
+        raise ValueError(f"{where} has a key {near[0]!r}; did you mean {key}?")
+    return found
 
 
 def _best_attention(environment: Environment, model: Any) -> tuple[str | None, str]:
@@ -220,7 +350,7 @@ def _best_attention(environment: Environment, model: Any) -> tuple[str | None, s
 
 def _refusal(op: str, value: str, environment: Environment, model: Any) -> str:
     try:
-        registry.require(op, value, environment)
+        default.require(op, value, environment)
     except KernelUnavailableError as error:
         return "; ".join(error.reasons)
     if model is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
-from . import registry
-from .spec import EAGER, require_variant
+from .registry import OpRegistry, default
+from .spec import EAGER
 
 __all__ = ["OpSlot", "active"]
 
@@ -20,15 +21,21 @@ class OpSlot:
 
     As an attribute of a module it belongs to that module: it is filled where the module is built under `use`, and by
     `apply_ops` on a model with the module in it, which then doesn't change the module's forward. As a global of a
-    modeling file it belongs to the process, and `bind` fills it.
+    modeling file it belongs to the process: `bind` fills it, and all models of that file share its kernel, except for those that
+    keep `bound_kernel()`.
 
     An example is in docs/kernel-selection.md.
 
+    Args:
+        registry: the kernels that it can be filled with; default: those of `register_kernel`.
+
     Attributes:
-        op: one of `OPS`.
+        op: the name of an op.
         variant: the formula that the code around it computes.
         value: the config's value of its kernel; ``eager`` while it is empty.
+        is_bound: whether a kernel, or ``eager``, has been chosen for it.
         use_non_eager_impl: whether it is filled.
+        use_eager_impl: whether ``eager`` has been chosen for it; False for a slot that nothing has been chosen for.
 
     Raises:
         ValueError: an unknown op or variant.
@@ -36,16 +43,24 @@ class OpSlot:
     """
 
     value: str
+    is_bound: bool
     use_non_eager_impl: bool
+    use_eager_impl: bool
     kernel: Callable[..., Any]
 
-    def __init__(self, op: str, variant: str) -> None:
-        require_variant(op, variant)
+    def __init__(self, op: str, variant: str, registry: OpRegistry = default) -> None:
+        registry.require_variant(op, variant)
         self.op = op
         self.variant = variant
-        self._fill(EAGER, _empty)
-        if (config := active.get()) is not None:
+        self.registry = registry
+        vars(self).update(self.contents(None))
+        if (config := active.get()) is not None and config.registry is registry:
             self.bind(config)
+
+    @property
+    def op_name(self) -> str:
+        """`op`, by VeOmni's name."""
+        return self.op
 
     def bind(self, choice: Any) -> None:
         """Fill it with the kernel that an `OpsConfig`, or a value of its field, chooses; ``eager`` empties it.
@@ -55,22 +70,29 @@ class OpSlot:
             KernelUnavailableError: it can't run here.
         """
         value = choice if isinstance(choice, str) else choice[self.op]
-        if value == EAGER:
-            self._fill(EAGER, _empty)
+        if value in (EAGER, self.registry.op(self.op).default):
+            vars(self).update(self.contents(EAGER))
             return
-        registry.require(self.op, value, registry.detect())
-        specs = {spec.variant: spec for spec in registry.registered_kernels(self.op, value)}
+        self.registry.require(self.op, value, self.registry.detect())
+        specs = {spec.variant: spec for spec in self.registry.kernels(self.op, value)}
         if self.variant not in specs:
             raise ValueError(f"{self.op} has no kernel {value!r} for the variant {self.variant!r}")
-        self._fill(value, specs[self.variant].load())
+        vars(self).update(self.contents(value, specs[self.variant].load()))
 
-    @staticmethod
-    def contents(value: str, kernel: Callable[..., Any]) -> dict[str, Any]:
-        """The attributes of a slot that is filled with a kernel, or with none for ``eager``."""
-        return {"value": value, "use_non_eager_impl": value != EAGER, "kernel": kernel}
+    def bound_kernel(self) -> Callable[..., Any] | None:
+        """The kernel, for a module that keeps it whatever the slot is bound to later; None where it is empty."""
+        return self.kernel if self.use_non_eager_impl else None
 
-    def _fill(self, value: str, kernel: Callable[..., Any]) -> None:
-        vars(self).update(self.contents(value, kernel))
+    def contents(self, value: str | None, kernel: Callable[..., Any] | None = None) -> dict[str, Any]:
+        """The attributes of a slot that is filled with a kernel, or with none for ``eager``; of a new one for None."""
+        filled = value not in (None, EAGER)
+        return {
+            "value": value or EAGER,
+            "is_bound": value is not None,
+            "use_non_eager_impl": filled,
+            "use_eager_impl": value == EAGER,
+            "kernel": kernel if filled else partial(_empty, self.op, self.variant),
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel.
@@ -81,8 +103,10 @@ class OpSlot:
         return self.kernel(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"OpSlot({self.op!r}, {self.variant!r}): {self.value}"
+        return f"OpSlot({self.op!r}, {self.variant!r}): {self.value if self.is_bound else 'unbound'}"
 
 
-def _empty(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("this OpSlot is empty: check its use_non_eager_impl before calling it")
+def _empty(op: str, variant: str, /, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"the OpSlot for {op}, {variant} is empty: call its bind, or check its use_non_eager_impl before calling it"
+    )

@@ -14,13 +14,14 @@ from torch import nn
 
 from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from ..patching import swap
-from . import hub, registry, rewriting
+from . import hub, rewriting
 from .instances import Change, ops_of, ours, replaced, undo, whose
 from .losses import causal as losses
 from .op_slot import OpSlot
 from .recognisers import balancing, experts, mlps, norms, rotary
 from .recognisers.probing import Unproven, kind
 from .recognisers.recogniser import FunctionRecogniser, ModuleRecogniser
+from .registry import OpRegistry, default
 from .spec import EAGER, Binding, KernelSpec
 
 __all__ = ["Plan", "refusal"]
@@ -56,6 +57,7 @@ class Plan:
     Args:
         config: values by field, as of an `OpsConfig`.
         dry: load no kernels and check no device, to see what would be bound; such a plan must not be made.
+        registry: the ops and kernels that the values choose from.
 
     Attributes:
         changes: the changes that `make` makes; it adds the ones that are only known then.
@@ -66,19 +68,23 @@ class Plan:
         UnsupportedFeatureError, KernelUnavailableError, ValueError: as `apply_ops`.
     """
 
-    def __init__(self, model: nn.Module, config: Mapping[str, str | None], dry: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, config: Mapping[str, str | None], dry: bool = False, registry: OpRegistry = default
+    ) -> None:
         self.model: Any = model
         self.changes: list[Change] = []
         self.bindings: list[Binding] = []
         self.notes: list[str] = []
         self.shared: set[str] = set()
         self._dry = dry
+        self._registry = registry
         self._environment = registry.detect()
         self._loss: tuple[losses.CausalLoss, KernelSpec] | None = None
         self._hub = hub.Layers(model)
         self._kernel: Callable[[KernelSpec], Any] = functools.cache(lambda spec: None if dry else spec.load())
-        for op in _RECOGNISERS:
-            self.add(op, config.get(f"{op}_implementation") or EAGER)
+        ops = registry.ops()
+        for op in dict.fromkeys((*_RECOGNISERS, *ops)):
+            self.add(op, config.get(ops[op].field) or ops[op].default)
         self._attention = config.get("attn_implementation")
         if self._attention is not None and not hasattr(model, "set_attn_implementation"):
             self._attention = None
@@ -88,20 +94,28 @@ class Plan:
 
     def add(self, op: str, value: str) -> list[Binding]:
         """Plan one op more, and return its bindings. After an error the plan is useless."""
-        if value == EAGER:
+        found = self._registry.op(op)
+        if value in (EAGER, found.default):
+            self._empty_slots(op)
+            return []
+        if not self._registry.kernels(op, value):  # another op of the field may have one
+            self._registry.require_value(found.field, value, None)
+            if value in found.values:
+                self.notes.append(f"{op}: {value!r} chooses no kernel here: the code that registered the op reads it")
             return []
         first, notes = len(self.bindings), len(self.notes)
         self._slots(op, value)
-        recogniser = _RECOGNISERS[op]
+        recogniser = _RECOGNISERS.get(op)
         if isinstance(recogniser, ModuleRecogniser):
             self._modules(op, value, recogniser)
         elif isinstance(recogniser, FunctionRecogniser):
             self._functions(op, value, recogniser)
-        else:
+        elif op == "cross_entropy_loss":
             self._losses(op, value)
         bindings = self.bindings[first:]
         if not bindings and op not in self.shared and len(self.notes) == notes:
-            self.notes.append(f"{op}: this model has none")
+            what = "none" if op in _RECOGNISERS else "no module with an OpSlot for it"
+            self.notes.append(f"{op}: this model has {what}")
         return bindings
 
     def make(self) -> None:
@@ -144,18 +158,29 @@ class Plan:
     # The modules of each op.
 
     def _slots(self, op: str, value: str) -> None:
+        for path, module, name, slot in self._slots_for(op):
+            if slot.value == value:  # it was filled when the module was built
+                self.shared.add(op)
+                continue
+            with _refusing(op, value, path, module):
+                kernel = self._kernel(self._spec(op, value, slot.variant))
+            label = f"{path}.{name}".strip(".")
+            self.changes += [Change(slot, key, given, label) for key, given in slot.contents(value, kernel).items()]
+            self.bindings.append(Binding(label, op, slot.variant, value, "an OpSlot"))
+
+    def _empty_slots(self, op: str) -> None:
+        """Have the slots that nothing was chosen for say that ``eager`` is."""
+        for path, _, name, slot in self._slots_for(op):
+            if not slot.is_bound:
+                label = f"{path}.{name}".strip(".")
+                self.changes += [Change(slot, key, given, label) for key, given in slot.contents(EAGER).items()]
+
+    def _slots_for(self, op: str) -> Iterator[tuple[str, nn.Module, str, OpSlot]]:
+        """The slots for an op, with the path and module of each and its name there, which this plan's registry can fill."""
         for path, module in self.model.named_modules():
             for name, slot in vars(module).items():
-                if not isinstance(slot, OpSlot) or slot.op != op:
-                    continue
-                if slot.value == value:  # it was filled when the module was built
-                    self.shared.add(op)
-                    continue
-                with _refusing(op, value, path, module):
-                    kernel = self._kernel(self._spec(op, value, slot.variant))
-                label = f"{path}.{name}".strip(".")
-                self.changes += [Change(slot, key, given, label) for key, given in slot.contents(value, kernel).items()]
-                self.bindings.append(Binding(label, op, slot.variant, value, "an OpSlot"))
+                if isinstance(slot, OpSlot) and slot.op == op and slot.registry is self._registry:
+                    yield path, module, name, slot
 
     def _modules(self, op: str, value: str, recogniser: ModuleRecogniser) -> None:
         proven: dict[Any, Any] = {}
@@ -225,13 +250,15 @@ class Plan:
             return
         with _refusing(op, value, path, module):
             loss = losses.prove(module)
-            over_logits = any(spec.variant == "causal_logits" for spec in registry.registered_kernels(op, value))
+            over_logits = any(spec.variant == "causal_logits" for spec in self._registry.kernels(op, value))
             spec = self._spec(op, value, "causal_logits" if over_logits else "causal")
             kernel = self._kernel(spec)
             self._loss = loss, spec
             binding = Binding(path, op, spec.variant, value, "causal cross-entropy")
             if over_logits:
-                self.changes.append(Change(module, "_loss_function", ours(losses.over_logits(kernel), op, value)))
+                self.changes.append(
+                    Change(module, "_loss_function", ours(losses.over_logits(kernel, loss.beside), op, value))
+                )
                 self.bindings.append(binding)
                 return
             inner = self._taken(module, "forward") or type(module).forward
@@ -242,14 +269,14 @@ class Plan:
                 Change(loss.head, "forward", MethodType(ours(losses.head_forward(kernel), op, value), loss.head)),
                 Change(loss.head, losses.FORWARD, None),
                 Change(module, losses.HEAD, (loss.head,)),
-                Change(module, "_loss_function", losses.Loss(losses.over_hidden_states)),
+                Change(module, "_loss_function", losses.Loss(losses.over_hidden_states, loss.beside)),
             ]
             self._bind(module, losses.model_forward(loss, value, inner), binding)
 
     # What they share.
 
     def _spec(self, op: str, value: str, variant: str) -> KernelSpec:
-        specs = {spec.variant: spec for spec in registry.registered_kernels(op, value)}
+        specs = {spec.variant: spec for spec in self._registry.kernels(op, value)}
         if variant not in specs:
             there = ", ".join(specs) or "none"
             raise Unproven(f"it is of the variant {variant!r}, and the kernel is for {there}")
@@ -267,7 +294,11 @@ class Plan:
         """
         found = ops_of(module, method).get(op)
         if found is None:
-            return any(isinstance(value, OpSlot) and value.op == op for value in vars(module).values())
+            return any(
+                slot.op == op and slot.registry is self._registry
+                for slot in vars(module).values()
+                if isinstance(slot, OpSlot)
+            )
         if found != wanted:
             raise ValueError(
                 f"a {type(module).__name__} has the kernel {found!r} for {op} already, applied to it or to a model that it is "

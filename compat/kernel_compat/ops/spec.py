@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -13,12 +13,12 @@ from packaging.utils import canonicalize_name
 from ..environment import Environment
 from ..errors import KernelUnavailableError
 
-__all__ = ["EAGER", "OPS", "Binding", "Hardware", "KernelSpec"]
+__all__ = ["EAGER", "OPS", "Binding", "Hardware", "KernelSpec", "Op"]
 
 #: The value of a config's field that leaves an op to the model's own code.
 EAGER = "eager"
 
-#: The ops of a config besides attention, each with its variants: one formula each, which only a kernel for that variant computes.
+#: The library's ops besides attention, each with its variants: one formula each, which only a kernel for that variant computes.
 OPS: dict[str, tuple[str, ...]] = {
     "moe": ("swiglu", "swiglu_transposed", "swiglu_limited", "gpt_oss", "geglu", "up"),
     "cross_entropy_loss": ("causal", "causal_logits", "seq_cls"),
@@ -31,16 +31,76 @@ OPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def require_variant(op: str, variant: str) -> None:
-    """Check that an op has a variant.
+@dataclass(frozen=True)
+class Op:
+    """An op, and the field of a config that chooses its kernel.
+
+    Attributes:
+        name: an identifier.
+        variants: the formulas that kernels can be registered for.
+        values: values of the field that choose no kernel: the code that defined the op reads them from the config.
+        field: the config's field; by default the name with ``_implementation``. Ops may share a field.
+        default: the field's value where it is left out; it chooses no kernel.
 
     Raises:
-        ValueError: there is no such op, or it has no such variant.
+        ValueError: a name or field that is no identifier or belongs to the config, or an empty variant or value.
+        TypeError: variants, values or a default that aren't strings.
     """
-    if op not in OPS:
-        raise ValueError(f"{op!r} is no op: there are {', '.join(OPS)}")
-    if variant not in OPS[op]:
-        raise ValueError(f"{op} has no variant {variant!r}: it has {', '.join(OPS[op])}")
+
+    name: str
+    variants: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    field: str = ""
+    default: str = EAGER
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ValueError(f"an op's name is an identifier, not {self.name!r}")
+        object.__setattr__(self, "field", self.field or f"{self.name}_implementation")
+        if not isinstance(self.field, str) or not self.field.isidentifier() or self.field.startswith("_"):
+            raise ValueError(f"{self.name}: a field is an identifier without a leading underscore, not {self.field!r}")
+        if self.field in _NO_FIELDS:
+            raise ValueError(f"{self.name}: {self.field!r} can't be the field of an op")
+        for attribute in ("variants", "values"):
+            given = getattr(self, attribute)
+            if isinstance(given, str) or not all(isinstance(one, str) for one in given):
+                raise TypeError(f"{self.name}: {attribute} are strings in a tuple, not {given!r}")
+            object.__setattr__(self, attribute, tuple(dict.fromkeys(given)))
+        if not isinstance(self.default, str):
+            raise TypeError(f"{self.name}: default is a string, not {self.default!r}")
+        if not all(text.strip() for text in (*self.variants, *self.values, self.default)):
+            raise ValueError(f"{self.name}: a variant or value is empty")
+
+    def with_more(self, other: Op) -> Op:
+        """This op with the variants and values of another one as well.
+
+        Raises:
+            ValueError: the other has a different field or default.
+        """
+        for attribute in ("field", "default"):
+            mine, theirs = getattr(self, attribute), getattr(other, attribute)
+            if mine != theirs:
+                raise ValueError(f"{self.name} is registered already with the {attribute} {mine!r}, not {theirs!r}")
+        return Op(self.name, (*self.variants, *other.variants), (*self.values, *other.values), self.field, self.default)
+
+
+#: Names that an `OpsConfig` uses itself.
+_NO_FIELDS = frozenset(
+    [
+        "attn_implementation",
+        "auto",
+        "deferred",
+        "eager",
+        "environment",
+        "from_dict",
+        "from_yaml",
+        "others",
+        "reasons",
+        "registry",
+        "require",
+        "values",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -64,27 +124,86 @@ class Binding:
 class Hardware:
     """The devices that a kernel runs on.
 
+    Examples:
+        >>> from kernel_compat import Device, Environment
+        >>> hopper = Hardware("cuda", (9, 0), max_capability=(9, 0))
+        >>> hopper.unavailable_because(Environment(devices=(Device("NVIDIA B200", (10, 0)),)))
+        ['it needs a CUDA device of compute capability 9.0, and there is NVIDIA B200 (sm_100)']
+
     Attributes:
-        device: torch's type of device; ``any`` for plain torch.
-        min_capability: of a CUDA device.
+        device: torch's type of device, or several of which one is enough; ``any`` for plain torch.
+        min_capability: the lowest compute capability of a CUDA device, as ``(9, 0)``.
         interpreted: written in Triton, so that it also runs on a CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
+        max_capability: the highest compute capability, itself included.
+
+    Raises:
+        TypeError: no device, one that is no string, or a capability that is no pair of integers.
+        ValueError: a highest capability below the lowest.
     """
 
-    device: Literal["any", "cuda", "npu"] = "any"
+    device: str | tuple[str, ...] = "any"
     min_capability: tuple[int, int] | None = None
     interpreted: bool = False
+    max_capability: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.device, list):
+            object.__setattr__(self, "device", tuple(self.device))
+        if (
+            not self.device
+            or not isinstance(self.device, (str, tuple))
+            or not all(isinstance(kind, str) and kind for kind in self.kinds)
+        ):
+            raise TypeError(f"device is torch's type of device, or several, not {self.device!r}")
+        low, high = self.min_capability, self.max_capability
+        for name, value in (("min_capability", low), ("max_capability", high)):
+            if value is not None and not (
+                isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, int) for part in value)
+            ):
+                raise TypeError(f"{name} is a pair of integers, as (9, 0), not {value!r}")
+        if not isinstance(self.interpreted, bool):
+            raise TypeError(f"interpreted is a bool, not {self.interpreted!r}")
+        if low and high and high < low:
+            raise ValueError(f"max_capability={high} is below min_capability={low}")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The types of device, one of which is enough."""
+        return (self.device,) if isinstance(self.device, str) else self.device
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The distributions that bring torch's other types of device, where a CUDA device isn't needed: ``torch-npu``."""
+        return tuple(f"torch-{kind}" for kind in self.kinds if kind not in ("any", "cpu", "cuda"))
 
     def unavailable_because(self, environment: Environment) -> list[str]:
-        """The reasons why no device of an environment fits; empty where one does. For an NPU, `KernelSpec.requires` decides."""
-        if self.device != "cuda" or (self.interpreted and os.environ.get("TRITON_INTERPRET") == "1"):
+        """The reasons why no device of an environment fits; empty where one does.
+
+        For types of device other than CUDA, `KernelSpec.requires` decides; beside CUDA, the package of `packages` does.
+        """
+        if "cuda" not in self.kinds or "any" in self.kinds or "cpu" in self.kinds:
             return []
-        low = self.min_capability
-        need = "a CUDA device" + (f" of compute capability {low[0]}.{low[1]} or greater" if low else "")
+        if self.interpreted and os.environ.get("TRITON_INTERPRET") == "1":
+            return []
+        if any(environment.version(package) for package in self.packages):
+            return []
+        need = " or one of ".join(("a CUDA device" + self._capabilities(), *self.packages))
         if not environment.devices:
             return [f"it needs {need}, and none is visible"]
-        if low and all(device.capability < low for device in environment.devices):
-            return [f"it needs {need}, and there is {', '.join(map(str, environment.devices))}"]
-        return []
+        low, high = self.min_capability or (0, 0), self.max_capability
+        if any(
+            low <= device.capability and (high is None or device.capability <= high) for device in environment.devices
+        ):
+            return []
+        return [f"it needs {need}, and there is {', '.join(map(str, environment.devices))}"]
+
+    def _capabilities(self) -> str:
+        low, high = (".".join(map(str, one)) if one else "" for one in (self.min_capability, self.max_capability))
+        if low and high:
+            limits = low if low == high else f"{low} to {high}"
+        else:
+            limits = f"{low} or greater" if low else f"{high} or less"
+        return f" of compute capability {limits}" if low or high else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +211,8 @@ class KernelSpec:
     """One kernel for one variant of one op. Equal to itself alone.
 
     Attributes:
-        op: one of `OPS`: the config's field without ``_implementation``.
-        variant: one of the op's, which it computes, and no other.
+        op: the name of an `Op`.
+        variant: one of the op's, which it computes, and no other. The registry checks both.
         name: the value of the config's field.
         factory: called without arguments when the kernel is bound: imports and returns it. How an op's kernels are called is
             in docs/kernel-selection.md.
@@ -116,10 +235,11 @@ class KernelSpec:
     note: str = ""
 
     def __post_init__(self) -> None:
-        require_variant(self.op, self.variant)
-        if not isinstance(self.name, str) or not self.name.strip():
-            raise ValueError(f"a kernel needs a name, not {self.name!r}")
-        if self.name == "eager":
+        for attribute in ("op", "variant", "name"):
+            value = getattr(self, attribute)
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"a kernel needs {'an' if attribute == 'op' else 'a'} {attribute}, not {value!r}")
+        if self.name == EAGER:
             raise ValueError("'eager' is the model's own code: choose another name")
         if not callable(self.factory):
             raise TypeError(f"factory must be callable, not {self.factory!r}")

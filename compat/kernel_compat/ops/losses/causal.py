@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,11 +22,46 @@ from .lazy import Forward, LazyLogits, is_freed, refused
 FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", "_kernel_compat_forward"
 
 
+class Beside(NamedTuple):
+    """The values that a model's loss function returns in a tuple after the loss, as VeOmni's and other frameworks' do.
+
+    Attributes:
+        function: the model's own loss function.
+        dimensions: of each value: the number of dimensions of the logits that it is, or None where it is None.
+        keywords: the keyword arguments that the function reads besides those of the causal cross-entropy.
+    """
+
+    function: Callable[..., Any]
+    dimensions: tuple[int | None, ...]
+    keywords: frozenset[str]
+
+    def values(self, logits: Any, vocab_size: int) -> tuple[Any, ...]:
+        """The values for these logits; lazy logits are passed on as they are."""
+        lazy = isinstance(logits, LazyLogits)
+        flat = (logits if lazy or n in (None, logits.ndim) else logits.reshape(-1, vocab_size) for n in self.dimensions)
+        return tuple(None if n is None else one for n, one in zip(self.dimensions, flat, strict=True))
+
+    def require_unasked(self, keywords: Mapping[str, Any]) -> None:
+        """Refuse keyword arguments that may ask the model's own function for something else than the loss.
+
+        Raises:
+            UnsupportedFeatureError: one is passed, and neither None nor False.
+        """
+        for name in self.keywords.intersection(keywords):
+            if keywords[name] is not None and keywords[name] is not False:
+                raise UnsupportedFeatureError(
+                    f"{name}=, which the model's own loss function reads",
+                    "a kernel for cross_entropy_loss",
+                    f"Leave {name} out, or set cross_entropy_loss_implementation='eager'.",
+                )
+
+
 class CausalLoss(NamedTuple):
     """A module that computes the causal cross-entropy of the logits of its head, a linear layer."""
 
     model: Any
     head: nn.Linear
+    beside: Beside | None = None
 
 
 def causal_loss(
@@ -65,20 +100,30 @@ def causal_loss(
 
 
 class Loss:
-    """The ``loss_function`` of a model: `causal_loss` by another `cross_entropy`. Pickled, it becomes `causal_loss`."""
+    """The ``loss_function`` of a model: `causal_loss` by another `cross_entropy`.
 
-    def __init__(self, cross_entropy: Callable[..., Tensor]) -> None:
-        self._cross_entropy = cross_entropy
+    Pickled, it becomes `causal_loss`, or the model's own function where that returns a tuple.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss, with the parameters of transformers' ``ForCausalLMLoss``."""
-        return causal_loss(*args, cross_entropy=self._cross_entropy, **kwargs)
+    def __init__(self, cross_entropy: Callable[..., Tensor], beside: Beside | None = None) -> None:
+        self._cross_entropy, self._beside = cross_entropy, beside
+
+    def __call__(self, logits: Any, labels: Tensor | None, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
+        """The loss, with the parameters of transformers' ``ForCausalLMLoss``; in a tuple where the model's own function returns one.
+
+        Raises:
+            UnsupportedFeatureError: an argument that may ask the model's own function for something else.
+        """
+        if self._beside is not None:
+            self._beside.require_unasked(kwargs)
+        loss = causal_loss(logits, labels, vocab_size, *args, cross_entropy=self._cross_entropy, **kwargs)
+        return loss if self._beside is None else (loss, *self._beside.values(logits, vocab_size))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (causal_loss,)
+        return functools.partial, (causal_loss if self._beside is None else self._beside.function,)
 
 
 def _of_logits(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
@@ -86,7 +131,7 @@ def _of_logits(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: An
     return functional.cross_entropy(logits.to(wide).view(-1, vocab_size), labels.to(logits.device), **options)
 
 
-def over_logits(kernel: Callable[..., Tensor]) -> Loss:
+def over_logits(kernel: Callable[..., Tensor], beside: Beside | None = None) -> Loss:
     """The loss by a kernel that takes logits (tokens, vocabulary) in float32 or wider, which it may overwrite."""
 
     def cross_entropy(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
@@ -94,7 +139,7 @@ def over_logits(kernel: Callable[..., Tensor]) -> Loss:
         own = logits.clone() if logits.dtype == wide else logits.to(wide)
         return kernel(own.reshape(-1, vocab_size), labels.to(logits.device), **options)
 
-    return Loss(cross_entropy)
+    return Loss(cross_entropy, beside)
 
 
 def over_hidden_states(logits: Any, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
@@ -103,6 +148,8 @@ def over_hidden_states(logits: Any, vocab_size: int, *, labels: Tensor, **option
     Raises:
         ValueError: `vocab_size` or the number of labels doesn't fit the head and the hidden states.
     """
+    if logits is None:
+        raise refused("the loss function, which the model calls without logits")
     if not isinstance(logits, LazyLogits):
         return _of_logits(logits, vocab_size, labels=labels, **options)
     if vocab_size != logits.weight.shape[0]:
@@ -144,6 +191,7 @@ def prove(module: Any) -> CausalLoss:
     methods = (inspect.unwrap(f) for kind in type(module).__mro__ for f in vars(kind).values() if inspect.isfunction(f))
     if not any("loss_function" in method.__code__.co_names for method in methods):
         raise Unproven("it computes its loss itself: none of its methods calls loss_function")
+    beside: Beside | None = None
     with quiet() as generator:
         size = 7
         logits = torch.randn(2, 5, size, generator=generator)
@@ -154,14 +202,53 @@ def prove(module: Any) -> CausalLoss:
             expected = causal_loss(logits, labels, size, **options)
             try:
                 given = module.loss_function(logits=logits, labels=labels, vocab_size=size, **options)
+                if isinstance(given, tuple):
+                    given, *values = given
+                    beside = _beside(module.loss_function, values, logits)
                 off = abs(float(given) - float(expected))
+            except Unproven:
+                raise
             except Exception as error:
                 raise Unproven(f"its loss_function failed on a probe ({type(error).__name__}: {error})") from error
             if not off < 1e-5:
                 raise Unproven(
                     f"its loss_function differs from the causal cross-entropy by {off:.1e} with {options or 'labels'}"
                 )
-    return CausalLoss(module, head)
+    return CausalLoss(module, head, beside)
+
+
+#: The parameters of transformers' ``ForCausalLMLoss``, and the ones by which fused losses are given the logits' factors.
+_CAUSAL = frozenset(inspect.signature(causal_loss).parameters) | {"hidden_states", "weights"}
+
+
+def _beside(function: Callable[..., Any], values: list[Any], logits: Tensor) -> Beside:
+    """What a loss function returned after the loss for these logits.
+
+    Raises:
+        Unproven: a value is neither None nor the logits.
+    """
+    for value in values:
+        if value is not None and not (
+            isinstance(value, Tensor)
+            and value.shape in (logits.shape, logits.reshape(-1, logits.shape[-1]).shape)
+            and torch.equal(value.reshape(logits.shape), logits)
+        ):
+            raise Unproven(f"its loss_function returns a {_path(type(value))} beside the loss, which isn't the logits")
+    return Beside(function, tuple(None if one is None else one.ndim for one in values), _keywords(function) - _CAUSAL)
+
+
+def _keywords(function: Any) -> frozenset[str]:
+    """The names of a function's parameters, and the strings in its code, by which it reads further keyword arguments."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(getattr(function, "__func__", function), "__code__", None) or getattr(
+        type(function).__call__, "__code__", None
+    )
+    if code is None:
+        return frozenset()
+    constants = (one for one in code.co_consts if isinstance(one, str))
+    return frozenset((*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *constants))
 
 
 def probe(loss: CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
@@ -177,7 +264,7 @@ def probe(loss: CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
     if not parameters or not plain or sharded or getattr(model, "main_input_name", "") != "input_ids":
         return None
     device = model.get_input_embeddings().weight.device
-    if spec.hardware.device not in ("any", device.type) and not spec.hardware.interpreted:
+    if not {"any", device.type} & {*spec.hardware.kinds} and not spec.hardware.interpreted:
         return None
     modes = [(module, module.training) for module in model.modules()]
     # Kernels compute the loss where gradients are on.
