@@ -52,6 +52,7 @@ class Package:
         folder: the folder it is installed in.
         built: what it is built for.
         findings: what is wrong with it; empty for a healthy one.
+        extends_torch: whether it is linked to libtorch, asks for torch, or is known to extend it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Package:
     folder: str
     built: Built
     findings: tuple[Finding, ...]
+    extends_torch: bool = True
 
     @property
     def broken(self) -> bool:
@@ -106,7 +108,7 @@ def diagnose(names: Collection[str] = (), environment: Environment | None = None
     for name in dict.fromkeys((*names, *found)):
         copies = found.get(name, [])
         package = _diagnose(copies, everything, torch, environment) if copies else _absent(name)
-        if package is not None and (name in names or package.findings or package.built != Built() or name in SOURCES):
+        if package.extends_torch or name in names:
             packages.append(package)
     return Diagnosis(environment, torch, tuple(packages))
 
@@ -121,11 +123,10 @@ def _diagnose(
     everything: Mapping[str, Sequence[Installed]],
     torch: LibTorch | None,
     environment: Environment,
-) -> Package | None:
-    """None for a package that doesn't extend torch."""
+) -> Package:
     one = copies[0]
     findings = [*_copies(copies), *_files_of(one), *_namespace(one, everything, environment)]
-    built = Built()
+    built, extends = Built(), one.name in SOURCES or one.requires_torch is not None
     if platform.system() == "Linux":
         paths = dict(_shared_objects(one))
         objects, broken = {}, []
@@ -134,12 +135,9 @@ def _diagnose(
                 objects[name] = read(path)
             except BrokenFileError as error:
                 broken.append(_finding(one, name, error.cause, str(error), torch))
-        if not (
-            one.name in SOURCES or one.requires_torch is not None or any(file.of_torch for file in objects.values())
-        ):
-            return None
         findings += broken
         of_torch = {name: file for name, file in objects.items() if file.of_torch}
+        extends = extends or bool(of_torch)
         siblings = {path.name: path for path in paths.values()}
         for name, file in of_torch.items():
             for found in disagreements(paths[name], file, torch, siblings):
@@ -147,7 +145,7 @@ def _diagnose(
         findings += _gpus(one, of_torch, torch, environment)
         built = _built(one.claim, of_torch)
         findings += _claim(one, torch, findings)
-    return Package(one.name, one.version, str(one.folder), built, tuple(findings))
+    return Package(one.name, one.version, str(one.folder), built, tuple(findings), extends)
 
 
 def _finding(one: Installed, file: str, cause: str, problem: str, torch: LibTorch | None) -> Finding:
@@ -238,7 +236,7 @@ def _files_of(one: Installed) -> Iterator[Finding]:
     present = [path for path in one.record or () if not path.endswith((".so", ".pyc")) and not path.startswith("..")]
     missing = [path for path in present if not (one.folder / path).exists()]
     if missing:
-        problem = f"{len(missing)} of its {len(present)} files are missing"
+        problem = f"files are missing: {len(missing)} of {len(present)}"
         needless = one.name == "flash-attn" and all(path.startswith(_CUTE) for path in missing)
         yield Finding(one.name, missing[0], "missing-file", problem, command, breaks=not needless)
     for module in SOURCES[one.name].modules if one.name in SOURCES else ():

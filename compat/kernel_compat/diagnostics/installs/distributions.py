@@ -78,7 +78,7 @@ def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
             headers = (dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "").partition("\n\n")[0]
             name = canonicalize_name(_header(headers, "Name"))
             known = name in names if names else name in SOURCES or not _NOT_EXTENSIONS.match(name)
-            text = (dist.read_text("RECORD") if known else None) or ""
+            text = _record(dist) if known else ""
             if not known or not (names or name in SOURCES or ".so," in text):
                 continue
             one = _installed(dist, name, headers, text)
@@ -87,6 +87,13 @@ def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
                 seen.add(key)
                 found.setdefault(name, []).append(one)
     return found
+
+
+def _record(dist: importlib.metadata.Distribution) -> str:
+    try:
+        return dist.read_text("RECORD") or ""
+    except (OSError, ValueError):  # UnicodeDecodeError is a ValueError
+        return ""
 
 
 def _header(headers: str, name: str) -> str:

@@ -9,6 +9,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elftools.common.exceptions import ELFParseError
 from elftools.elf.dynamic import DynamicSegment
 from elftools.elf.elffile import ELFFile
 
@@ -92,10 +93,11 @@ def read(path: Path) -> SharedObject:
         raise BrokenFileError("unreadable", f"it can't be read: {error.strerror or error}") from None
     except BrokenFileError:
         raise
+    except ELFParseError:
+        raise BrokenFileError("truncated", "it is cut off: its ELF headers point beyond its end") from None
     except Exception as error:  # a damaged file may hold any bytes, and pyelftools raises what they lead to
-        raise BrokenFileError(
-            "damaged", f"its ELF headers are damaged ({type(error).__name__}: {error})".rstrip(" :)") + ")"
-        ) from None
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise BrokenFileError("damaged", f"its ELF headers are damaged ({why})") from None
 
 
 def _check_head(head: bytes) -> None:
