@@ -275,6 +275,14 @@ def another_python(bench: Bench) -> None:
     bench.fa2(file="flash_attn_2_cuda.cpython-39-x86_64-linux-gnu.so")
 
 
+@broken("note python", "for Python 3.9, and this is Python", "pip install --force-reinstall")
+def another_python_in_a_wheel_for_this_one(bench: Bench) -> None:
+    """torchao 0.18.0 has such a file, and loads it by its path."""
+    bench.torch()
+    files = {"torchao/_C.cpython-39-x86_64-linux-gnu.so": built()}
+    bench.install("torchao", "0.18.0", files, tag="cp39-abi3-manylinux_2_28_x86_64")
+
+
 @broken("python", "for Python 3.13t, and this is", REBUILD)
 def a_free_threaded_python(bench: Bench) -> None:
     bench.torch()
@@ -664,6 +672,21 @@ def test_libraries_beside_the_file_and_symbols_of_a_sibling_are_found(bench: Ben
     }
     bench.install("my-ops", "3.0", files)
     assert findings() == []
+
+
+def test_of_variants_one_that_loads_is_enough(bench: Bench) -> None:
+    """torch-c-dlpack-ext has a file for each release of torch, torchcodec one for each release of FFmpeg."""
+    bench.torch()
+    old, fits = built(undefined=("_ZN2at3oldEv",)), built()
+    files = {f"ops/libtorch_ops_torch{release}-cpu.so": old for release in (25, 26, 27)}
+    bench.install("ops", "1.0", {**files, "ops/libtorch_ops_torch211-cpu.so": fits})
+    bench.install("others", "1.0", {name.replace("ops", "others"): old for name in files})
+    pythons = {f"one{SUFFIX}": fits, "one.cpython-39-x86_64-linux-gnu.so": fits}
+    bench.install("pythons", "1.0", pythons)
+    (finding,) = findings()
+    assert finding.package == "others"
+    assert not finding.breaks
+    assert "of its 3 variants none loads here: it isn't built for torch 2.11.0" in finding.problem
 
 
 def test_an_editable_install_is_found_by_its_import(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,23 +130,46 @@ def _diagnose(
     built, extends = Built(), one.name in SOURCES or one.requires_torch is not None
     if platform.system() == "Linux":
         paths = dict(_shared_objects(one))
-        objects, broken = {}, []
+        siblings = {path.name: path for path in paths.values()}
+        of_torch: dict[str, SharedObject] = {}
+        by_file: dict[str, list[Finding]] = {}
         for name, path in paths.items():
             try:
-                objects[name] = read(path)
+                file = read(path)
             except BrokenFileError as error:
-                broken.append(_finding(one, name, error.cause, str(error), torch))
-        findings += broken
-        of_torch = {name: file for name, file in objects.items() if file.of_torch}
+                by_file[name] = [_finding(one, name, error.cause, str(error), torch)]
+                continue
+            if file.of_torch:
+                of_torch[name] = file
+                wrong = disagreements(path, file, torch, siblings)
+                by_file[name] = [_finding(one, name, found.cause, found.problem, torch) for found in wrong]
         extends = extends or bool(of_torch)
-        siblings = {path.name: path for path in paths.values()}
-        for name, file in of_torch.items():
-            for found in disagreements(paths[name], file, torch, siblings):
-                findings.append(_finding(one, name, found.cause, found.problem, torch))
+        findings += _of_variants(by_file)
         findings += _gpus(one, of_torch, torch, environment)
         built = _built(one.claim, of_torch)
         findings += _claim(one, torch, findings)
     return Package(one.name, one.version, str(one.folder), built, tuple(findings), extends)
+
+
+def _of_variants(by_file: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+    """The findings of files, without those of variants of which one is well.
+
+    Some packages have a file for each release of torch or of another library, named for it: torch-c-dlpack-ext, torchcodec.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in by_file:
+        module = name.partition(".")[0] if python_of(name) else ""
+        groups.setdefault(module or re.sub(r"\d+", "#", name), []).append(name)
+    for names in groups.values():
+        found = [by_file[name] for name in names]
+        same_module = len(names) > 1 and bool(python_of(names[0]))
+        if len(names) < 3 and not same_module:
+            yield from (finding for findings in found for finding in findings)
+        elif all(found):
+            last = found[-1][0]
+            yield replace(
+                last, problem=f"of its {len(names)} variants none loads here: {last.problem}", breaks=same_module
+            )
 
 
 def _finding(one: Installed, file: str, cause: str, problem: str, torch: LibTorch | None) -> Finding:
@@ -162,7 +186,8 @@ def _finding(one: Installed, file: str, cause: str, problem: str, torch: LibTorc
     else:
         published = bool(one.claim and torch and (one.claim.torch, one.claim.cuda) == (torch.minor, torch.cuda))
         command = _rebuild(one, torch, force=published or cause == "glibc")
-    return Finding(one.name, file, cause, problem, command)
+    # A wheel for this interpreter loads a file of another one by its path, as torchao does, or not at all.
+    return Finding(one.name, file, cause, problem, command, breaks=not (cause == "python" and one.for_this_python))
 
 
 def _rebuild(

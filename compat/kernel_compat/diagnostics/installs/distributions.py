@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.tags import parse_tag, sys_tags
 from packaging.utils import canonicalize_name
 
 from .sources import SOURCES
@@ -48,6 +49,7 @@ class Installed:
         claim: what it says it is built for.
         editable: whether its files stay in a source folder.
         compiled: whether it was compiled on a machine like this, as the tag of its wheel says, and isn't from an index.
+        for_this_python: whether the tags of its wheel are for this interpreter.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Installed:
     claim: Claim | None = None
     editable: bool = False
     compiled: bool = False
+    for_this_python: bool = False
 
     @property
     def shared_objects(self) -> list[str]:
@@ -105,6 +108,9 @@ def _installed(dist: importlib.metadata.Distribution, name: str, headers: str, r
     url = {}
     with suppress(ValueError, OSError):
         url = json.loads(dist.read_text("direct_url.json") or "{}")
+    lines = re.findall(r"^Tag: *(\S+)$", dist.read_text("WHEEL") or "", re.MULTILINE)
+    tags = [tag for line in lines if line.count("-") == 2 for tag in parse_tag(line)]
+    here = {(tag.interpreter, tag.abi) for tag in sys_tags()} if tags else set()
     version = _header(headers, "Version")
     said = _CLAIM.search(f"{str(url.get('url', '')).replace('%2B', '+').replace('%2b', '+')} {version}")
     abi = {"true": True, "false": False}
@@ -117,7 +123,8 @@ def _installed(dist: importlib.metadata.Distribution, name: str, headers: str, r
         _requires_torch(headers),
         claim or None,
         bool(url.get("dir_info", {}).get("editable")),
-        bool(re.search(r"^Tag: .*-linux_\w+$", dist.read_text("WHEEL") or "", re.MULTILINE)),
+        any(tag.platform.startswith("linux_") for tag in tags),
+        any((tag.interpreter, tag.abi) in here for tag in tags),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .libraries import is_found
 from .libtorch import LibTorch, cuda_major, has_cxx11_abi, releases_with
-from .shared_object import SharedObject, not_defined
+from .shared_object import TORCH_LIBRARY, SharedObject, not_defined
 
 __all__ = ["Disagreement", "disagreements", "python_of"]
 
@@ -29,7 +29,6 @@ _MACHINES = {
     "s390x": ("EM_S390", 64),
     "riscv64": ("EM_RISCV", 64),
 }
-_TORCH_LIBRARY = re.compile(r"lib(?:torch|c10)[\w-]*\.so")
 _CUDA_LIBRARY = re.compile(r"lib(?:cu|nv|npp)\w+(?:-\w+)?\.so")
 
 
@@ -60,7 +59,7 @@ def disagreements(
     if torch is None:
         yield Disagreement("torch-missing", "it is linked to libtorch, and torch is not installed")
         return
-    if (build := _build(file, torch)) is not None:
+    if (build := _build(file, torch, siblings)) is not None:
         yield build
         return
     cuda = cuda_major(file.needed)
@@ -68,7 +67,7 @@ def disagreements(
     if other_cuda:
         yield Disagreement("cuda", f"it is built for CUDA {cuda}, and {torch} for CUDA {torch.cuda}")
     for name in file.needed:
-        if _TORCH_LIBRARY.match(name) or (other_cuda and _CUDA_LIBRARY.match(name)):
+        if TORCH_LIBRARY.fullmatch(name) or (other_cuda and _CUDA_LIBRARY.match(name)):
             continue
         if name not in torch.needed and name not in siblings and not is_found(name, file.search):
             yield Disagreement("library", _no_library(name))
@@ -111,8 +110,9 @@ def _c_library(file: SharedObject) -> Iterator[Disagreement]:
         )
 
 
-def _build(file: SharedObject, torch: LibTorch) -> Disagreement | None:
-    missing = [name for name in file.needed if _TORCH_LIBRARY.match(name) and not torch.has(name)]
+def _build(file: SharedObject, torch: LibTorch, siblings: dict[str, Path]) -> Disagreement | None:
+    of_torch = [name for name in file.needed if TORCH_LIBRARY.fullmatch(name) and name not in siblings]
+    missing = [name for name in of_torch if not torch.has(name)]
     if not missing:
         return None
     names = ", ".join(missing)

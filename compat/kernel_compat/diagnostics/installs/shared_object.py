@@ -18,14 +18,15 @@ from .gpu_code import SECTIONS, GpuCode, gpu_code
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-__all__ = ["BrokenFileError", "SharedObject", "needed_by", "not_defined", "read"]
+__all__ = ["TORCH_LIBRARY", "BrokenFileError", "SharedObject", "needed_by", "not_defined", "read"]
 
 #: Symbols of libtorch: C++ names in the namespaces at, c10, torch and caffe2, functions of its Python binding, and the C
 #: functions of its stable ABI.
 _OF_TORCH = re.compile(
     r"_Z(?:T[VTISW]|GV)?N[rVKRO]*(?:2at|3c10|5torch|6caffe2)(?=\w)|_Z\d+THP|THP[A-Z]|aoti_torch_|torch_[a-z]"
 )
-_LINKED = re.compile(r"lib(?:torch|c10)")
+#: The libraries of torch; other packages have a libtorchcodec_core or a libtorch_my-cuda.
+TORCH_LIBRARY = re.compile(r"lib(?:torch|c10)(?:_\w+)?\.so")
 _GLIBC = re.compile(r"GLIBC_(\d+)\.(\d+)")
 
 #: First bytes of files that are sometimes there instead of an ELF file.
@@ -72,7 +73,7 @@ class SharedObject:
     @property
     def of_torch(self) -> bool:
         """Whether it is linked to libtorch."""
-        return any(map(_LINKED.match, self.needed))
+        return any(map(TORCH_LIBRARY.fullmatch, self.needed))
 
 
 def read(path: Path) -> SharedObject:
