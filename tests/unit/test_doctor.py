@@ -675,7 +675,7 @@ def test_libraries_beside_the_file_and_symbols_of_a_sibling_are_found(bench: Ben
 
 
 def test_of_variants_one_that_loads_is_enough(bench: Bench) -> None:
-    """torch-c-dlpack-ext has a file for each release of torch, torchcodec one for each release of FFmpeg."""
+    """torch-c-dlpack-ext has a file for each release of torch, and does without on a torch that it has none for."""
     bench.torch()
     old, fits = built(undefined=("_ZN2at3oldEv",)), built()
     files = {f"ops/libtorch_ops_torch{release}-cpu.so": old for release in (25, 26, 27)}
@@ -683,10 +683,19 @@ def test_of_variants_one_that_loads_is_enough(bench: Bench) -> None:
     bench.install("others", "1.0", {name.replace("ops", "others"): old for name in files})
     pythons = {f"one{SUFFIX}": fits, "one.cpython-39-x86_64-linux-gnu.so": fits}
     bench.install("pythons", "1.0", pythons)
+    assert findings() == []
+
+
+def test_variants_for_something_else_than_torch_must_load(bench: Bench) -> None:
+    bench.torch()
+    files = {
+        f"codec/libcodec{release}.so": built((*CUDA_LIBRARIES, f"libav_none.so.{release}")) for release in (4, 5, 6)
+    }
+    bench.install("codec", "1.0", files)
     (finding,) = findings()
-    assert finding.package == "others"
-    assert not finding.breaks
-    assert "of its 3 variants none loads here: it isn't built for torch 2.11.0" in finding.problem
+    assert finding.breaks
+    assert "of its 3 variants none loads here: it needs libav_none.so.6" in finding.problem
+    assert finding.command.startswith("# install that library")
 
 
 def test_an_editable_install_is_found_by_its_import(bench: Bench) -> None:
@@ -785,7 +794,7 @@ def test_what_can_be_installed_on_a_hopper(bench: Bench) -> None:
     published, build, torch = found[3:6]
     assert published.file.startswith(f"flash_attn-VERSION+cu13torch2.11cxx11abiTRUE-cp{PYTHON}-cp{PYTHON}-linux_")
     assert published.file.endswith(" on https://github.com/Dao-AILab/flash-attention/releases")
-    assert "none with CUDA 13" in published.cost  # Dao-AILab/flash-attention#2442
+    assert "not torch 2.11 with CUDA 13" in published.cost  # Dao-AILab/flash-attention#2442
     assert build.cost == "11 jobs on 32 cores, 9 GiB of memory each, about 23 minutes"
     assert build.command.startswith("MAX_JOBS=11 FLASH_ATTENTION_FORCE_BUILD=TRUE pip install --no-deps")
     assert [way.reasons for way in found if way.package in ("flash-attn", "torch", "flash-attn-4")] == [()] * 4
@@ -803,13 +812,31 @@ def test_what_cannot_be_installed_says_why(bench: Bench) -> None:
     assert "older than 2.10" in found["torch", "nothing to install"].reasons[0]
 
 
+def test_a_build_as_cxx17_is_refused_by_torch_2_14(bench: Bench) -> None:
+    """ATen/ATen.h of torch 2.14 asks for C++20; setup.py of flash-attn 2.8.3.post2 passes -std=c++17."""
+    bench.torch("2.14.0")
+    bench.fa2(built(undefined=("_ZN2at6secretEv",)))
+    found = look(devices=[H100])
+    (finding,) = found.packages[0].findings
+    why = "its build asks for C++17, and torch 2.14.0 for C++20"
+    assert finding.command == f"pip install 'torch<2.14' && {REBUILD}  # {why}"
+    assert [way.reasons for way in ways(found, MACHINE) if (way.package, way.how) == ("flash-attn", "build")] == [
+        (why,)
+    ]
+
+
 def test_nothing_is_installed_twice(bench: Bench) -> None:
     bench.torch()
     bench.fa2()
     bench.install("xformers", "0.0.35", {"xformers/_C.so": b""})
     found = ways(look(devices=[H100]), MACHINE)
     assert [way.how for way in found if way.package == "flash-attn"] == ["installed"]
-    assert [way.how for way in found if way.package == "xformers"] == ["wheel on the index", "build"]  # it is broken
+    wheel, build = (way for way in found if way.package == "xformers")  # it is broken
+    assert (wheel.how, wheel.reasons) == (
+        "wheel on the index",
+        ("its wheel is built for CUDA 12, torch 2.11.0 for CUDA 13",),
+    )
+    assert (build.how, "--no-binary xformers" in build.command) == ("build", True)
 
 
 def test_the_name_of_a_published_wheel_for_an_old_torch(bench: Bench) -> None:

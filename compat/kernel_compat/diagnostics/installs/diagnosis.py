@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from ...environment import Device, Environment, is_recorded
+from ...environment import Device, Environment
 from ...kernels.catalog import CATALOG, kernels_with
+from .contents import copies_of, files_of, overwritten, shared_objects
 from .distributions import Claim, Installed, installed
 from .files import disagreements, python_of
 from .finding import Finding
@@ -20,8 +19,6 @@ from .shared_object import BrokenFileError, SharedObject, read
 from .sources import SOURCES, reinstall
 
 __all__ = ["Built", "Diagnosis", "Package", "diagnose"]
-
-_CUTE = "flash_attn/cute/"
 
 
 @dataclass(frozen=True)
@@ -126,10 +123,10 @@ def _diagnose(
     environment: Environment,
 ) -> Package:
     one = copies[0]
-    findings = [*_copies(copies), *_files_of(one), *_namespace(one, everything, environment)]
+    findings = [*copies_of(copies), *files_of(one), *overwritten(one, everything, environment)]
     built, extends = Built(), one.name in SOURCES or one.requires_torch is not None
     if platform.system() == "Linux":
-        paths = dict(_shared_objects(one))
+        paths = dict(shared_objects(one))
         siblings = {path.name: path for path in paths.values()}
         of_torch: dict[str, SharedObject] = {}
         by_file: dict[str, list[Finding]] = {}
@@ -154,22 +151,21 @@ def _diagnose(
 def _of_variants(by_file: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
     """The findings of files, without those of variants of which one is well.
 
-    Some packages have a file for each release of torch or of another library, named for it: torch-c-dlpack-ext, torchcodec.
+    Some packages have a file for each release of another library, named for it, as torchcodec has for FFmpeg. A package with a file
+    for each release of torch, as torch-c-dlpack-ext, does without on a torch that it has none for.
     """
     groups: dict[str, list[str]] = {}
     for name in by_file:
         module = name.partition(".")[0] if python_of(name) else ""
         groups.setdefault(module or re.sub(r"\d+", "#", name), []).append(name)
-    for names in groups.values():
+    for key, names in groups.items():
         found = [by_file[name] for name in names]
         same_module = len(names) > 1 and bool(python_of(names[0]))
         if len(names) < 3 and not same_module:
             yield from (finding for findings in found for finding in findings)
-        elif all(found):
+        elif all(found) and "torch#" not in key:
             last = found[-1][0]
-            yield replace(
-                last, problem=f"of its {len(names)} variants none loads here: {last.problem}", breaks=same_module
-            )
+            yield replace(last, problem=f"of its {len(names)} variants none loads here: {last.problem}")
 
 
 def _finding(one: Installed, file: str, cause: str, problem: str, torch: LibTorch | None) -> Finding:
@@ -179,8 +175,8 @@ def _finding(one: Installed, file: str, cause: str, problem: str, torch: LibTorc
         command = (
             "pip install --force-reinstall torch  # the build for this GPU: https://pytorch.org/get-started/locally"
         )
-    elif cause == "library" and "libcuda.so.1" in problem:
-        command = ""
+    elif cause == "library" and not (one.name in SOURCES or one.compiled):
+        command = "# install that library: the system's package manager or the package's own documentation has it"
     elif cause in ("missing-file", "unreadable", "empty", "truncated", "damaged", "not-elf"):
         command = reinstall(one.name, one.version)
     else:
@@ -203,111 +199,6 @@ def _rebuild(
         requires_torch=one.requires_torch,
         capability=capability,
     )
-
-
-def _copies(copies: Sequence[Installed]) -> Iterator[Finding]:
-    first = copies[0]
-    for other in copies[1:]:
-        same = first.folder.resolve() == other.folder.resolve()
-        where = f"twice in {first.folder}" if same else f"in {first.folder} and in {other.folder}"
-        removal = f"pip uninstall -y {first.name}"
-        yield Finding(
-            first.name,
-            "",
-            "two-copies",
-            f"{first.name} is installed {where}: {first.version or '?'} and {other.version or '?'}"
-            + ("" if same else f"; Python imports {first.version or 'the first'}"),
-            f"{removal} && {removal} && {reinstall(first.name, first.version)}",
-            breaks=same,
-        )
-
-
-def _shared_objects(one: Installed) -> Iterator[tuple[str, Path]]:
-    """Its shared objects by recorded name; those that its imports lead to where RECORD doesn't list them."""
-    for name in one.shared_objects:
-        yield name, one.folder / name
-    if one.record is None or one.editable:
-        for module in SOURCES[one.name].modules if one.name in SOURCES else ():
-            for path in _module_files(module):
-                if path.suffix == ".so":
-                    yield str(path), path
-                else:
-                    yield from ((str(inner), inner) for inner in sorted(path.parent.rglob("*.so")))
-
-
-def _module_files(module: str) -> list[Path]:
-    """Where `import module` finds its file; empty if it finds none."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError, AttributeError):
-        return []
-    if spec is None:
-        return []
-    if spec.origin:
-        return [Path(spec.origin)]
-    return [Path(folder, "__init__.py") for folder in spec.submodule_search_locations or ()][:1]
-
-
-def _files_of(one: Installed) -> Iterator[Finding]:
-    """What RECORD and the imports say about its files."""
-    command = reinstall(one.name, one.version)
-    if one.name == "flash-attn-cute":
-        problem = "flash-attn-cute is an empty placeholder, not FlashAttention-4"
-        yield Finding(one.name, "", "placeholder", problem, command)
-        return
-    if one.record is None and not one.editable:
-        problem = "its metadata has no RECORD, so its files aren't known and pip can't remove it"
-        yield Finding(one.name, "", "no-record", problem, command, breaks=False)
-    present = [path for path in one.record or () if not path.endswith((".so", ".pyc")) and not path.startswith("..")]
-    missing = [path for path in present if not (one.folder / path).exists()]
-    if missing:
-        problem = f"files are missing: {len(missing)} of {len(present)}"
-        needless = one.name == "flash-attn" and all(path.startswith(_CUTE) for path in missing)
-        yield Finding(one.name, missing[0], "missing-file", problem, command, breaks=not needless)
-    for module in SOURCES[one.name].modules if one.name in SOURCES else ():
-        files = _module_files(module)
-        listed = [path for path in one.record or () if path.startswith((f"{module}/", f"{module}."))]
-        if not files and not listed and one.record is not None and not one.editable:
-            problem = f"it has no module {module}: it was built without CUDA"
-            yield Finding(one.name, "", "missing-file", problem, _rebuild(one, None, force=True))
-        elif files and listed and not files[0].resolve().is_relative_to(one.folder.resolve()):
-            problem = f"import {module} finds {files[0]}, which isn't the installed one"
-            yield Finding(
-                one.name, listed[0], "shadowed", problem, f"# start Python elsewhere, or remove {files[0].parent}"
-            )
-
-
-def _namespace(
-    one: Installed, everything: Mapping[str, Sequence[Installed]], environment: Environment
-) -> Iterator[Finding]:
-    """FlashAttention-2 and -4 share the folder flash_attn; other packages may share files too."""
-    for other in (copies[0] for name, copies in everything.items() if name != one.name):
-        shared = set(one.record or ()) & set(other.record or ())
-        lost = sorted(path for path in shared if _overwritten(one, other, path))
-        if not lost:
-            continue
-        files = f"{len(lost)} of its files" if len(lost) > 1 else "one of its files"
-        if one.name == "flash-attn" and all(path.startswith(_CUTE) for path in lost):
-            problem = f"{other.name} has replaced {files}, as it should: FlashAttention-2 doesn't use them"
-            command = f"# after `pip uninstall flash-attn`: {reinstall(other.name, other.version)}"
-            yield Finding(one.name, lost[0], "overwritten", problem, command, breaks=False)
-        else:
-            problem = f"{other.name} {other.version} has overwritten {files}"
-            yield Finding(one.name, lost[0], "overwritten", problem, reinstall(one.name, one.version))
-    old_cute = one.name == "flash-attn" and any(path.startswith(_CUTE) for path in one.record or ())
-    if old_cute and "flash-attn-4" not in everything and "nvidia-cutlass-dsl" in environment.packages:
-        problem = (
-            "its flash_attn.cute is an old copy, not FlashAttention-4, and fails with newer releases of nvidia-cutlass-dsl: "
-            "code that imports it to look for FlashAttention-4 fails (NVIDIA/Megatron-LM#6964)"
-        )
-        command = "pip install --pre flash-attn-4"
-        yield Finding(one.name, f"{_CUTE}__init__.py", "old-cute", problem, command, breaks=False)
-
-
-def _overwritten(one: Installed, other: Installed, path: str) -> bool:
-    mine, theirs = (one.record or {})[path], (other.record or {})[path]
-    file = one.folder / path
-    return mine != theirs and file.exists() and not is_recorded(file, mine) and is_recorded(file, theirs)
 
 
 def _gpus(

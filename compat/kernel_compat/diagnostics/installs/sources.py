@@ -60,12 +60,20 @@ class Build:
         architectures: the variable that limits it to some GPUs, and the values it takes.
         job: memory of one compiler job, in GiB; None if unknown.
         core_minutes: minutes on one core; None if unknown.
+        cxx17: whether it compiles as C++17, which the headers of torch 2.14 and later refuse (``ATen/ATen.h``).
     """
 
     force: str = ""
     architectures: tuple[str, tuple[int, ...]] = ("TORCH_CUDA_ARCH_LIST", ())
     job: float | None = None
     core_minutes: int | None = None
+    cxx17: bool = False
+
+    def refused_because(self, torch: LibTorch | None) -> str:
+        """Why it doesn't compile with this torch; empty if nothing is known against it."""
+        if not self.cxx17 or torch is None or torch.version is None or torch.version.release < (2, 14):
+            return ""
+        return f"its build asks for C++17, and {torch} for C++20"
 
 
 @dataclass(frozen=True)
@@ -93,11 +101,13 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
     {
         "flash-attn": Source(
             ("flash_attn", "flash_attn_2_cuda"),
-            build=Build("FLASH_ATTENTION_FORCE_BUILD", ("FLASH_ATTN_CUDA_ARCHS", (80, 90, 100, 120)), 9, 256),
+            build=Build(
+                "FLASH_ATTENTION_FORCE_BUILD", ("FLASH_ATTN_CUDA_ARCHS", (80, 90, 100, 120)), 9, 256, cxx17=True
+            ),
             project="Dao-AILab/flash-attention",
             published=(
-                "known up to torch 2.9 with CUDA 12, and none with CUDA 13 (Dao-AILab/flash-attention#2299, #2442); "
-                "if not, the command builds it"
+                "known of 2.8.3: torch up to 2.9 with CUDA 12; not torch 2.10 with CUDA 12, not torch 2.11 with CUDA 13 "
+                "(Dao-AILab/flash-attention#2299, #2442). If there is none, the command builds it"
             ),
         ),
         "flash-attn-3": Source(("flash_attn_interface", "flash_attn_3")),
@@ -108,11 +118,13 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         "flash-attn-cute": Source(),
         "causal-conv1d": Source(
             ("causal_conv1d", "causal_conv1d_cuda"),
-            build=Build("CAUSAL_CONV1D_FORCE_BUILD"),
+            build=Build("CAUSAL_CONV1D_FORCE_BUILD", cxx17=True),
             project="Dao-AILab/causal-conv1d",
         ),
         "mamba-ssm": Source(
-            ("mamba_ssm", "selective_scan_cuda"), build=Build("MAMBA_FORCE_BUILD"), project="state-spaces/mamba"
+            ("mamba_ssm", "selective_scan_cuda"),
+            build=Build("MAMBA_FORCE_BUILD", cxx17=True),
+            project="state-spaces/mamba",
         ),
         "xformers": Source(
             ("xformers",), Wheel(("py39-none-manylinux_2_28_x86_64",), cuda=12, torch="2.10"), build=Build()
@@ -171,13 +183,16 @@ def reinstall(
         words.append("--no-cache-dir")
     build = source.build
     if build is not None and (
-        source.wheel is None or (rebuild and (source.wheel.unusable_because(torch) or capability))
+        source.wheel is None or (rebuild and (force or capability or source.wheel.unusable_because(torch)))
     ):
         words.append("--no-build-isolation")
         if not source.project:
             words += ["--no-binary", distribution]
         words = [*_variables(build, force or capability is not None, capability), *words]
-    return _line([*words, f"{distribution}=={_public(version)}" if version else distribution])
+    line = _line([*words, f"{distribution}=={_public(version)}" if version else distribution])
+    if rebuild and build is not None and (reason := build.refused_because(torch)):
+        return f"pip install 'torch<2.14' && {line}  # {reason}"
+    return line
 
 
 def _variables(build: Build, force: bool, capability: tuple[int, int] | None) -> list[str]:

@@ -110,8 +110,9 @@ def _ways(
         yield _published(kernel, distribution, source, torch, [*device, *without_torch])
     if source.build is not None:
         jobs, cost = _cost(source.build, machine)
-        command = reinstall(distribution, rebuild=True, force=True, torch=torch).replace("--force-reinstall ", "")
-        reasons = (*device, *without_torch, *_no_build_because(torch, machine))
+        refused = source.build.refused_because(torch)
+        command = reinstall(distribution, rebuild=True, force=True).replace("--force-reinstall ", "")
+        reasons = (*device, *without_torch, *filter(None, [refused]), *_no_build_because(torch, machine))
         yield Way(kernel, distribution, "build", cost, f"MAX_JOBS={jobs} {command}", reasons)
     elif package is not None and source.wheel is None:
         yield Way(kernel, distribution, "build", "not known", f"# {package.install}", tuple(device))
