@@ -419,6 +419,28 @@ def a_record_that_is_not_text(bench: Bench) -> None:
     bench.fa2(record=b"\xff\xfe\x00\x9d,,\n")
 
 
+@broken("no-metadata", "no readable version", "pip install --force-reinstall --no-deps --no-build-isolation flash-attn")
+def an_interrupted_uninstall(bench: Bench) -> None:
+    bench.torch()
+    bench.fa2()
+    for file in (bench.path / "flash_attn-2.8.3.dist-info").iterdir():
+        file.unlink()
+
+
+@broken("no-metadata", "no readable version", "pip install --force-reinstall --no-deps --no-build-isolation flash-attn")
+def metadata_that_is_not_text(bench: Bench) -> None:
+    bench.torch()
+    folder = bench.fa2()
+    (folder / "METADATA").write_bytes(b"Name: flash-attn\nVersion: \xff\xfe\n")
+    (folder / "direct_url.json").write_text("[1, 2]")
+
+
+@broken("note no-record", "no RECORD", AGAIN)
+def a_record_with_a_broken_row(bench: Bench) -> None:
+    bench.torch()
+    bench.fa2(record=b"\n\n")
+
+
 @broken("overwritten", "flash-attn 2.8.3 has overwritten 2 of its files", "--pre flash-attn-4==4.0.0b36")
 def fa2_over_fa4(bench: Bench) -> None:
     bench.torch()

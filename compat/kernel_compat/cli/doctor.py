@@ -59,9 +59,14 @@ def show(console: Output, found: dict[str, Any]) -> None:
     print_text(console, f"Here: Python {environment.python}, {environment.system}, {here}", "bold")
     print_text(console, f"GPUs: {', '.join(map(str, environment.devices)) or 'none is visible'}")
     rows = [
-        (package["name"], package["version"], "broken" if package["broken"] else "well", built_text(package["built"]))
+        (
+            package["name"],
+            package["version"] or "?",
+            "broken" if package["broken"] else "well",
+            built_text(package["built"]),
+        )
         for package in found["packages"]
-        if package["version"]
+        if package["folder"]
     ]
     if rows:
         print_table(console, "Extensions of torch", ("package", "version", "state", "built for"), rows)
@@ -97,8 +102,11 @@ def print_findings(console: Output, findings: Sequence[Finding]) -> None:
         for finding in several:
             style = "bold red" if finding.breaks else "yellow"
             print_text(console, f"  {'' if finding.breaks else 'note: '}{finding.problem}", style)
-        for command in dict.fromkeys(finding.command for finding in several if finding.command):
-            print_text(console, f"  {command}")
+        commands = dict.fromkeys(finding.command for finding in several if finding.command)
+        for command in commands:
+            # A build for this GPU is the same command behind its variables.
+            if not any(other != command and other.endswith(command) for other in commands):
+                print_text(console, f"  {command}")
 
 
 def _print_ways(console: Output, found: list[Way]) -> None:

@@ -72,7 +72,12 @@ def files_of(one: Installed) -> Iterator[Finding]:
         problem = "flash-attn-cute is an empty placeholder, not FlashAttention-4"
         yield Finding(one.name, "", "placeholder", problem, command)
         return
-    if one.record is None and not one.editable:
+    if not one.version:
+        problem = (
+            "its metadata has no readable version: an install or an uninstall was interrupted, or the file is damaged"
+        )
+        yield Finding(one.name, "", "no-metadata", problem, reinstall(one.name))
+    elif one.record is None and not one.editable:
         problem = "its metadata has no RECORD, so its files aren't known and pip can't remove it"
         yield Finding(one.name, "", "no-record", problem, command, breaks=False)
     present = [path for path in one.record or () if not path.endswith((".so", ".pyc")) and not path.startswith("..")]

@@ -47,7 +47,7 @@ class Package:
     Attributes:
         name: the distribution.
         version: its version; empty if it isn't installed or can't be read.
-        folder: the folder it is installed in.
+        folder: the folder it is installed in; empty if it isn't installed.
         built: what it is built for.
         findings: what is wrong with it; empty for a healthy one.
         extends_torch: whether it is linked to libtorch, asks for torch, or is known to extend it.

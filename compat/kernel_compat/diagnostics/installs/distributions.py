@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
@@ -77,24 +78,28 @@ def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
     found: dict[str, list[Installed]] = {}
     seen: set[tuple[str, str, str]] = set()
     for dist in importlib.metadata.distributions():
-        with suppress(OSError, ValueError, AttributeError):  # a half-removed one
-            headers = (dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "").partition("\n\n")[0]
-            name = canonicalize_name(_header(headers, "Name"))
-            known = name in names if names else name in SOURCES or not _NOT_EXTENSIONS.match(name)
-            text = _record(dist) if known else ""
-            if not known or not (names or name in SOURCES or ".so," in text):
-                continue
-            one = _installed(dist, name, headers, text)
-            key = (name, one.version, os.path.realpath(one.folder))
-            if key not in seen:
-                seen.add(key)
-                found.setdefault(name, []).append(one)
+        headers = (_text(dist, "METADATA") or _text(dist, "PKG-INFO")).partition("\n\n")[0]
+        name = canonicalize_name(_header(headers, "Name"))
+        if not name or (name not in names if names else name not in SOURCES and _NOT_EXTENSIONS.match(name)):
+            continue
+        record = _text(dist, "RECORD")
+        if not (names or name in SOURCES or ".so," in record):
+            continue
+        one = _installed(dist, name, headers, record)
+        key = (name, one.version, os.path.realpath(one.folder))
+        if key not in seen:
+            seen.add(key)
+            found.setdefault(name, []).append(one)
+    for missing in [name for name in names or SOURCES if name not in found]:
+        with suppress(importlib.metadata.PackageNotFoundError):  # found by its folder, where its metadata can't be read
+            found[missing] = [_installed(importlib.metadata.distribution(missing), missing, "", "")]
     return found
 
 
-def _record(dist: importlib.metadata.Distribution) -> str:
+def _text(dist: importlib.metadata.Distribution, file: str) -> str:
+    """A file of the metadata; empty if it isn't there or isn't text."""
     try:
-        return dist.read_text("RECORD") or ""
+        return dist.read_text(file) or ""
     except (OSError, ValueError):  # UnicodeDecodeError is a ValueError
         return ""
 
@@ -105,24 +110,26 @@ def _header(headers: str, name: str) -> str:
 
 
 def _installed(dist: importlib.metadata.Distribution, name: str, headers: str, record: str) -> Installed:
-    url = {}
-    with suppress(ValueError, OSError):
-        url = json.loads(dist.read_text("direct_url.json") or "{}")
-    lines = re.findall(r"^Tag: *(\S+)$", dist.read_text("WHEEL") or "", re.MULTILINE)
+    try:
+        origin = json.loads(_text(dist, "direct_url.json") or "{}")
+        url, editable = unquote(str(origin.get("url", ""))), bool(origin.get("dir_info", {}).get("editable"))
+    except (ValueError, AttributeError):
+        url, editable = "", False
+    lines = re.findall(r"^Tag: *(\S+)$", _text(dist, "WHEEL"), re.MULTILINE)
     tags = [tag for line in lines if line.count("-") == 2 for tag in parse_tag(line)]
     here = {(tag.interpreter, tag.abi) for tag in sys_tags()} if tags else set()
     version = _header(headers, "Version")
-    said = _CLAIM.search(f"{str(url.get('url', '')).replace('%2B', '+').replace('%2b', '+')} {version}")
+    said = _CLAIM.search(f"{url} {version}")
     abi = {"true": True, "false": False}
     claim = said and Claim(said["torch"], int(said["cuda"][:2]), abi.get((said["abi"] or "").lower()))
     return Installed(
         name,
         version,
         Path(str(dist.locate_file(""))),
-        _rows(record) if record.strip() else None,
+        _rows(record),
         _requires_torch(headers),
         claim or None,
-        bool(url.get("dir_info", {}).get("editable")),
+        editable,
         any(tag.platform.startswith("linux_") for tag in tags),
         any((tag.interpreter, tag.abi) in here for tag in tags),
     )
@@ -137,7 +144,7 @@ def _requires_torch(headers: str) -> SpecifierSet | None:
     return None
 
 
-def _rows(record: str) -> dict[str, str]:
+def _rows(record: str) -> dict[str, str] | None:
     with suppress(csv.Error):
-        return {row[0]: row[1] if len(row) > 1 else "" for row in csv.reader(record.splitlines()) if row}
-    return {}
+        return {row[0]: row[1] if len(row) > 1 else "" for row in csv.reader(record.splitlines()) if row} or None
+    return None

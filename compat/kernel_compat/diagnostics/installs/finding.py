@@ -25,6 +25,7 @@ CAUSES = {
     "truncated": "a file is cut off",
     "damaged": "the headers of a file are damaged",
     "not-elf": "a file is not a shared object of Linux",
+    "no-metadata": "its metadata can't be read",
     "no-record": "the list of its files is missing",
     "overwritten": "another package has overwritten its files",
     "shadowed": "Python imports something else under its name",

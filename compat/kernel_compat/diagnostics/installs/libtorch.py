@@ -66,8 +66,9 @@ class LibTorch:
         folders = list(spec.submodule_search_locations or ()) if spec is not None else []
         if not folders:
             return None
-        libraries = sorted(Path(folders[0], "lib").glob("lib*.so"), key=lambda path: path.stat().st_size)
-        return cls(environment.version("torch"), tuple(path for path in libraries if _defines(path.name)))
+        there = [path for path in Path(folders[0], "lib").glob("lib*.so") if path.is_file() and _defines(path.name)]
+        # The largest last: most symbols are found before it is read.
+        return cls(environment.version("torch"), tuple(sorted(there, key=lambda path: path.stat().st_size)))
 
     def __str__(self) -> str:
         return f"torch {self.version}" if self.version else "torch of an unknown version"

@@ -98,7 +98,7 @@ def _ways(
     torch, environment = diagnosis.torch, diagnosis.environment
     source = SOURCES[distribution]
     device = package.no_device_because(environment) if package is not None else []
-    if any(one.name == distribution and one.version and not one.broken for one in diagnosis.packages):
+    if any(one.name == distribution and one.folder and not one.broken for one in diagnosis.packages):
         yield Way(kernel, distribution, "installed", "none", "", tuple(device))
         return
     if source.wheel is not None:
