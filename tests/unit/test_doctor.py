@@ -134,6 +134,7 @@ def broken(cause: str, problem: str, command: str = "") -> Callable[[Break], Bre
 
 
 REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation flash-attn==2.8.3"
+NEWEST = REBUILD.removesuffix("==2.8.3")
 AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation flash-attn==2.8.3"
 
 
@@ -165,7 +166,7 @@ def built_for_a_newer_torch(bench: Bench) -> None:
 @broken(
     "torch-version",
     "built for torch 2.10 or later, and this is torch 2.9.1: undefined symbol torch_call",
-    "torch>=2.11",
+    "pip install --force-reinstall fa3-fwd 'torch>=2.11'",
 )
 def a_stable_abi_that_is_newer(bench: Bench) -> None:
     bench.torch("2.9.1")
@@ -609,10 +610,10 @@ def test_there_are_enough_of_them_and_every_cause_has_one() -> None:
 @pytest.mark.parametrize(
     ("targets", "device", "command"),
     [
-        (("sm_80",), H100, f"FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=90 {REBUILD}"),
-        (("sm_90a",), B200, f"FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=100 {REBUILD}"),
-        (("sm_86", "sm_90"), A100, f"FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=80 {REBUILD}"),
-        (("compute_100",), H100, f"FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=90 {REBUILD}"),
+        (("sm_80",), H100, f"FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=90 {NEWEST}"),
+        (("sm_90a",), B200, f"FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=100 {NEWEST}"),
+        (("sm_86", "sm_90"), A100, f"FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=80 {NEWEST}"),
+        (("compute_100",), H100, f"FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=90 {NEWEST}"),
         (("sm_80", "sm_90"), Device("NVIDIA RTX 5090", (12, 0)), "FLASH_ATTN_CUDA_ARCHS=120"),
         (("sm_80",), T4, ""),
     ],
@@ -629,6 +630,23 @@ def test_no_code_for_the_gpu(bench: Bench, targets: tuple[str, ...], device: Dev
         assert "8.0 or greater" in finding.problem
         assert finding.problem.endswith("Kernels that run there: flash_attention_flex, flash_attention_reference")
         assert finding.command == ""
+
+
+def test_a_gpu_that_no_build_of_the_package_knows(bench: Bench) -> None:
+    bench.torch()
+    bench.fa2(built(CUDA_LIBRARIES, (ERROR,), "sm_80", "sm_100"))
+    (finding,) = findings(devices=[Device("NVIDIA Thor", (11, 0))])
+    assert "No build has: its build has code for sm_80, sm_90, sm_100, sm_120 alone" in finding.problem
+    assert finding.command == ""
+
+
+def test_a_build_for_all_gpus_takes_no_variable(bench: Bench) -> None:
+    bench.torch()
+    files = {"causal_conv1d/__init__.py": "", f"causal_conv1d_cuda{SUFFIX}": built(CUDA_LIBRARIES, (ERROR,), "sm_80")}
+    bench.install("causal-conv1d", "1.4.0", files)
+    (finding,) = findings(devices=[H100])
+    assert finding.command.startswith("CAUSAL_CONV1D_FORCE_BUILD=TRUE pip install")
+    assert finding.command.endswith(" causal-conv1d")
 
 
 def test_of_two_gpus_the_one_without_code_is_named(bench: Bench) -> None:

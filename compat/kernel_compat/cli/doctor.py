@@ -91,7 +91,7 @@ def built_text(built: Built) -> str:
 
 
 def print_findings(console: Output, findings: Sequence[Finding]) -> None:
-    """Print what is wrong with a package, file by file, each file with the commands that mend it."""
+    """Print what is wrong with a package, file by file, each file with the command that mends it."""
     by_file: dict[str, list[Finding]] = {}
     for finding in findings:
         by_file.setdefault(f"{finding.package}, {finding.file}" if finding.file else finding.package, []).append(
@@ -102,11 +102,9 @@ def print_findings(console: Output, findings: Sequence[Finding]) -> None:
         for finding in several:
             style = "bold red" if finding.breaks else "yellow"
             print_text(console, f"  {'' if finding.breaks else 'note: '}{finding.problem}", style)
-        commands = dict.fromkeys(finding.command for finding in several if finding.command)
-        for command in commands:
-            # A build for this GPU is the same command behind its variables.
-            if not any(other != command and other.endswith(command) for other in commands):
-                print_text(console, f"  {command}")
+        # The last one mends them all: a build for this GPU is also one for this torch.
+        if commands := [finding.command for finding in several if finding.command]:
+            print_text(console, f"  {commands[-1]}")
 
 
 def _print_ways(console: Output, found: list[Way]) -> None:

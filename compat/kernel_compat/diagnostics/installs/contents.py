@@ -43,7 +43,7 @@ def shared_objects(one: Installed) -> Iterator[tuple[str, Path]]:
             for path in _module_files(module):
                 if path.suffix == ".so":
                     yield str(path), path
-                else:
+                elif path.name == "__init__.py":
                     yield from ((str(inner), inner) for inner in sorted(path.parent.rglob("*.so")))
 
 
@@ -89,7 +89,7 @@ def files_of(one: Installed) -> Iterator[Finding]:
     for module in SOURCES[one.name].modules if one.name in SOURCES else ():
         files = _module_files(module)
         listed = [path for path in one.record or () if path.startswith((f"{module}/", f"{module}."))]
-        if not files and not listed and one.record is not None and not one.editable:
+        if module.endswith("_cuda") and not files and not listed and one.record is not None and not one.editable:
             problem = f"it has no module {module}: it was built without CUDA"
             yield Finding(
                 one.name, "", "missing-file", problem, reinstall(one.name, one.version, rebuild=True, force=True)

@@ -191,7 +191,7 @@ def _rebuild(
 ) -> str:
     return reinstall(
         one.name,
-        one.version,
+        one.version if capability is None else "",  # an older one may not know the GPU
         torch=torch,
         rebuild=True,
         force=force,
@@ -225,6 +225,9 @@ def _instead(distribution: str, device: Device) -> str:
     there = Environment(packages={"torch": ""}, imports={"torch": ("torch",)}, devices=(device,))
     packages = [package for kernel in CATALOG.values() for package in kernel if package.distribution == distribution]
     reasons = [reason for package in packages for reason in package.no_device_because(there)]
+    build = SOURCES[distribution].build if distribution in SOURCES else None
+    if not reasons and build is not None and build.target(device.capability) is None:
+        reasons = [f"its build has code for {', '.join(f'sm_{value}' for value in build.architectures[1])} alone"]
     if not reasons:
         return ""
     names = ", ".join(kernels_with(lambda package, features: package.bundled, there))

@@ -57,7 +57,8 @@ class Build:
 
     Attributes:
         force: the variable that makes it build where a wheel is published.
-        architectures: the variable that limits it to some GPUs, and the values it takes.
+        architectures: the variable that limits it to some GPUs, and the values it takes if not every capability. Without a
+            variable it builds for all GPUs that it supports.
         job: memory of one compiler job, in GiB; None if unknown.
         core_minutes: minutes on one core; None if unknown.
         cxx17: whether it compiles as C++17, which the headers of torch 2.14 and later refuse (``ATen/ATen.h``).
@@ -68,6 +69,14 @@ class Build:
     job: float | None = None
     core_minutes: int | None = None
     cxx17: bool = False
+
+    def target(self, capability: tuple[int, int]) -> str | None:
+        """The value of its variable for a GPU; empty if there is no variable, None if it has no code for that GPU."""
+        variable, values = self.architectures
+        if not variable or not values:
+            return f"{capability[0]}.{capability[1]}" if variable else ""
+        fits = [value for value in values if divmod(value, 10) <= capability and value // 10 == capability[0]]
+        return str(max(fits)) if fits else None
 
     def refused_because(self, torch: LibTorch | None) -> str:
         """Why it doesn't compile with this torch; empty if nothing is known against it."""
@@ -118,12 +127,12 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         "flash-attn-cute": Source(),
         "causal-conv1d": Source(
             ("causal_conv1d", "causal_conv1d_cuda"),
-            build=Build("CAUSAL_CONV1D_FORCE_BUILD", cxx17=True),
+            build=Build("CAUSAL_CONV1D_FORCE_BUILD", ("", ()), cxx17=True),
             project="Dao-AILab/causal-conv1d",
         ),
         "mamba-ssm": Source(
             ("mamba_ssm", "selective_scan_cuda"),
-            build=Build("MAMBA_FORCE_BUILD", cxx17=True),
+            build=Build("MAMBA_FORCE_BUILD", ("", ()), cxx17=True),
             project="state-spaces/mamba",
         ),
         "xformers": Source(
@@ -174,8 +183,9 @@ def reinstall(
         if requires_torch is not None and not requires_torch.contains(torch.version, prereleases=True):
             # Another version of it asks for this torch.
             return _line(["pip", "install", "--upgrade", distribution, f"torch=={torch.version.public}"])
-        if source.build is None and source.wheel is not None and source.wheel.torch:
-            return _line(["pip", "install", "--upgrade", distribution, f"torch>={source.wheel.torch}"])
+        if source.build is None and source.wheel is not None and source.wheel.unusable_because(torch):
+            # The torch of the index, which its wheel on the index is made for.
+            return _line(["pip", "install", "--force-reinstall", distribution, f"torch>={source.wheel.torch}"])
     words = ["pip", "install", "--force-reinstall", "--no-deps"]
     if distribution == "flash-attn-4":
         words.append("--pre")
@@ -197,13 +207,8 @@ def reinstall(
 
 def _variables(build: Build, force: bool, capability: tuple[int, int] | None) -> list[str]:
     words = [f"{build.force}=TRUE"] if force and build.force else []
-    if capability is not None:
-        variable, values = build.architectures
-        fits = [
-            value for value in values if value // 10 == capability[0] and value <= 10 * capability[0] + capability[1]
-        ]
-        wanted = f"{max(fits)}" if fits else f"{capability[0]}.{capability[1]}"
-        words.append(f"{variable}={wanted}")
+    if capability is not None and (target := build.target(capability)):
+        words.append(f"{build.architectures[0]}={target}")
     return words
 
 
