@@ -197,18 +197,20 @@ def _record(dist: importlib.metadata.Distribution, name: str) -> dict[str, str] 
 
 def _on_disk(dist: importlib.metadata.Distribution, record: Mapping[str, str] | None) -> bool:
     """Whether the files on disk are the recorded ones: another distribution may have overwritten them."""
-    for path, recorded in (record or {}).items():
-        algorithm, _, expected = recorded.partition("=")
-        if algorithm != "sha256":
-            continue
-        try:
-            with open(str(dist.locate_file(path)), "rb") as stream:
-                digest = hashlib.sha256(stream.read()).digest()
-        except OSError:
-            return False
-        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != expected.strip():
-            return False
-    return True
+    return all(is_recorded(str(dist.locate_file(path)), recorded) for path, recorded in (record or {}).items())
+
+
+def is_recorded(path: str | os.PathLike[str], recorded: str) -> bool:
+    """Whether a file has the hash that RECORD gives it; True for a hash other than SHA-256, and for none."""
+    algorithm, _, expected = recorded.partition("=")
+    if algorithm != "sha256":
+        return True
+    try:
+        with open(path, "rb") as stream:
+            digest = hashlib.sha256(stream.read()).digest()
+    except OSError:
+        return False
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == expected.strip()
 
 
 def _conflicts(found: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> list[str]:

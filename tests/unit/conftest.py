@@ -39,7 +39,7 @@ class Site:
         self,
         name: str,
         version: str | None = "1.0",
-        files: Mapping[str, str] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
         record: str | bytes | None = "",
         entry_points: Mapping[str, str] | None = None,
     ) -> Path:
@@ -56,9 +56,10 @@ class Site:
         for relative, content in (files or {}).items():
             target = self.path / relative
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(content)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content.encode()).digest()).rstrip(b"=").decode()
-            rows.append(f"{relative},sha256={digest},{len(content)}")
+            data = content.encode() if isinstance(content, str) else content
+            target.write_bytes(data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            rows.append(f"{relative},sha256={digest},{len(data)}")
         folder = self.path / f"{name.replace('-', '_')}-{version or '0'}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(

@@ -1,7 +1,7 @@
 """The command line ``kernel-compat``.
 
 Exit codes: 0, everything that can run is right; 1, a kernel is wrong, a shim failed, a name was refused, torch or transformers
-can't be imported, or nothing here satisfies the plan; 2, bad arguments; 130, `prove` was interrupted.
+can't be imported, a package is broken, or nothing here satisfies the plan; 2, bad arguments; 130, `prove` was interrupted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ COMMANDS = {
     "check": "run every attention name on tiny problems and compare it with a reference",
     "status": "the environment, the shims and the attention names; runs nothing",
     "explain": "an attention name: its kernel, why it can or can't run here, and the names to fall back to",
+    "doctor": "installed extensions of torch that can't work here, why, and the commands that mend them",
     "plan": "which attention a training run should load its model with, and why",
     "ops": "the kernels that an OpsConfig can choose here, and their effect on a model",
     "prove": "prove on tiny models that a registered name computes the same as eager attention",

@@ -12,7 +12,9 @@ from ..attention.defaults import registered_attention, status
 from ..choosing.capabilities import kernel_of, require_known
 from ..choosing.ladder import LADDER, Step, ladder
 from ..choosing.layers import LayerKernels, layer_kernels
-from ..kernels import Features
+from ..diagnostics.installs import Finding, diagnose
+from ..environment import Environment
+from ..kernels import Features, Provider
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
 from .status import name_status
 from .tables import COLOURS, Output, print_shims, print_table, print_text, reasons_text, usable_text
@@ -53,7 +55,8 @@ def explain(name: str) -> dict[str, Any]:
     """The `name_status` of an attention name, and more.
 
     - ``forward``: qualified name of the attention function it was registered with; None for the default.
-    - ``providers``: the packages that provide its kernel, in the order in which they are tried.
+    - ``providers``: the packages that provide its kernel, in the order in which they are tried, each with what
+      `kernel-compat doctor` finds wrong with it.
     - ``shims``: the shims that this environment needs.
     - ``ladder``: the names that `policy.load_with_fallback` would try, starting with this one.
 
@@ -69,23 +72,38 @@ def explain(name: str) -> dict[str, Any]:
     forward = entry and entry.forward
     if qualified := getattr(forward, "__qualname__", None):
         qualified = f"{forward.__module__}.{qualified}"
+    providers = [_provider(provider, environment) for provider in (kernel.providers if kernel else ())]
+    found = name_status(bare, report)
+    if providers and not found["reasons"] and all(provider["reasons"] for provider in providers):
+        found["reasons"] = [reason for provider in providers for reason in provider["reasons"]]
     return {
-        **name_status(bare, report),
+        **found,
         "environment": environment,
         "forward": qualified or (forward and repr(forward)),
-        "providers": [
-            {
-                "distribution": provider.distribution,
-                "module": provider.module,
-                "version": environment.packages.get(provider.distribution),
-                "features": provider.features_in(environment),
-                "reasons": provider.unavailable_because(environment),
-                "install": provider.install,
-            }
-            for provider in (kernel.providers if kernel else ())
-        ],
+        "providers": providers,
         "shims": [shim for shim in report.shims if shim.state != "not needed"],
         "ladder": ladder(name, environment),
+    }
+
+
+def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
+    findings: tuple[Finding, ...] = ()
+    if not provider.bundled and provider.distribution in environment.packages:
+        findings = tuple(
+            finding
+            for package in diagnose([provider.distribution], environment).packages
+            for finding in package.findings
+        )
+    broken = [": ".join(filter(None, (finding.file, finding.problem))) for finding in findings if finding.breaks]
+    reasons = provider.unavailable_because(environment)
+    return {
+        "distribution": provider.distribution,
+        "module": provider.module,
+        "version": environment.packages.get(provider.distribution),
+        "features": provider.features_in(environment),
+        "reasons": reasons + broken,
+        "install": provider.install,
+        "findings": findings,
     }
 
 
@@ -202,6 +220,8 @@ def _show_name(console: Output, found: dict[str, Any]) -> None:
         if provider["reasons"]:
             why = reasons_text(provider["reasons"], provider["install"] if provider["version"] is None else "")
             print_text(console, f"  not usable: {why}", "yellow")
+        for command in dict.fromkeys(finding.command for finding in provider["findings"] if finding.breaks):
+            print_text(console, f"  mend it with: {command}")
 
 
 def _show_layers(console: Output, layers: Sequence[LayerKernels]) -> None:
