@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import tarfile
-import textwrap
 import threading
 import time
 import zipfile
@@ -24,6 +23,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from wheels import publish
 
 from compat_matrix.atlas import command
 from compat_matrix.atlas.cache import Cache
@@ -143,19 +143,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No index settings except those of a test."""
-    for name in list(os.environ):
-        if name.startswith(("PIP_", "UV_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    return monkeypatch
-
-
-@pytest.fixture
-def index(server: Server, settings: pytest.MonkeyPatch) -> Server:
+def index(server: Server, index_settings: pytest.MonkeyPatch) -> Server:
     """The only configured index."""
-    settings.setenv("UV_DEFAULT_INDEX", server.url)
+    index_settings.setenv("UV_DEFAULT_INDEX", server.url)
     return server
 
 
@@ -171,14 +161,6 @@ def atlas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., A
         return {**json.loads(out), "code": code, "stderr": err}
 
     return run
-
-
-def publish(folder: Path, name: str, version: str, files: Mapping[str, str | bytes], tag: str = "py3-none-any") -> Path:
-    path = folder / f"{name}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
-        for member, content in files.items():
-            wheel.writestr(member, textwrap.dedent(content) if isinstance(content, str) else content)
-    return path
 
 
 def transformers(folder: Path, version: str, code: str, **more: str | bytes) -> Path:
@@ -596,7 +578,7 @@ def test_a_seam_that_is_nowhere_is_said_to_be(index: Server, atlas: Callable[...
 
 
 def test_threads_that_interrupt_each_other_within_a_parse_read_the_same(
-    index: Server, atlas: Callable[..., Any], settings: pytest.MonkeyPatch
+    index: Server, atlas: Callable[..., Any], index_settings: pytest.MonkeyPatch
 ) -> None:
     code = "\n".join(f"def f{i}(a=(1, [2, 3]), *, b=lambda x: x + {i}): ..." for i in range(200))
     for minor in range(8):
@@ -684,6 +666,28 @@ def test_a_warm_run_asks_for_the_releases_alone_and_an_offline_one_for_nothing(
         atlas("--transformers", "5.1.0")
     with pytest.raises(MatrixError, match="can't be queried for torch: no connection"):
         atlas("--torch", "2.11.0")
+
+
+def test_a_small_wheel_of_many_modules_is_fetched_whole_and_only_what_they_export_is_kept(
+    index: Server, atlas: Callable[..., Any], tmp_path: Path
+) -> None:
+    parts = {f"transformers/part{i}.py": f"__all__ = ['Name{i}']\nclass Name{i}: ...\n" for i in range(200)}
+    imports = "\n".join(f"    from .part{i} import *" for i in range(200))
+    package = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n{imports}\n"
+    publish(index.folder, "transformers", "5.0.0", {"transformers/__init__.py": package, **parts, **LARGE})
+
+    answer = atlas("--transformers", "5.0.0", "--seam", "transformers:Name7", "--seam", "transformers:Gone")
+
+    assert lines(answer, "transformers:Name7") == ["there 5.0.0 class"]
+    assert lines(answer, "transformers:Gone") == []
+    assert len(index.fetched) < 80
+    kept = [file.name for file in (tmp_path / "cache").rglob("*.z")]
+    assert sorted(kept) == ["__init__.py.z", "part7.py.z"]
+    index.forget()
+    assert lines(atlas("--transformers", "5.0.0", "--seam", "transformers:Name8"), "transformers:Name8") == [
+        "there 5.0.0 class"
+    ]
+    assert len(index.fetched) <= 3  # the wheel's directory, and the module
 
 
 def test_a_source_distribution_is_read_where_there_is_no_wheel(index: Server, atlas: Callable[..., Any]) -> None:
@@ -777,59 +781,59 @@ def test_a_wheel_that_is_gone_from_its_index(index: Server, atlas: Callable[...,
 # Choosing indexes --------------------------------------------------------------------------------------------------
 
 
-def configure(settings: pytest.MonkeyPatch, tmp_path: Path, how: str, url: str) -> None:
+def configure(index_settings: pytest.MonkeyPatch, tmp_path: Path, how: str, url: str) -> None:
     """Configure the index so that no default index outside the test gets a request."""
     if how == "pip.conf":
         (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {url}\n")
-        settings.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+        index_settings.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     elif how == "UV_INDEX":
-        settings.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty").as_uri())
-        settings.setenv("UV_INDEX", f"mine={url}")
+        index_settings.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty").as_uri())
+        index_settings.setenv("UV_INDEX", f"mine={url}")
     elif how == "PIP_EXTRA_INDEX_URL":
-        settings.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())
-        settings.setenv("PIP_EXTRA_INDEX_URL", f"{tmp_path / 'nothing'} {url}")
+        index_settings.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())
+        index_settings.setenv("PIP_EXTRA_INDEX_URL", f"{tmp_path / 'nothing'} {url}")
     else:
-        settings.setenv(how, url)
+        index_settings.setenv(how, url)
 
 
 @pytest.mark.parametrize(
     "how", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL", "UV_INDEX", "PIP_EXTRA_INDEX_URL", "pip.conf"]
 )
 def test_the_index_is_that_of_pip_and_uv(
-    server: Server, settings: pytest.MonkeyPatch, atlas: Callable[..., Any], tmp_path: Path, how: str
+    server: Server, index_settings: pytest.MonkeyPatch, atlas: Callable[..., Any], tmp_path: Path, how: str
 ) -> None:
     transformers(server.folder, "5.0.0", LOADER)
-    configure(settings, tmp_path, how, server.url)
+    configure(index_settings, tmp_path, how, server.url)
     assert lines(atlas("--transformers", "5.0.0"), f"{UTILS}:_lazy_imports") == ["there 5.0.0 (impl)"]
 
 
 @pytest.mark.parametrize("how", ["UV_FIND_LINKS", "PIP_FIND_LINKS", "page"])
 def test_releases_on_this_machine_are_read_where_they_are(
-    server: Server, settings: pytest.MonkeyPatch, atlas: Callable[..., Any], tmp_path: Path, how: str
+    server: Server, index_settings: pytest.MonkeyPatch, atlas: Callable[..., Any], tmp_path: Path, how: str
 ) -> None:
-    settings.setenv("UV_DEFAULT_INDEX", (tmp_path / "index").as_uri())
+    index_settings.setenv("UV_DEFAULT_INDEX", (tmp_path / "index").as_uri())
     path = transformers(server.folder, "5.0.0", LOADER)
     if how == "page":
         page = tmp_path / "index" / "transformers" / "index.html"
         page.parent.mkdir(parents=True)
         page.write_text(f'<a href="../../{server.folder.name}/{path.name}">{path.name}</a>')
     else:
-        settings.setenv(how, str(server.folder))
+        index_settings.setenv(how, str(server.folder))
     assert lines(atlas("--transformers", "5.0.0"), f"{UTILS}:_lazy_imports") == ["there 5.0.0 (impl)"]
     assert server.requested == []
 
 
 def test_credentials_go_with_the_files_and_into_no_message(
-    server: Server, settings: pytest.MonkeyPatch, atlas: Callable[..., Any], tmp_path: Path
+    server: Server, index_settings: pytest.MonkeyPatch, atlas: Callable[..., Any], tmp_path: Path
 ) -> None:
     server.password, server.json = "s3cret", True  # the JSON has absolute links without credentials
     transformers(server.folder, "5.0.0", LOADER)
     with_password = server.url.replace("//", "//me:s3cret@")
-    settings.setenv("UV_DEFAULT_INDEX", with_password)
+    index_settings.setenv("UV_DEFAULT_INDEX", with_password)
     assert atlas("--transformers", "5.0.0")["code"] == 0
     with pytest.raises(MatrixError, match=r"no release of torch in http://127.0.0.1:\d+/simple$"):
         atlas("--torch", "2.11")
-    settings.setenv("UV_DEFAULT_INDEX", with_password.replace("s3cret", "wr0ng"))
+    index_settings.setenv("UV_DEFAULT_INDEX", with_password.replace("s3cret", "wr0ng"))
     with pytest.raises(MatrixError, match="can't be queried for transformers: it responds with 401") as caught:
         atlas("--transformers", "5.0.0")
     assert "wr0ng" not in str(caught.value)
@@ -839,8 +843,8 @@ def test_credentials_go_with_the_files_and_into_no_message(
 
 
 @pytest.mark.parametrize("url", ["ftp://example.invalid/simple", "http://[simple"])
-def test_an_index_that_is_none(settings: pytest.MonkeyPatch, atlas: Callable[..., Any], url: str) -> None:
-    settings.setenv("UV_DEFAULT_INDEX", url)
+def test_an_index_that_is_none(index_settings: pytest.MonkeyPatch, atlas: Callable[..., Any], url: str) -> None:
+    index_settings.setenv("UV_DEFAULT_INDEX", url)
     with pytest.raises(MatrixError, match="the configured address of a package index is invalid"):
         atlas("--transformers", "5.0.0")
 

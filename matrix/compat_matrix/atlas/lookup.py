@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -22,9 +21,11 @@ from kernel_compat.patching.shim import Shim, discover
 from ..errors import MatrixError
 from .cache import Cache, default_folder
 from .index import Index
-from .releases import Release, covered, select
-from .scan import Disagreement, Event, check, claims, history, read, unclaimed
-from .seam_list import SEAMS
+from .project_report import scan_project, show_project
+from .releases import Release, covered, newest, select
+from .scan import Disagreement, Event, Findings, check, claims, history, read, unclaimed
+from .seam_list import SEAMS, distribution_of
+from .tables import heading, what, when
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -46,12 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
     shims = _shims(arguments.check, note)
     cache = Cache(arguments.cache or default_folder(), note)
     index = Index(cache, note)
+
+    def read_all(targets: Mapping[str, Sequence[str]], releases: _Releases) -> Findings:
+        wanted = {one: targets.get(distribution, ()) for distribution in releases for one in releases[distribution]}
+        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+            task = progress.add_task("Reading", total=len(wanted))
+            return read(wanted, index, cache, note, lambda: progress.advance(task))
+
+    if arguments.project is not None:
+        scanned = scan_project(arguments)
+        releases = _releases(arguments, shims, index, scanned.distributions)
+        return show_project(arguments, scanned, releases, read_all(scanned.targets, releases), shims, notes)
     releases = _releases(arguments, shims, index)
     seams = _seams(arguments.seam, shims, releases)
-    wanted = {release: seams[distribution] for distribution in releases for release in releases[distribution]}
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("Reading", total=len(wanted))
-        findings = read(wanted, index, cache, note, lambda: progress.advance(task))
+    findings = read_all(seams, releases)
     histories = {
         distribution: {target: history(target, releases[distribution], findings) for target in targets}
         for distribution, targets in seams.items()
@@ -64,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             data["check"] = {"disagreements": [_plain(one) for one in disagreements], "information": edges}
         print(json.dumps(data, indent=2))
     elif arguments.check:
-        _show_check(disagreements, edges, shims, wanted)
+        _show_check(disagreements, edges, shims, findings)
     else:
         _show(releases, histories, shims)
     return int(any(one.certain for one in disagreements))
@@ -86,13 +95,22 @@ def _shims(all_needed: bool, note: Callable[[str], None]) -> list[Shim]:
     return shims
 
 
-def _releases(arguments: argparse.Namespace, shims: Sequence[Shim], index: Index) -> dict[str, list[Release]]:
+def _releases(
+    arguments: argparse.Namespace, shims: Sequence[Shim], index: Index, used: Sequence[str] | None = None
+) -> dict[str, list[Release]]:
+    """The releases to read, by distribution: those of the arguments, else those that the shims claim.
+
+    Args:
+        used: the distributions that a project uses; the others aren't read, and of one that no shim is for the newest is.
+    """
     texts = {distribution: getattr(arguments, distribution.replace("-", "_")) for distribution in SEAMS}
     asked = {distribution: text for distribution, text in texts.items() if text is not None}
     if asked:
         return {
             distribution: select(distribution, text, index.files(distribution)) for distribution, text in asked.items()
         }
+    if used is not None:
+        return {distribution: _claimed_or_newest(shims, distribution, index) for distribution in used}
     if not shims:
         raise MatrixError("no installed shim claims releases: name the releases to read")
     claimed: dict[str, list[str]] = {}
@@ -102,6 +120,12 @@ def _releases(arguments: argparse.Namespace, shims: Sequence[Shim], index: Index
         distribution: covered(distribution, specifiers, index.files(distribution))
         for distribution, specifiers in claimed.items()
     }
+
+
+def _claimed_or_newest(shims: Sequence[Shim], distribution: str, index: Index) -> list[Release]:
+    available = index.files(distribution)
+    claimed = covered(distribution, [shim.versions for shim in shims if shim.distribution == distribution], available)
+    return claimed or [newest(distribution, available)]
 
 
 def _seams(given: Sequence[str], shims: Sequence[Shim], releases: _Releases) -> dict[str, list[str]]:
@@ -118,24 +142,17 @@ def _seams(given: Sequence[str], shims: Sequence[Shim], releases: _Releases) -> 
             raise MatrixError(
                 f"{target!r} isn't a seam; write package.module:attribute or package.module:Class.attribute"
             )
-        owner = _owner(target)
+        owner = distribution_of(target)
         if owner not in seams:
             raise MatrixError(f"{target} belongs to {owner}: name the releases of {owner} to read")
         seams[owner].append(target)
     return {distribution: list(dict.fromkeys(targets)) for distribution, targets in seams.items()}
 
 
-def _owner(target: str) -> str:
-    """The distribution that installs a module, by its name."""
-    if target.startswith(("flash_attn.cute.", "flash_attn.cute:")):
-        return "flash-attn-4"
-    return canonicalize_name(re.split("[.:]", target)[0])
-
-
 def _show(releases: _Releases, histories: _Histories, shims: Sequence[Shim]) -> None:
     console = Console(highlight=False)
     for distribution, targets in histories.items():
-        console.print(Text(_heading(distribution, releases[distribution]), "bold"))
+        console.print(Text(heading(distribution, releases[distribution]), "bold"))
         for target, events in targets.items():
             users = [shim.name for shim in shims if any(seam.target == target for seam in shim.seams)]
             console.print(Text.assemble("\n", (target, "cyan"), (f"  {', '.join(users)}", "dim")), soft_wrap=True)
@@ -145,42 +162,9 @@ def _show(releases: _Releases, histories: _Histories, shims: Sequence[Shim]) -> 
             if not events:
                 table.add_row("  nowhere", "")
             for event in events:
-                table.add_row(f"  {_when(event)}", _what(event))
+                table.add_row(f"  {when(event)}", what(event))
             console.print(table)
         console.print()
-
-
-def _heading(distribution: str, releases: Sequence[Release]) -> str:
-    if not releases:
-        return f"{distribution}: no shim claims a release"
-    first, last = releases[0].version, releases[-1].version
-    pythons: dict[str, str] = {}
-    for release in releases:
-        python = release.file.requires_python or "any"
-        if python != next(reversed(pythons.values()), None):
-            pythons[str(release.version)] = python
-    python = ", ".join(f"{python} (since {version})" for version, python in pythons.items())
-    many = f"{len(releases)} releases, {first} to {last}" if len(releases) > 1 else f"{first}"
-    return f"{distribution}: {many}; Python {python}"
-
-
-def _when(event: Event) -> str:
-    if event.what == "vanished":
-        return f"gone from {event.release.version}"
-    return f"since {event.release.version}{' or before' if event.what == 'there' else ''}"
-
-
-def _what(event: Event) -> Text:
-    if event.what == "vanished":
-        return Text("")
-    text = Text(str(event.found))
-    for name in event.new:
-        text.highlight_regex(rf"(?<=[(* ]){re.escape(name)}(?=[,)=])", "bold green")
-    if event.gone:
-        text.append(f"  without {', '.join(event.gone)}", "red")
-    if event.found.home:
-        text.append(f"  from {event.found.home}", "dim")
-    return text
 
 
 def _show_check(

@@ -29,6 +29,8 @@ from .index import TIMEOUT, File, Index, reason
 _TAIL = 512 * 1024
 #: The suffixes of modules.
 _SUFFIXES = (".py", ".so", ".pyd")
+#: So many members are fetched one by one; then the whole of a wheel that is smaller than this number of bytes, which takes less time.
+_ONE_BY_ONE, _SMALL = 64, 64 << 20
 #: Status codes of servers that don't support ranges, or ranges from the end.
 _NO_RANGES = (400, 405, 416, 501)
 #: One whole file at a time is downloaded: they are large, and the disk may be small.
@@ -36,6 +38,7 @@ _whole = threading.Lock()
 
 _DATA = re.compile(r"[^/]+\.data/(?:pure|plat)lib/")
 _MEMBERS = TypeAdapter(dict[str, int])
+_DERIVED = TypeAdapter(dict[str, list[str] | None])
 
 
 class Published:
@@ -51,6 +54,10 @@ class Published:
         self._cache = cache if file.sha256 else None
         self._note = note
         self._stack = ExitStack()
+        self._fetched = 0
+        self._downloaded = False
+        self._derived: dict[str, dict[str, list[str] | None]] = {}
+        self._changed: set[str] = set()
 
     def __enter__(self) -> Published:
         return self
@@ -59,6 +66,9 @@ class Published:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        for what in self._changed if self._cache else ():
+            assert self._cache is not None
+            self._cache.store(self._key(what), _DERIVED, self._derived[what])
 
     @cached_property
     def members(self) -> dict[str, int]:
@@ -85,11 +95,44 @@ class Published:
         key = f"files/{self._file.sha256}/members/{path}.z"
         content = self._cache.load_source(key, self.members[path]) if self._cache else None
         if content is None:
-            with self._errors():
-                content = self._archive.read(path)
+            content = self._fetch(path)
             if self._cache:
                 self._cache.store_source(key, content)
         return content
+
+    def derived(self, what: str, path: str, derive: Callable[[bytes], list[str] | None]) -> list[str] | None:
+        """What a function finds in one of its `members`; the result is kept, and the member isn't.
+
+        Args:
+            what: names the function and its version in the cache.
+            path: the member.
+            derive: the function.
+
+        Raises:
+            MatrixError: it can't be fetched, or is damaged.
+        """
+        if what not in self._derived:
+            self._derived[what] = (self._cache.load(self._key(what), _DERIVED) if self._cache else None) or {}
+        known = self._derived[what]
+        if path not in known:
+            known[path] = derive(self._fetch(path))
+            self._changed.add(what)
+        return known[path]
+
+    def _key(self, what: str) -> str:
+        return f"files/{self._file.sha256}/{what}.json"
+
+    def _fetch(self, path: str) -> bytes:
+        with self._errors():
+            self._fetched += 1
+            archive = self._archive
+            if self._fetched > _ONE_BY_ONE and isinstance(archive, _Zip) and archive.size < _SMALL and self._by_ranges:
+                archive = self._archive = self._archive_in(self._download())
+            return archive.read(path)
+
+    @property
+    def _by_ranges(self) -> bool:
+        return self._file.local_path is None and not self._downloaded
 
     @cached_property
     def _archive(self) -> _Zip | _Tar:
@@ -114,7 +157,8 @@ class Published:
             return _Zip(self._stack.enter_context(zipfile.ZipFile(content)))
         return _Tar(self._stack.enter_context(tarfile.open(fileobj=content)))
 
-    def _download(self, why: str) -> IO[bytes]:
+    def _download(self, why: str = "") -> IO[bytes]:
+        self._downloaded = True
         self._stack.enter_context(_whole)
         content = self._stack.enter_context(TemporaryFile())  # noqa: SIM115
         digest = hashlib.sha256()
@@ -122,7 +166,8 @@ class Published:
             response.raise_for_status()
             size = response.headers.get("Content-Length")
             megabytes = f"{int(size) / 1e6:.1f} MB" if size else "of unknown size"
-            self._note(f"{self._file.filename} {why}: fetching all of it, {megabytes}")
+            if why:
+                self._note(f"{self._file.filename} {why}: fetching all of it, {megabytes}")
             for chunk in response.iter_content(1 << 20):
                 digest.update(chunk)
                 content.write(chunk)
@@ -153,6 +198,11 @@ class _Zip:
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
         self._entries = {_DATA.sub("", entry.filename, count=1): entry for entry in archive.infolist()}
+
+    @property
+    def size(self) -> int:
+        """The compressed size of all members."""
+        return sum(entry.compress_size for entry in self._entries.values())
 
     @property
     def members(self) -> dict[str, int]:

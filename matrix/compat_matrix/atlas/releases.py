@@ -54,6 +54,12 @@ def covered(distribution: str, specifiers: Iterable[str], available: Mapping[Ver
     return [release(distribution, version, available) for version in _newest_of_minors(usual)]
 
 
+def newest(distribution: str, available: Mapping[Version, Sequence[File]]) -> Release:
+    """The newest release; of a distribution that has only pre-releases, the newest of these."""
+    usual = _usual(available) or _usual(available, pre_releases=True) or list(available)
+    return release(distribution, usual[-1], available)
+
+
 def release(distribution: str, version: Version, available: Mapping[Version, Sequence[File]]) -> Release:
     """A release with the file of it to read."""
     return Release(distribution, version, max(available[version], key=_preference))

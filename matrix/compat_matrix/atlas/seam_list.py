@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+
+from packaging.utils import canonicalize_name
 
 _FLASH = "transformers.modeling_flash_attention_utils"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -43,3 +46,14 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
         f"{_FA4}:_flash_attn_bwd",
     ),
 }
+
+
+def distribution_of(target: str) -> str:
+    """The distribution that installs a module, by its name.
+
+    Args:
+        target: a seam, or a dotted name.
+    """
+    if re.match(r"flash_attn\.cute\b", target):
+        return "flash-attn-4"
+    return canonicalize_name(re.split("[.:]", target)[0])

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -26,6 +26,10 @@ _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
 _QUOTED = 60
 
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+#: A module that puts an object of its own in its place; transformers' lazy modules have what their source has.
+_REPLACED = re.compile(r"^\s*sys\.modules\[__name__\] = (?!_LazyModule\b)", re.MULTILINE)
+#: An ``__all__`` that is one literal list or tuple.
+_ALL = re.compile(rb"^__all__[ \t]*=[ \t]*([\[(][^\])]*[\])])[ \t]*(?:#.*)?$", re.MULTILINE)
 
 #: Only one thread parses at a time: on Python 3.11, a thread switch within a parse (possible if the garbage collector runs a
 #: finalizer) makes both threads fail with "AST constructor recursion depth mismatch".
@@ -128,6 +132,7 @@ class _Recorder(griffe.Extension):
         super().__init__()
         self.definitions: dict[str, list[_Definition]] = {}
         self.wildcards: list[str] = []
+        self.executed_wildcards: list[str] = []
 
     def on_instance(self, *, node: Any, obj: griffe.Object, agent: Any, **kwargs: Any) -> None:
         if obj.parent is None or obj.parent.members.get(obj.name) is not obj or agent.current.is_function:
@@ -148,6 +153,8 @@ class _Recorder(griffe.Extension):
     def on_alias_instance(self, *, node: Any, alias: griffe.Alias, agent: Any, **kwargs: Any) -> None:
         if alias.wildcard:
             self.wildcards.append(alias.wildcard)
+            if _branch(node) != "typing":
+                self.executed_wildcards.append(alias.wildcard)
         else:
             self._add(node, alias)
 
@@ -171,21 +178,32 @@ class Sources:
     def find(self, target: str) -> Found:
         """The attribute at ``module:attribute``, resolved through imports, assignments and base classes.
 
+        Of ``package.module.attribute``, without a colon, the longest part that is a module is the module, as for an import.
+
         Raises:
             MatrixError: the file can't be fetched, or is damaged.
         """
-        module, _, attribute = target.partition(":")
+        module, colon, attribute = target.partition(":")
+        if not colon:
+            module = self._longest_module(target)
+            attribute = target[len(module) + 1 :]
+            if not attribute:
+                return Found("value", type="module")
+            if compiled := self._compiled(f"{module}.{attribute.partition('.')[0]}"):
+                return compiled
         if not self._exists(module):
             return self._compiled(module) or Found("missing", text=f"no module {module}")
         try:
             found = list(dict.fromkeys(self._look(module, tuple(attribute.split(".")))))
         except (SyntaxError, UnicodeDecodeError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
+        if not found and self._made_on_access(module, attribute.partition(".")[0]):
+            return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
         if not found:
             owner = attribute.rpartition(".")[0]
             base_elsewhere = bool(owner) and self.find(f"{module}:{owner}").kind == "class"
             return Found("missing", text="nothing of that name", inherited=base_elsewhere)
-        first, *others = (replace(one, home="") if one.home == target else one for one in found)
+        first, *others = (replace(one, home="") if one.home == f"{module}:{attribute}" else one for one in found)
         return replace(first, others=tuple(others))
 
     def _look(self, module: str, names: tuple[str, ...]) -> list[Found]:
@@ -205,16 +223,17 @@ class Sources:
         if definitions:
             return [one for what in definitions for one in self._follow(source, what, tuple(rest))]
         for wildcard in reversed(source.wildcards):
-            if self._exists(wildcard) and self._module(wildcard).exports(name):
+            if self._exists(wildcard) and self._exports(wildcard, name):
                 found = self._look(wildcard, names)
                 if found:
                     return found
         if self._exists(f"{module}.{name}"):
             return self._imported(f"{module}.{name}", tuple(rest))
-        for wildcard in source.wildcards:
+        for wildcard in source.executed_wildcards:
             if not self._exists(wildcard):
                 return [Found("unknown", text=f"perhaps of {wildcard}, which has no source in the wheel")]
-        return []
+        lazy = next((part for part, exported in source.lazy.items() if name in exported), None)
+        return self._imported(f"{module}.{lazy}.{name}", tuple(rest)) if lazy is not None else []
 
     def _imported(self, path: str, rest: tuple[str, ...]) -> list[Found]:
         parts = (*path.split("."), *rest)
@@ -271,6 +290,29 @@ class Sources:
         parameters = initializers[0].parameters if initializers else None
         return Found("class", None if parameters is None else parameters[1:], home=source.home(class_))
 
+    def _exports(self, module: str, name: str) -> bool:
+        """Whether ``from module import *`` imports a name that the module has."""
+        file = self._file(module)
+        exported = self._published.derived(f"exported-{FINGERPRINT}", file, _literal_all) if file else None
+        return self._module(module).exports(name) if exported is None else name in exported
+
+    def _made_on_access(self, module: str, name: str) -> bool:
+        """Whether a module that doesn't define a name may have it all the same."""
+        source = self._module(module)
+        return not self._look(module, (name,)) and (bool(source.reaching("__getattr__")) or source.replaced)
+
+    def _longest_module(self, path: str) -> str:
+        """The longest beginning of a dotted path that is a module; the first part if there is none."""
+        while "." in path and not self._exists(path):
+            path = path.rpartition(".")[0]
+        return path
+
+    def _file(self, module: str) -> str | None:
+        """The source of a module; None if it is a folder without one."""
+        path = module.replace(".", "/")
+        candidates = (f"{path}/__init__.py", f"{path}.py")
+        return next((candidate for candidate in candidates if candidate in self._published.members), None)
+
     def _exists(self, module: str) -> bool:
         path = module.replace(".", "/")
         members = self._published.members
@@ -295,9 +337,7 @@ class Sources:
 
     def _module(self, name: str) -> _Module:
         if name not in self._modules:
-            path = name.replace(".", "/")
-            candidates = (f"{path}/__init__.py", f"{path}.py")
-            file = next((candidate for candidate in candidates if candidate in self._published.members), None)
+            file = self._file(name)
             *packages, last = name.split(".")
             parent = None  # the package for relative imports
             for package in packages:
@@ -308,18 +348,26 @@ class Sources:
                 recorder = _Recorder()
                 extensions = griffe.load_extensions(recorder)
                 return recorder, griffe.visit(
-                    last, Path(file or candidates[0]), code, extensions=extensions, parent=parent
+                    last,
+                    Path(file or f"{name.replace('.', '/')}/__init__.py"),
+                    code,
+                    extensions=extensions,
+                    parent=parent,
                 )
 
             recorder, visited = _parsed(visit)
-            self._modules[name] = _Module(name, recorder, visited.exports)
+            self._modules[name] = _Module(name, recorder, visited.exports, _REPLACED.search(code) is not None)
         return self._modules[name]
 
 
 class _Module:
-    def __init__(self, name: str, recorder: _Recorder, exports: Sequence[str | griffe.ExprName] | None) -> None:
+    def __init__(
+        self, name: str, recorder: _Recorder, exports: Sequence[str | griffe.ExprName] | None, replaced: bool
+    ) -> None:
         self.name = name
+        self.replaced = replaced
         self.wildcards = recorder.wildcards
+        self.executed_wildcards = recorder.executed_wildcards
         self._definitions = recorder.definitions
         self._exports = exports
 
@@ -330,6 +378,12 @@ class _Module:
         definitions = [one for one in definitions if one.branch != "typing"] or definitions
         always = [index for index, one in enumerate(definitions) if one.branch == "always"]
         return [one.what for one in definitions[always[-1] if always else 0 :]]
+
+    @cached_property
+    def lazy(self) -> Mapping[str, Sequence[str]]:
+        """The names that a lazy package of transformers imports on first access, by the module that has them."""
+        structures = [_literal(one.what) for one in self._definitions.get("_import_structure", ())]
+        return next((one for one in structures if isinstance(one, dict)), {})
 
     def exports(self, name: str) -> bool:
         """Whether ``from module import *`` imports a name that the module has."""
@@ -343,6 +397,26 @@ class _Module:
 
     def home(self, what: griffe.Object) -> str:
         return f"{self.name}:{self.path(what)}"
+
+
+def _literal(what: griffe.Object | griffe.Alias) -> object:
+    """The value of an attribute that is a literal; otherwise None."""
+    try:
+        return _parsed(lambda: ast.literal_eval(str(what.value))) if isinstance(what, griffe.Attribute) else None
+    except (ValueError, SyntaxError):
+        return None
+
+
+def _literal_all(source: bytes) -> list[str] | None:
+    """The names in the ``__all__`` of a module, found without parsing it; None if only parsing it shows them."""
+    literal = _ALL.search(source)
+    if literal is None or source.count(b"__all__") != 1:
+        return None
+    try:
+        names = ast.literal_eval(literal[1].decode())
+    except (ValueError, SyntaxError):
+        return None
+    return [name for name in names if isinstance(name, str)]
 
 
 def _branch(node: Any) -> Literal["always", "sometimes", "typing"]:
