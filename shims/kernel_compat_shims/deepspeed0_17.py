@@ -1,0 +1,47 @@
+"""deepspeed 0.17.3 to 0.18: Ulysses takes FlashAttention-2 and -3 and sdpa, and refuses any other name.
+
+0.19 takes every name of transformers' table but eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim, each
+
+from ._flash_names import CountsAsFlash, has_varlen_kernel
+
+
+def _register(original: Any) -> Callable[..., Any]:
+    inner = original.__func__
+
+    @wraps(inner)
+    def register_with_transformers(
+        cls: Any, model_name_or_path: Any, core_attn_implementation: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if has_varlen_kernel(core_attn_implementation):
+            core_attn_implementation = CountsAsFlash(core_attn_implementation)
+        return inner(cls, model_name_or_path, core_attn_implementation, *args, **kwargs)
+
+    return classmethod(register_with_transformers)  # type: ignore[return-value]
+
+
+SHIM = Shim(
+    name="deepspeed_ulysses",
+    distribution="deepspeed",
+    versions=">=0.17.3,<0.19",
+    reason="Ulysses refuses every attention name but flash_attention_2, flash_attention_3 and sdpa",
+    upstream="deepspeedai/DeepSpeed#7887",
+    delete_when="the oldest supported deepspeed is 0.19",
+    seams=(
+        Seam(
+            "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
+            ("model_name_or_path", "core_attn_implementation"),
+        ),
+    ),
+    replace=each(_register),
+    on_import=True,
+)
