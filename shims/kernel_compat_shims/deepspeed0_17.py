@@ -14,6 +14,9 @@ from kernel_compat.patching.shim import Shim, each
 
 from ._flash_names import CountsAsFlash, has_varlen_kernel
 
+REGISTER = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers"
+NAMES = ("model_name_or_path", "core_attn_implementation", "sequence_parallel_size")
+
 
 def _register(original: Any) -> Callable[..., Any]:
     inner = original.__func__
@@ -37,10 +40,8 @@ SHIM = Shim(
     upstream="deepspeedai/DeepSpeed#7887",
     delete_when="the oldest supported deepspeed is 0.19",
     seams=(
-        Seam(
-            "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
-            ("model_name_or_path", "core_attn_implementation"),
-        ),
+        Seam(REGISTER, (*NAMES, "max_length", "micro_batch_size"), "<0.18.2"),
+        Seam(REGISTER, (*NAMES, "micro_batch_size"), ">=0.18.2"),
     ),
     replace=each(_register),
     on_import=True,
