@@ -14,11 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import transformers
 from frameworks import load, sentences
+from packaging.version import Version
 from tiny import NAME, VOCAB
 from torch import Tensor
 
@@ -55,18 +57,23 @@ def ulysses(folder: Path) -> dict[str, dict[str, Tensor]]:
     """DeepSpeed's sequence parallelism around a registered name, as its `register_with_transformers` sets it up."""
     import deepspeed.comm
     import deepspeed.ops
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile for two minutes
     deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
     kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
     found = {}
+    given = {"sequence_parallel_size": 2, "micro_batch_size": 1, "seq_length_is_variable": True}
+    if Version(deepspeed.__version__) < Version("0.19"):
+        with kernel_compat.installed(skip=["deepspeed_ulysses"]), pytest.raises(ValueError, match=NAME):
+            UlyssesSPAttentionHF.register_with_transformers(folder / "model", NAME, **given)
+        # Set before the name is looked at.
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
     with kernel_compat.installed() as report:
         assert report.ok, report
         model = load(folder / "model", NAME)
-        UlyssesSPAttentionHF.register_with_transformers(
-            model, NAME, sequence_parallel_size=2, micro_batch_size=1, seq_length_is_variable=True
-        )
+        UlyssesSPAttentionHF.register_with_transformers(model, NAME, **given)
         half, rank = LENGTH // 2, dist.get_rank()
         for case in ("one sequence", "packed"):
             model.zero_grad()

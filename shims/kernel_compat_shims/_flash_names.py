@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 from kernel_compat.attention.defaults import resolve
 
-__all__ = ["CountsAsFlash", "has_varlen_kernel"]
+__all__ = ["FlashNames", "check_of", "has_varlen_kernel"]
 
 
 def has_varlen_kernel(name: object) -> bool:
@@ -13,18 +17,37 @@ def has_varlen_kernel(name: object) -> bool:
     return entry is not None and entry.kernel.features.varlen
 
 
-class CountsAsFlash(str):
-    """A name that also equals ``"flash_attention_2"``, and finds its own entry in a dict.
+class FlashNames(set[str]):
+    """A framework's set of names; contains registered names as well, which may come and go."""
 
-    For functions that look their argument up in a list that they make themselves.
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or has_varlen_kernel(name)
+
+
+def check_of(
+    attribute: str, default: Callable[[], object] = lambda: None
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Makes a method's replacement that lets registered names pass, of a method that does nothing with the name but check it.
+
+    Args:
+        attribute: the attribute of the object that has the name.
+        default: returns the name that the method takes where the attribute is None.
     """
 
-    __slots__ = ()
+    def replacement_of(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        @wraps(original)
+        def check(self: Any) -> None:
+            name = getattr(self, attribute)
+            if name is None:
+                name = default()
+            if not has_varlen_kernel(name):
+                return original(self)
+            setattr(self, attribute, "flash_attention_2")
+            try:
+                original(self)
+            finally:
+                setattr(self, attribute, name)
 
-    def __eq__(self, other: object) -> bool:
-        return other == "flash_attention_2" or str.__eq__(self, other)
+        return check
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
+    return replacement_of

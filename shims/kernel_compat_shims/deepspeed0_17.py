@@ -12,10 +12,24 @@ from typing import Any
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
-from ._flash_names import CountsAsFlash, has_varlen_kernel
+from ._flash_names import has_varlen_kernel
 
 REGISTER = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers"
 NAMES = ("model_name_or_path", "core_attn_implementation", "sequence_parallel_size")
+
+
+class _CountsAsFlash(str):
+    """A name that also equals ``"flash_attention_2"``, which is in upstream's list, and finds its own entry in transformers' table."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other == "flash_attention_2" or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 def _register(original: Any) -> Callable[..., Any]:
@@ -26,7 +40,7 @@ def _register(original: Any) -> Callable[..., Any]:
         cls: Any, model_name_or_path: Any, core_attn_implementation: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if has_varlen_kernel(core_attn_implementation):
-            core_attn_implementation = CountsAsFlash(core_attn_implementation)
+            core_attn_implementation = _CountsAsFlash(core_attn_implementation)
         return inner(cls, model_name_or_path, core_attn_implementation, *args, **kwargs)
 
     return classmethod(register_with_transformers)  # type: ignore[return-value]

@@ -5,24 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
-from ._flash_names import has_varlen_kernel
-
-
-class _Variants(set[str]):
-    """TRL's names; contains registered names as well, which may come and go."""
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or has_varlen_kernel(name)
-
-
-def _variants(original: Any) -> _Variants:
-    return _Variants(original)
-
+from ._flash_names import FlashNames
 
 SHIM = Shim(
     name="trl_flash_names",
@@ -32,6 +18,6 @@ SHIM = Shim(
     upstream="trl 1.15.0, trl.trainer.sft_trainer.FLASH_ATTENTION_VARIANTS",
     delete_when="the oldest supported trl is 1.16",
     seams=(Seam("trl.trainer.sft_trainer:FLASH_ATTENTION_VARIANTS", any_form=True),),
-    replace=each(_variants),
+    replace=each(FlashNames),
     on_import=True,
 )

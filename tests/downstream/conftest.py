@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from frameworks import saved_model
+from tiny import NAME
 
 import kernel_compat
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from frameworks import saved_model  # noqa: E402
-from tiny import NAME  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from frameworks import saved_model  # noqa: E402
 from tiny import NAME  # noqa: E402
 
 
+@pytest.mark.slow
 def test_a_trainer_on_two_ranks(tmp_path: Path) -> None:
     """Replicated by DDP, and sharded by FSDP2: the losses and the trained parameters are eager's."""
     saved_model(tmp_path / "model")
@@ -26,7 +27,9 @@ def test_a_trainer_on_two_ranks(tmp_path: Path) -> None:
         assert bool(ours["sharded"]) is (how == "fsdp2")
         assert eager["losses"][0] != eager["losses"][-1]
         for key, value in eager.items():
-            torch.testing.assert_close(ours[key], value, rtol=2e-5, atol=2e-5, msg=lambda text, at=(how, key): f"{at}: {text}")
+            torch.testing.assert_close(
+                ours[key], value, rtol=2e-5, atol=2e-5, msg=lambda text, at=(how, key): f"{at}: {text}"
+            )
 
 
 @pytest.mark.skipif(Version(accelerate.__version__) < Version("1.12"), reason="no sequence parallelism")

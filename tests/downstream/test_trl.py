@@ -56,7 +56,7 @@ def texts() -> Any:
     return datasets.Dataset.from_list([{"text": text} for text in sentences()])
 
 
-PACKINGS = {
+PACKINGS: dict[str, dict[str, Any]] = {
     "packed": {"packing": True, "max_length": 32, "per_device_train_batch_size": 2},
     "padding-free": {"padding_free": True, "max_length": None},
     "padded": {},
@@ -139,13 +139,16 @@ def test_the_positions_of_sft(model: Path, tmp_path: Path) -> None:
 def _sft_with_positions() -> Any:
     """A reference for batches without padding, where before trl 0.23.1 eager attention gets no positions, or a mask of ones."""
 
-    class WithPositions(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    class WithPositions(trl.SFTTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            collator = self.data_collator
+            trainer: Any = self
+            collator = trainer.data_collator
             collator.return_position_ids = True
-            self.data_collator = lambda rows: {key: x for key, x in collator(rows).items() if key != "attention_mask"}
+            trainer.data_collator = lambda rows: {
+                key: x for key, x in collator(rows).items() if key != "attention_mask"
+            }
             # With a cache, eager attention up to transformers 4.55 takes no notice of them.
-            self.model.config.use_cache = False
+            trainer.model.config.use_cache = False
 
     return WithPositions

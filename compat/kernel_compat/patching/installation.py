@@ -165,7 +165,7 @@ class Installation:
         detect = self._detect or Environment.detect
         return detect([shim.distribution for shim in shims]), shims, broken
 
-    def _await(self, modules: Collection[str], environment: Environment) -> None:
+    def _await(self, modules: set[str], environment: Environment) -> None:
         """Have `_imported` called once each module has been imported. It can't be undone, and does nothing after `uninstall()`."""
         with self._lock:
             new = modules - self._hooked
