@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import kernel_compat
+
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
 import torch  # noqa: E402
@@ -49,6 +51,9 @@ def test_embeddings(encoder: Path, installed: Any) -> None:
     torch.testing.assert_close(*(torch.tensor(model.encode(texts, batch_size=8)) for model in (ours, eager)))
     alone = torch.tensor(eager.encode(texts[:8], batch_size=1))  # without padding
     torch.testing.assert_close(torch.tensor(ours.encode(texts[:8], batch_size=8)), alone, rtol=1e-4, atol=1e-5)
+    with kernel_compat.models.padding_free(ours):
+        found = torch.tensor(ours.encode(texts[:8], batch_size=8))
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_training(encoder: Path, installed: Any) -> None:

@@ -139,7 +139,7 @@ def test_the_positions_of_sft(model: Path, tmp_path: Path) -> None:
 def _sft_with_positions() -> Any:
     """A reference for batches without padding, where before trl 0.23.1 eager attention gets no positions, or a mask of ones."""
 
-    class WithPositions(trl.SFTTrainer):
+    class WithPositions(trl.SFTTrainer):  # type: ignore[name-defined]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             trainer: Any = self
