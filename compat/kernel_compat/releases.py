@@ -48,7 +48,7 @@ TORCH = {
 }
 
 #: The frameworks that tests/downstream runs on: by distribution, the release for each release of transformers (`nox -s downstream`).
-#: The first one of trl, of deepspeed and of peft is one that needs a shim.
+#: Each shim of theirs is needed on one of them.
 FRAMEWORKS = {
     "trl": {"4.55.4": "0.20.0", "4.56.2": "0.22.2", "4.57.6": "0.24.0", "5.4.0": "1.0.0", "5.23.0": "1.16.0"},
     "accelerate": {"4.57.6": "1.12.0", "5.4.0": "1.13.0", "5.23.0": "1.15.0"},

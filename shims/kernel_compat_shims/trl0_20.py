@@ -20,10 +20,10 @@ def _init(original: Any) -> Callable[..., Any]:
     collator = original.__globals__["DataCollatorForLanguageModeling"]
 
     @wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def __init__(self: Any, model: Any, args: Any = None, data_collator: Any = None, *more: Any, **kwargs: Any) -> None:
+        original(self, model, args, data_collator, *more, **kwargs)
         # One that the user has passed is used as it is.
-        own = type(self.data_collator) is collator and kwargs.get("data_collator") is None
+        own = data_collator is None and type(self.data_collator) is collator
         if own and has_varlen_kernel(self.model.config._attn_implementation):
             self.data_collator.return_position_ids = True
 
