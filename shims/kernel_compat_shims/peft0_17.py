@@ -31,4 +31,5 @@ SHIM = Shim(
     delete_when="the oldest supported peft is 0.21",
     seams=(Seam("peft.tuners.tuners_utils:BaseTuner.forward", ("self",)),),
     replace=each(_forward),
+    on_import=True,
 )

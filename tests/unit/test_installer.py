@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import sys
 import threading
@@ -177,6 +178,63 @@ def test_it_imports_the_upstream_module(world: World, tmp_path: Path) -> None:
     world.uninstall()
     assert sys.modules["kc_not_imported_yet"].f(1) == 1
     del sys.modules["kc_not_imported_yet"]
+
+
+@pytest.fixture
+def heavy(world: World, tmp_path: Path) -> Iterator[Callable[[], Any]]:
+    """A function that imports a framework of two modules, and a shim for both that waits for it."""
+    package = tmp_path / "kc_heavy"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import g\n")
+    # The outer module is in sys.modules already when the inner one has been imported, and not whole yet.
+    (package / "outer.py").write_text("from .inner import g\ndef f(x): return x\n")
+    (package / "inner.py").write_text("def g(x): return x\n")
+    world.monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    seams = Seam("kc_heavy.inner:g", ("x",)), Seam("kc_heavy.outer:f", ("x",))
+    world.points = {"a": shim("one", *seams, on_import=True)}
+    yield lambda: importlib.import_module("kc_heavy.outer")
+    world.uninstall()
+    for name in [name for name in sys.modules if name.startswith("kc_heavy")]:
+        del sys.modules[name]
+
+
+def test_a_shim_waits_for_an_import(world: World, heavy: Callable[[], Any]) -> None:
+    report = world.install()
+    assert report.ok
+    assert report["one"].state == "pending"
+    assert report["one"].reason.endswith("; applied once kc_heavy.inner and kc_heavy.outer is imported")
+    assert world.install() == report
+    assert not [name for name in sys.modules if name.startswith("kc_heavy")]
+    outer = heavy()
+    assert world.status()["one"].state == "applied"
+    assert outer.f(1) == outer.g(1) == sys.modules["kc_heavy"].g(1) == ("ours", 1)
+    world.uninstall()
+    assert outer.f(1) == outer.g(1) == sys.modules["kc_heavy"].g(1) == 1
+
+
+def test_a_shim_that_waits_no_longer(world: World, heavy: Callable[[], Any]) -> None:
+    world.install()
+    world.uninstall()
+    assert heavy().f(1) == 1
+    world.install(skip=["one"])
+    assert heavy().f(1) == 1
+    world.install()
+    assert heavy().f(1) == ("ours", 1)
+
+
+def test_a_shim_of_modules_that_are_imported_already(world: World, heavy: Callable[[], Any]) -> None:
+    outer = heavy()
+    assert world.install()["one"].state == "applied"
+    assert outer.f(1) == ("ours", 1)
+
+
+def test_a_shim_that_waits_and_fails_warns(world: World, heavy: Callable[[], Any], tmp_path: Path) -> None:
+    (tmp_path / "kc_heavy" / "outer.py").write_text("def f(y): return y\n")
+    world.install()
+    with pytest.warns(UserWarning, match="the shim one is not applied: kc_heavy.outer:f .* found parameters \\(y\\)"):
+        outer = heavy()
+    assert outer.f(1) == sys.modules["kc_heavy"].g(1) == 1
+    assert world.status()["one"].state == "failed"
 
 
 def test_installing_again_changes_nothing(world: World) -> None:

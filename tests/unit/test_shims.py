@@ -10,13 +10,13 @@ from packaging.specifiers import SpecifierSet
 
 from kernel_compat import Shim
 from kernel_compat.patching.shim import discover
-from kernel_compat.releases import TORCH, TRANSFORMERS
+from kernel_compat.releases import FRAMEWORKS, TORCH, TRANSFORMERS
 
 GENERATE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
 SHIMS: list[Shim] = GENERATE["shims"]()
 RELEASES = {"transformers": TRANSFORMERS, "torch": TORCH}
-#: The oldest peft of the tests: the dependency group `test` in pyproject.toml.
-OLDEST_PEFT = ["0.17.0"]
+#: The releases that tests run on, by distribution.
+TESTED = {**RELEASES, **{name: list(releases.values()) for name, releases in FRAMEWORKS.items()}}
 
 
 def test_every_shim_is_an_entry_point() -> None:
@@ -35,13 +35,13 @@ def test_a_shim_says_why_it_is_there_and_when_it_can_go(shim: Shim) -> None:
 @pytest.mark.parametrize("point", entry_points(group="kernel_compat.shims"), ids=lambda point: point.name)
 def test_a_module_says_which_releases_it_is_for(point: EntryPoint) -> None:
     docstring = sys.modules[point.module].__doc__ or ""
-    assert docstring.startswith(("transformers ", "torch ", "peft ", "All releases: "))
+    assert docstring.startswith((*(f"{name} " for name in TESTED), "All releases: "))
 
 
 @pytest.mark.parametrize("shim", SHIMS, ids=lambda shim: shim.name)
 def test_a_supported_release_needs_each_shim(shim: Shim) -> None:
     """When a release is dropped from the list, this test shows which shims can be deleted with it."""
-    assert [*SpecifierSet(shim.versions).filter({**RELEASES, "peft": OLDEST_PEFT}[shim.distribution])]
+    assert [*SpecifierSet(shim.versions).filter(TESTED[shim.distribution])]
 
 
 def test_the_generated_parts_of_the_documentation_are_up_to_date() -> None:

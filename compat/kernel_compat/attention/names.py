@@ -56,6 +56,11 @@ class AttentionName:
     features: Features | None = None
 
     @property
+    def has_varlen(self) -> bool:
+        """Whether it computes packed sequences: as declared of its forward, or by its kernel."""
+        return (self.features or self.kernel.features).varlen
+
+    @property
     def spreads(self) -> bool:
         """Whether the tokens of a sequence are spread over ranks."""
         return self.sequence_parallel is not False or hasattr(self.forward, "ulysses_group")

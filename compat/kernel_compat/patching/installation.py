@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -64,6 +66,9 @@ class Installation:
         self._skip: frozenset[str] = frozenset()
         self._applied: dict[str, _Applied] = {}
         self._failed: dict[str, str] = {}
+        # Shims that are applied once other code has imported the modules beside them, and the modules whose import will call `_imported`.
+        self._waiting: dict[str, tuple[Shim, list[str]]] = {}
+        self._hooked: set[str] = set()
         # Changes that other code had overwritten when they were undone, and their shims.
         self._left: dict[Change, str] = {}
         # `installed()` blocks that are open, and whether the first found nothing installed.
@@ -94,22 +99,24 @@ class Installation:
         skip = chosen["skip"] | (every - chosen["only"])
         for participant in self._participants:
             participant.prepare(environment)
-        needed = [shim for shim in shims if shim.name not in skip and _unapplied(shim, environment).state == "pending"]
+        pending = [shim for shim in shims if shim.name not in skip and _unapplied(shim, environment).state == "pending"]
+        absent = {shim.name: _absent(shim, environment) for shim in pending if shim.on_import}
+        self._await({module for modules in absent.values() for module in modules}, environment)
         # Imports the modules before the lock is taken: an import waits for other threads' imports, and one of those may
         # wait for the lock. Seams are located again under the lock.
-        for shim in needed:
-            with suppress(SeamError):
-                _locate(shim, environment)
+        for shim in pending:
+            if self._hooked.isdisjoint(absent.get(shim.name, ())):
+                with suppress(SeamError):
+                    _locate(shim, environment)
         with self._lock:
             self._undo(skip)
             self._skip, self._failed = skip, {}
-            before = set(self._applied)
-            try:
-                for shim in needed:
-                    if shim.name not in self._applied:
-                        self._apply(shim, environment)
-            finally:  # after Ctrl-C too: the next call takes every applied shim for whole
-                self._rebind(self._applied.keys() - before)
+            self._waiting = {
+                shim.name: (shim, modules)
+                for shim in pending
+                if (modules := [module for module in absent.get(shim.name, ()) if module in self._hooked])
+            }
+            self._apply_all([shim for shim in pending if shim.name not in self._waiting], environment)
             self.active = True
             for participant in self._participants:
                 participant.publish(environment)
@@ -125,6 +132,7 @@ class Installation:
             self.active = False
             left = [name for participant in self._participants for name in participant.withdraw()]
             self._undo(self._applied)
+            self._waiting = {}
             left += dict.fromkeys(f"{change.target} (shim {name})" for change, name in self._left.items())
             self._skip, self._failed = frozenset(), {}
             return replace(self._report(*found), left_alone=tuple(left))
@@ -160,6 +168,43 @@ class Installation:
         shims, broken = self._discover()
         detect = self._detect or Environment.detect
         return detect([shim.distribution for shim in shims]), shims, broken
+
+    def _await(self, modules: set[str], environment: Environment) -> None:
+        """Have `_imported` called once each module has been imported. It can't be undone, and does nothing after `uninstall()`."""
+        with self._lock:
+            new = modules - self._hooked
+            self._hooked |= new
+        if new:
+            import wrapt  # here: most installations wait for no module
+
+            for module in sorted(new):
+                wrapt.register_post_import_hook(lambda found: self._imported(found.__name__, environment), module)
+
+    def _imported(self, module: str, environment: Environment) -> None:
+        """Apply the shims that have waited for this module alone."""
+        with self._lock:
+            self._hooked.discard(module)
+            # Not by sys.modules: it has the modules whose import has led to this one's already.
+            for _, absent in self._waiting.values():
+                if module in absent:
+                    absent.remove(module)
+            ready = [shim for shim, absent in self._waiting.values() if not absent]
+            for shim in ready:
+                del self._waiting[shim.name]
+            self._apply_all(ready, environment)
+            failed = {shim.name: self._failed[shim.name] for shim in ready if shim.name in self._failed}
+        for name, reason in failed.items():
+            warnings.warn(f"the shim {name} is not applied: {reason}", stacklevel=2)
+
+    def _apply_all(self, shims: Iterable[Shim], environment: Environment) -> None:
+        """Apply those of the shims that aren't yet."""
+        before = set(self._applied)
+        try:
+            for shim in shims:
+                if shim.name not in self._applied:
+                    self._apply(shim, environment)
+        finally:  # after Ctrl-C too: the next call takes every applied shim for whole
+            self._rebind(self._applied.keys() - before)
 
     def _apply(self, shim: Shim, environment: Environment) -> None:
         """Apply a shim, or note why that failed."""
@@ -221,6 +266,9 @@ class Installation:
                 entry = replace(entry, state="skipped", reason="left out by install(skip=...) or install(only=...)")
             elif shim.name in self._failed:
                 entry = replace(entry, state="failed", reason=self._failed[shim.name])
+            elif shim.name in self._waiting:
+                modules = " and ".join(self._waiting[shim.name][1])
+                entry = replace(entry, reason=f"{shim.reason}; applied once {modules} is imported")
             entries.append(replace(entry, upstream=shim.upstream, delete_when=shim.delete_when))
         return Report(environment, self.active, tuple(entries))
 
@@ -228,6 +276,12 @@ class Installation:
 def _locate(shim: Shim, environment: Environment) -> list[Located]:
     version = environment.packages[shim.distribution]
     return [seam.locate(version) for seam in shim.seams_for(version)]
+
+
+def _absent(shim: Shim, environment: Environment) -> list[str]:
+    """The modules of its seams that have not been imported, in their order."""
+    seams = shim.seams_for(environment.packages[shim.distribution])
+    return [module for module in dict.fromkeys(seam.module for seam in seams) if module not in sys.modules]
 
 
 def _message(error: BaseException) -> str:

@@ -18,8 +18,8 @@ class ShimReport:
 
     Attributes:
         name: of the shim, or of the entry point that could not be loaded.
-        state: ``applied``; ``pending`` (applies here, `install()` hasn't been called); ``not needed``;
-            ``skipped`` (by ``install(skip=...)``); ``failed`` (nothing of it is in place).
+        state: ``applied``; ``pending`` (applies here, but `install()` hasn't been called, or a module of its seams hasn't been
+            imported); ``not needed``; ``skipped`` (by ``install(skip=...)``); ``failed`` (nothing of it is in place).
         reason: why it exists where it is applied or pending, and why not where it isn't.
         seams: the attributes that it replaces here, or would.
         foreign: the seams that other code has overwritten since.

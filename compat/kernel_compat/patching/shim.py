@@ -37,6 +37,8 @@ class Shim:
         complete: does the rest, where replacing attributes is not enough: called once they are replaced, and returns the
             function that undoes it, called before they are restored. That one returns None, or the `swap.Change`s that other
             code has overwritten since.
+        on_import: applies it once other code has imported the modules of its seams, which `install` doesn't import then: for a
+            framework that takes seconds to import, and is in many environments whose programs don't use it.
         upstream: issues and pull requests (``"huggingface/transformers#44559"``), or the release and the function, that show
             why it is needed.
         delete_when: the condition under which it can be deleted.
@@ -50,6 +52,7 @@ class Shim:
     replace: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     unneeded_because: Callable[[Environment], str | None] = lambda environment: None
     complete: Callable[[], Callable[[], Iterable[Change] | None]] = lambda: lambda: None
+    on_import: bool = False
     upstream: str = ""
     delete_when: str = ""
 

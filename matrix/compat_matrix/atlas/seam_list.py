@@ -12,6 +12,7 @@ _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _HUB = "transformers.integrations.hub_kernels"
 _VARLEN = "torch.nn.attention.varlen"
 _FA2 = "flash_attn.flash_attn_interface"
+_AXOLOTL = "axolotl.utils.schemas.enums"
 _FA4 = "flash_attn.cute.interface"
 
 #: The attributes that the library relies on, whether a shim replaces them or not, by distribution.
@@ -38,6 +39,13 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
         "torch.nn.attention:activate_flash_attention_impl",
         "torch.nn.attention:restore_flash_attention_impl",
     ),
+    # Lists of attention names; those inside of functions are found by the seams of the shims alone.
+    "trl": ("trl.trainer.sft_trainer:FLASH_ATTENTION_VARIANTS", "trl.trainer.dpo_trainer:FLASH_ATTENTION_VARIANTS"),
+    "axolotl": (f"{_AXOLOTL}:CANONICAL_ATTN_IMPLS", f"{_AXOLOTL}:ATTN_IMPLS_SUPPORTING_PACKING"),
+    "accelerate": ("accelerate.utils.dataclasses:DeepSpeedSequenceParallelConfig",),
+    "deepspeed": ("deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF",),
+    "ms-swift": ("swift.arguments.sft_args:SftArguments",),
+    "peft": ("peft.tuners.tuners_utils:BaseTuner.forward",),
     "flash-attn": (f"{_FA2}:flash_attn_func", f"{_FA2}:flash_attn_varlen_func", f"{_FA2}:flash_attn_with_kvcache"),
     "flash-attn-4": (
         f"{_FA4}:flash_attn_func",

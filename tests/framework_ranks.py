@@ -1,0 +1,174 @@
+"""Frameworks over two processes: `framework_ranks.py CASE FOLDER` runs one case on two ranks, and saves what rank 0 has found.
+
+The folder has the tiny model of `frameworks.saved_model` in ``model``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import transformers
+from frameworks import load, sentences
+from packaging.version import Version
+from tiny import NAME, VOCAB
+from torch import Tensor
+
+import kernel_compat
+
+LENGTH = 24
+#: Sequences that begin and end within a rank's tokens, and one that goes on from one rank to the next.
+OFFSETS = [0, 5, 9, 20, 24]
+
+
+def batch(packed: bool) -> dict[str, Tensor]:
+    """One row of tokens, their positions, and the target of each token."""
+    torch.manual_seed(0)
+    ids = torch.randint(4, VOCAB, (1, LENGTH))
+    positions = torch.arange(LENGTH)
+    if packed:
+        positions -= torch.tensor(OFFSETS[:-1]).repeat_interleave(torch.tensor(OFFSETS).diff())
+    targets = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
+    if packed:
+        targets[:, [offset - 1 for offset in OFFSETS[1:]]] = -100
+    return {"input_ids": ids, "position_ids": positions[None], "targets": targets}
+
+
+def step(model: Any, given: dict[str, Tensor], where: slice = slice(None)) -> dict[str, Tensor]:
+    """The summed loss of some of the tokens, and the gradients of all parameters."""
+    part = {key: value[:, where] for key, value in given.items()}
+    logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part["targets"].flatten(), reduction="sum")
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def ulysses(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """DeepSpeed's sequence parallelism around a registered name, as its `register_with_transformers` sets it up."""
+    import deepspeed.comm
+    import deepspeed.ops
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile for two minutes
+    deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
+    kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+    found = {}
+    given = {"sequence_parallel_size": 2, "micro_batch_size": 1, "seq_length_is_variable": True}
+    if Version(deepspeed.__version__) < Version("0.19"):
+        with kernel_compat.installed(skip=["deepspeed_ulysses"]), pytest.raises(ValueError, match=NAME):
+            UlyssesSPAttentionHF.register_with_transformers(folder / "model", NAME, **given)
+        # Set before the name is looked at.
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+    with kernel_compat.installed() as report:
+        assert report.ok, report
+        model = load(folder / "model", NAME)
+        UlyssesSPAttentionHF.register_with_transformers(model, NAME, **given)
+        half, rank = LENGTH // 2, dist.get_rank()
+        for case in ("one sequence", "packed"):
+            model.zero_grad()
+            ours = step(model, batch(case == "packed"), slice(rank * half, (rank + 1) * half))
+            for value in ours.values():
+                dist.all_reduce(value)
+            found[case] = ours
+    return found
+
+
+def train(folder: Path, name: str, fsdp2: bool) -> dict[str, Tensor]:
+    """The loss of every step of a Trainer, and the parameters after them."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    words = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    rows = [words(text, padding="max_length", max_length=16, truncation=True) for text in sentences()]
+    for row in rows:
+        row["labels"] = [-100 if token == words.pad_token_id else token for token in row["input_ids"]]
+    args = transformers.TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=20,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        seed=0,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    losses: list[Tensor] = []
+
+    class Recording(transformers.Trainer):  # type: ignore[misc]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if fsdp2:  # which accelerate leaves out without a GPU
+                plugin = FullyShardedDataParallelPlugin(
+                    fsdp_version=2,
+                    auto_wrap_policy="transformer_based_wrap",
+                    transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+                    cpu_ram_efficient_loading=False,
+                )
+                AcceleratorState._shared_state |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
+                PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+                self.is_fsdp_enabled = True
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            losses.append(super().training_step(*args, **kwargs).detach())
+            return losses[-1]
+
+    trainer = Recording(model=load(folder / "model", name), args=args, train_dataset=rows)
+    trainer.train()
+    found = {"losses": torch.stack(losses)}
+    for key, value in trainer.model_wrapped.named_parameters():
+        found[key] = value.full_tensor().detach() if hasattr(value, "full_tensor") else value.detach()
+    found["sharded"] = torch.tensor(any(hasattr(p, "full_tensor") for p in trainer.model_wrapped.parameters()))
+    return found
+
+
+def with_trainer(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """transformers' Trainer, by name and by whether the model is replicated or sharded by accelerate's FSDP2."""
+    kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+    with kernel_compat.installed() as report:
+        assert report.ok, report
+        return {
+            f"{how} {name}": train(folder, name, how == "fsdp2") for how in ("ddp", "fsdp2") for name in ("eager", NAME)
+        }
+
+
+CASES: dict[str, Callable[[Path], Any]] = {"ulysses": ulysses, "with_trainer": with_trainer}
+
+
+def work(rank: int, case: str, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29611")}
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    try:
+        result = CASES[case](folder)
+        if rank == 0:
+            torch.save(result, folder / f"{case}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def run(case: str, folder: Path) -> Any:
+    """What a case finds on two ranks, in processes of its own."""
+    command = [sys.executable, __file__, case, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / f"{case}.pt")
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, (sys.argv[1], Path(sys.argv[2])), nprocs=2)
