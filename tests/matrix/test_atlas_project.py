@@ -17,8 +17,9 @@ from wheels import publish
 from compat_matrix.atlas import command
 from compat_matrix.atlas.cache import Cache
 from compat_matrix.atlas.index import Index
-from compat_matrix.atlas.project import Scan, scan
-from compat_matrix.atlas.replacements import PATCHED, replacements
+from compat_matrix.atlas.project.replacements import PATCHED, replacements
+from compat_matrix.atlas.project.source_tree import scan
+from compat_matrix.atlas.project.uses import Scan
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
 from kernel_compat.patching.shim import discover

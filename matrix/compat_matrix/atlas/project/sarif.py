@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote
 
-from .. import __version__
-from .project import Use
+from ... import __version__
+from .uses import Use
+
+__all__ = ["RULES", "Finding", "as_sarif"]
 
 #: The rules and what they find.
 RULES = {

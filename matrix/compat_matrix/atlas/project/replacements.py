@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 
 from kernel_compat.patching.shim import Shim
 
+__all__ = ["CALLED", "PATCHED", "Replacement", "replacements"]
+
 
 @dataclass(frozen=True)
 class Replacement:
