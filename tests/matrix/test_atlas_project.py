@@ -429,6 +429,36 @@ def test_circles_end(tmp_path: Path) -> None:
     assert found(tmp_path, code, b="from code import *\nfrom code import x, y\nimport code\n") == []
 
 
+def test_a_circle_of_star_imports_ends(tmp_path: Path) -> None:
+    files = {
+        "p/__init__.py": "from .a import *\n",
+        "p/a.py": "from p import *\nimport torch\ntorch.compile(print)\nz.y = 1\n",
+    }
+    result = scanned(tmp_path, files)
+    assert result.unread == {}
+    assert [use.name for use in result.uses] == ["torch", "torch.compile"]
+
+
+def test_a_method_does_not_see_the_names_of_its_class(tmp_path: Path) -> None:
+    code = """
+        import torch
+        new = True
+        names = ["outer"]
+        class A:
+            new = torch.__version__ >= "2"
+            names = ["inner"]
+            def f(self):
+                for name in names:
+                    setattr(torch, name, 1)
+                if new:
+                    torch.compile
+        """
+    assert [use for use in found(tmp_path, code) if "outer" in use or "inner" in use or "compile" in use] == [
+        "patch torch.outer setattr",
+        "access torch.compile attribute",
+    ]
+
+
 # Unnecessary patches ---------------------------------------------------------------------------------------------------
 
 

@@ -127,19 +127,20 @@ class Resolver:
             return
         yield value
 
-    def _lookup(self, name: str, scope: Scope) -> tuple[Value, ...]:
-        """The values of a name."""
-        at: Scope | None = scope
-        while at is not None:
-            if name in at.names and (at is scope or at.kind != "class"):
-                return self._bound(name, at)
-            at = at.parent
+    def _lookup(self, name: str, scope: Scope, seen: set[str] | None = None) -> tuple[Value, ...]:
+        """The values of a name; by star imports, from modules that haven't been seen."""
+        binder = scope.binder_of(name)
+        if binder is not None:
+            return self._bound(name, binder)
         if starred := self.foreign_star(name, scope):
             return (object_value(starred),)
-        modules = (self.modules[star] for star in scope.outermost.stars if star in self.modules)
-        return tuple(
-            value for module in modules if name in module.names or module.stars for value in self._lookup(name, module)
-        )
+        seen = {scope.module} if seen is None else seen
+        values: tuple[Value, ...] = ()
+        for star in scope.outermost.stars:
+            if star in self.modules and star not in seen:
+                seen.add(star)
+                values += self._lookup(name, self.modules[star], seen)
+        return values
 
     def _bound(self, name: str, scope: Scope) -> tuple[Value, ...]:
         key = (id(scope), name, len(scope.names[name]))

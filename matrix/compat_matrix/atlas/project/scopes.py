@@ -55,10 +55,13 @@ class Scope:
         self.names.setdefault(name, []).append(binding)
 
     def binder_of(self, name: str) -> Scope | None:
-        """The innermost scope around this one, or itself, that binds a name."""
-        if name in self.names or self.parent is None:
-            return self if name in self.names else None
-        return self.parent.binder_of(name)
+        """The scope of a name that is used in this one; the classes around a function aren't."""
+        if name in self.names:
+            return self
+        at = self.parent
+        while at is not None and (at.kind == "class" or name not in at.names):
+            at = at.parent
+        return at
 
 
 @dataclass
