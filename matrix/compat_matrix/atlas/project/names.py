@@ -21,7 +21,7 @@ __all__ = ["PACKAGES", "Name", "names_of", "targets_of"]
 PACKAGES = ("transformers", "torch", "flash_attn")
 #: Old names that transformers 5 serves though no source defines them, with their new ones: `_LazyModule.__getattr__` and the end of
 #: ``transformers/__init__.py`` of 5.0.0, 5.5.4 and 5.23.0.
-SERVED = tuple(
+_SERVED = tuple(
     (re.compile(old), new)
     for old, new in (
         (r"(transformers\.(?:.+\.)?\w+Tokenizer)Fast\b", r"\1"),
@@ -194,7 +194,7 @@ def _with_owners(name: str) -> list[str]:
 
 def _served(name: str) -> str | None:
     new_name = name
-    for old, new in SERVED:
+    for old, new in _SERVED:
         if old.match(new_name):
             new_name = old.sub(new, new_name, count=1)
     return None if new_name == name else new_name

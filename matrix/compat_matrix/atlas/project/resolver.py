@@ -46,7 +46,7 @@ class Resolver:
             SyntaxError, ValueError, RecursionError, MemoryError: it can't be parsed.
         """
         tree = ast.parse(source)
-        scope = Scope(name, name, "module")
+        scope = Scope(name, "module")
         binder = Binder(self.functions, scope, name if is_package else name.rpartition(".")[0])
         binder.block(tree.body, scope, False)
         self.modules.setdefault(name, scope)
@@ -134,7 +134,7 @@ class Resolver:
             return self._bound(name, binder)
         if starred := self.foreign_star(name, scope):
             return (object_value(starred),)
-        seen = {scope.module} if seen is None else seen
+        seen = {scope.outermost.path} if seen is None else seen
         values: tuple[Value, ...] = ()
         for star in scope.outermost.stars:
             if star in self.modules and star not in seen:

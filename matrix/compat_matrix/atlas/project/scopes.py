@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from .syntax import DISPLAYS, TRIES, dotted_text, exceptions_caught, imported_module, last_name
@@ -39,7 +40,6 @@ class Scope:
     """The names of a module, class or function."""
 
     path: str
-    module: str
     kind: Literal["module", "class", "function"]
     parent: Scope | None = None
     names: dict[str, list[Binding]] = field(default_factory=dict)
@@ -81,20 +81,16 @@ class Function:
 
     def argument(self, name: str, call: ast.Call) -> ast.expr | None:
         """The argument that a call gives for a parameter."""
-        for one in call.keywords:
-            if one.arg == name:
-                return one.value
-        index = self._positional.index(name) if name in self._positional else len(call.args)
-        before = call.args[: index + 1]
-        starred = any(isinstance(one, ast.Starred) for one in before)
-        return None if index >= len(call.args) or starred else call.args[index]
+        before_star = takewhile(lambda one: not isinstance(one, ast.Starred), call.args)
+        given: dict[str | None, ast.expr] = dict(zip(self._positional, before_star, strict=False))
+        return (given | {one.arg: one.value for one in call.keywords}).get(name)
 
     def default(self, name: str) -> ast.expr | None:
         """The default of a parameter."""
         parameters = self.node.args
         defaults = dict(zip(reversed(self._positional), reversed(parameters.defaults), strict=False))
         keywords = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
-        return {**defaults, **{one.arg: default for one, default in keywords if default}}.get(name)
+        return (defaults | {one.arg: default for one, default in keywords if default}).get(name)
 
 
 class Effect(NamedTuple):
@@ -138,7 +134,7 @@ class Binder:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             self._function(node, scope, guarded)
         elif isinstance(node, ast.ClassDef):
-            inner = Scope(f"{scope.path}.{node.name}", scope.module, "class", scope)
+            inner = Scope(f"{scope.path}.{node.name}", "class", scope)
             self.scopes[node] = inner
             scope.bind(node.name, Binding(object_value(inner.path), guarded=guarded))
             self.block(node.body, inner, False)
@@ -179,7 +175,7 @@ class Binder:
                 self.block(case.body, scope, guarded)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope, guarded: bool) -> None:
-        inner = Scope(f"{scope.path}.{node.name}", scope.module, "function", scope)
+        inner = Scope(f"{scope.path}.{node.name}", "function", scope)
         self.scopes[node] = inner
         scope.bind(node.name, Binding(object_value(inner.path), guarded=guarded))
         arguments = node.args
