@@ -17,8 +17,9 @@ from wheels import publish
 from compat_matrix.atlas import command
 from compat_matrix.atlas.cache import Cache
 from compat_matrix.atlas.index import Index
-from compat_matrix.atlas.project import Scan, scan
-from compat_matrix.atlas.replacements import PATCHED, replacements
+from compat_matrix.atlas.project.replacements import PATCHED, replacements
+from compat_matrix.atlas.project.source_tree import scan
+from compat_matrix.atlas.project.uses import Scan
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
 from kernel_compat.patching.shim import discover
@@ -426,6 +427,36 @@ def test_many_combinations_end(tmp_path: Path) -> None:
 def test_circles_end(tmp_path: Path) -> None:
     code = "from b import *\nfrom b import x\nx = x\ny = z\nz = y\ndef f(a): f(a); return f(a)\nf(x).g = f(y)\n"
     assert found(tmp_path, code, b="from code import *\nfrom code import x, y\nimport code\n") == []
+
+
+def test_a_circle_of_star_imports_ends(tmp_path: Path) -> None:
+    files = {
+        "p/__init__.py": "from .a import *\n",
+        "p/a.py": "from p import *\nimport torch\ntorch.compile(print)\nz.y = 1\n",
+    }
+    result = scanned(tmp_path, files)
+    assert result.unread == {}
+    assert [use.name for use in result.uses] == ["torch", "torch.compile"]
+
+
+def test_a_method_does_not_see_the_names_of_its_class(tmp_path: Path) -> None:
+    code = """
+        import torch
+        new = True
+        names = ["outer"]
+        class A:
+            new = torch.__version__ >= "2"
+            names = ["inner"]
+            def f(self):
+                for name in names:
+                    setattr(torch, name, 1)
+                if new:
+                    torch.compile
+        """
+    assert [use for use in found(tmp_path, code) if "outer" in use or "inner" in use or "compile" in use] == [
+        "patch torch.outer setattr",
+        "access torch.compile attribute",
+    ]
 
 
 # Unnecessary patches ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kernel_compat.patching.shim import Shim, discover
 from ..errors import MatrixError
 from .cache import Cache, default_folder
 from .index import Index
-from .project_report import scan_project, show_project
+from .project.report import scan_project, show_project
 from .releases import Release, covered, newest, select
 from .scan import Disagreement, Event, Findings, check, claims, history, read, unclaimed
 from .seam_list import SEAMS, distribution_of

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
+from .syntax import DISPLAYS, TRIES, dotted_text, exceptions_caught, imported_module, last_name
 from .values import Hole, Value, object_value
 
-#: Statements with handlers; ``except*`` since Python 3.11.
-TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+__all__ = ["Binder", "Binding", "Effect", "Function", "Module", "Scope", "assign", "bind_rows", "rows_of"]
 
 
 @dataclass
@@ -39,7 +40,6 @@ class Scope:
     """The names of a module, class or function."""
 
     path: str
-    module: str
     kind: Literal["module", "class", "function"]
     parent: Scope | None = None
     names: dict[str, list[Binding]] = field(default_factory=dict)
@@ -54,6 +54,15 @@ class Scope:
         """Add an assignment."""
         self.names.setdefault(name, []).append(binding)
 
+    def binder_of(self, name: str) -> Scope | None:
+        """The scope of a name that is used in this one; the classes around a function aren't."""
+        if name in self.names:
+            return self
+        at = self.parent
+        while at is not None and (at.kind == "class" or name not in at.names):
+            at = at.parent
+        return at
+
 
 @dataclass
 class Function:
@@ -65,12 +74,40 @@ class Function:
     returns: list[ast.expr] = field(default_factory=list)
     effects: set[Effect] = field(default_factory=set)
 
+    @property
+    def _positional(self) -> list[str]:
+        parameters = self.node.args
+        return [one.arg for one in (*parameters.posonlyargs, *parameters.args)][int(self.method) :]
+
+    def argument(self, name: str, call: ast.Call) -> ast.expr | None:
+        """The argument that a call gives for a parameter."""
+        before_star = takewhile(lambda one: not isinstance(one, ast.Starred), call.args)
+        given: dict[str | None, ast.expr] = dict(zip(self._positional, before_star, strict=False))
+        return (given | {one.arg: one.value for one in call.keywords}).get(name)
+
+    def default(self, name: str) -> ast.expr | None:
+        """The default of a parameter."""
+        parameters = self.node.args
+        defaults = dict(zip(reversed(self._positional), reversed(parameters.defaults), strict=False))
+        keywords = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+        return (defaults | {one.arg: default for one, default in keywords if default}).get(name)
+
 
 class Effect(NamedTuple):
     """A patch whose owner or name depends on the parameters of a function."""
 
     target: Value
     how: str
+
+
+class Module(NamedTuple):
+    """A parsed module, with the scopes of its classes and functions."""
+
+    path: str
+    source: str
+    tree: ast.Module
+    scope: Scope
+    scopes: dict[ast.AST, Scope]
 
 
 class Binder:
@@ -97,7 +134,7 @@ class Binder:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             self._function(node, scope, guarded)
         elif isinstance(node, ast.ClassDef):
-            inner = Scope(f"{scope.path}.{node.name}", scope.module, "class", scope)
+            inner = Scope(f"{scope.path}.{node.name}", "class", scope)
             self.scopes[node] = inner
             scope.bind(node.name, Binding(object_value(inner.path), guarded=guarded))
             self.block(node.body, inner, False)
@@ -138,7 +175,7 @@ class Binder:
                 self.block(case.body, scope, guarded)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope, guarded: bool) -> None:
-        inner = Scope(f"{scope.path}.{node.name}", scope.module, "function", scope)
+        inner = Scope(f"{scope.path}.{node.name}", "function", scope)
         self.scopes[node] = inner
         scope.bind(node.name, Binding(object_value(inner.path), guarded=guarded))
         arguments = node.args
@@ -164,7 +201,7 @@ def assign(target: ast.expr, value: ast.expr, scope: Scope, guarded: bool) -> No
         if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
             for one, part in zip(target.elts, value.elts, strict=True):
                 assign(one, part, scope, guarded)
-        elif split := _split(value):
+        elif split := dotted_text(value):
             for index, one in enumerate(target.elts):
                 which: Literal["head", "tail"] = "head" if index == 0 else "tail"
                 name = one.value if isinstance(one, ast.Starred) else one
@@ -184,46 +221,32 @@ def bind_rows(target: ast.expr, rows: ast.expr, scope: Scope) -> None:
                 scope.bind(one.id, Binding(expression=rows, rows=True, index=index))
 
 
+def rows_of(node: ast.expr, scope: Scope) -> Sequence[ast.expr]:
+    """The elements of a literal, or of the literal that a name is bound to."""
+    literal = _literal(node, scope)
+    if isinstance(literal, DISPLAYS):
+        return [key for key in literal.keys if key is not None] if isinstance(literal, ast.Dict) else literal.elts
+    if isinstance(literal, ast.Call) and isinstance(literal.func, ast.Attribute) and not literal.args:
+        method = literal.func.attr
+        table = _literal(literal.func.value, scope)
+        if isinstance(table, ast.Dict):
+            pairs = [(key, value) for key, value in zip(table.keys, table.values, strict=True) if key is not None]
+            if method == "items":
+                return [ast.Tuple([key, value], ast.Load()) for key, value in pairs]
+            return [value if method == "values" else key for key, value in pairs]
+    return []
+
+
+def _literal(node: ast.expr, scope: Scope) -> ast.expr | None:
+    """The first literal that a name is bound to; any other expression itself."""
+    if not isinstance(node, ast.Name):
+        return node
+    binder = scope.binder_of(node.id)
+    bound = [one.expression for one in binder.names[node.id] if not one.rows] if binder is not None else []
+    return next((one for one in bound if isinstance(one, DISPLAYS)), None)
+
+
 def _unknown(target: ast.expr, scope: Scope) -> None:
     for one in ast.walk(target):
         if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
             scope.bind(one.id, Binding())
-
-
-def imported_module(node: ast.ImportFrom, package: str) -> str:
-    """The absolute name of the module of a ``from`` import in a package."""
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".") if package else []
-    base = parts[: len(parts) - node.level + 1] if node.level > 1 else parts
-    return ".".join([*base, *([node.module] if node.module else [])])
-
-
-def last_name(node: ast.AST) -> str:
-    """The last part of a dotted name; empty for any other expression."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _split(node: ast.expr) -> ast.expr | None:
-    """The text that ``text.rsplit(".", 1)``, ``text.rpartition(".")`` or ``text.split(".")`` splits."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        first = node.args[0] if node.args else None
-        by_dots = isinstance(first, ast.Constant) and first.value == "."
-        if by_dots and node.func.attr in ("rsplit", "rpartition", "split"):
-            return node.func.value
-    return None
-
-
-def exceptions_caught(node: ast.Try) -> frozenset[str]:
-    """The exceptions after which the code goes on."""
-    caught: set[str] = set()
-    for handler in node.handlers:
-        if isinstance(handler.body[-1], ast.Raise):
-            continue
-        if handler.type is None:
-            caught.add("BaseException")
-        else:
-            caught |= {
-                last_name(one) for one in (handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type])
-            }
-    return frozenset(caught)

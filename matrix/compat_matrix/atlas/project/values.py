@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
+
+__all__ = ["Hole", "Value", "object_value", "text_value"]
 
 
 class Hole(NamedTuple):
@@ -80,6 +83,28 @@ class Value(NamedTuple):
         if others or not isinstance(first, Hole) or first.part:
             return None
         return self._replace(pieces=(first._replace(part=which),), text=True)
+
+    def filled(self, function: str, arguments: Mapping[str, Value]) -> Value | None:
+        """The value with arguments of a function in place of its parameters."""
+        filled = Value((), self.text, self.rows)
+        for piece in self.pieces:
+            if not isinstance(piece, Hole) or piece.function != function:
+                filled = filled.joined(piece, text=bool(self.text))
+                continue
+            given = arguments[piece.parameter]
+            argument = given.part(piece.part) if piece.part else given
+            if self.text and len(self.pieces) > 1 and given.text is False:
+                return None
+            if argument is not None and piece.imported:
+                argument = argument.imported()
+            if argument is None:
+                return None
+            text = argument.text if len(self.pieces) == 1 else self.text
+            following = filled.followed(argument, text=bool(text))
+            if following is None:
+                return None
+            filled = following if text is not None else following._replace(text=None)
+        return filled
 
 
 def text_value(value: str) -> Value:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote
 
-from .. import __version__
-from .project import Use
+from ... import __version__
+from .uses import Use
+
+__all__ = ["Finding", "as_sarif"]
 
 #: The rules and what they find.
-RULES = {
+_RULES = {
     "missing-name": "A release lacks a name that is used.",
     "changed-signature": "A function that is patched has other parameters in some releases.",
     "unnecessary-patch": "kernel-compat makes a patch unnecessary.",
@@ -37,7 +39,7 @@ def as_sarif(findings: Sequence[Finding], unread: Mapping[str, str]) -> dict[str
         findings: the results.
         unread: files that weren't analysed, and why.
     """
-    rules = list(RULES)
+    rules = list(_RULES)
     return {
         "$schema": _SCHEMA,
         "version": "2.1.0",
@@ -47,7 +49,7 @@ def as_sarif(findings: Sequence[Finding], unread: Mapping[str, str]) -> dict[str
                     "driver": {
                         "name": "kernel-compat-matrix",
                         "version": __version__,
-                        "rules": [{"id": rule, "shortDescription": {"text": text}} for rule, text in RULES.items()],
+                        "rules": [{"id": rule, "shortDescription": {"text": text}} for rule, text in _RULES.items()],
                     }
                 },
                 "columnKind": "unicodeCodePoints",

@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 
 from kernel_compat.patching.shim import Shim
 
+__all__ = ["CALLED", "PATCHED", "Replacement", "replacements"]
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -28,7 +30,7 @@ class Replacement:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
-INSTALL = "kernel_compat.install()"
+_INSTALL = "kernel_compat.install()"
 _FLASH = "transformers.modeling_flash_attention_utils"
 _OPS = "kernel_compat.ops.apply_ops(model, kernel_compat.ops.OpsConfig({}_implementation={!r}))"
 
@@ -86,7 +88,7 @@ PATCHED = (
         ),
     ),
     Replacement(
-        INSTALL,
+        _INSTALL,
         "makes attention names load their own kernels, and layers call them, on every supported release",
         (
             "transformers.*._lazy_imports",
@@ -170,5 +172,5 @@ def replacements(names: Iterable[str], shims: Sequence[Shim]) -> list[Replacemen
     public = [one for one in PATCHED if any(one.matches(name) for name in known)][:1]
     if not replacing:
         return public
-    ours = Replacement(INSTALL, f"replaces it itself: {', '.join(shim.name for shim in replacing)}")
-    return [ours, *(one for one in public if one.call != INSTALL)]
+    ours = Replacement(_INSTALL, f"replaces it itself: {', '.join(shim.name for shim in replacing)}")
+    return [ours, *(one for one in public if one.call != _INSTALL)]
