@@ -355,9 +355,10 @@ class TestResolvePreload:
         assert "no CUDA device is visible" in said
         assert "flash_attention_reference runs here, slowly" in said
 
-    def test_packed_sequences_on_sdpa(self) -> None:
+    @pytest.mark.parametrize("name", ["sdpa", "eager", None])
+    def test_packed_sequences_on_sdpa(self, name: str | None) -> None:
         """SDPA is exact for packed sequences: tests/integration shows it on every release."""
-        found = plan("sdpa", environment(*ALL), packed_sequence=True)
+        found = plan(name, environment(*ALL), packed_sequence=True, prefer=[] if name == "sdpa" else ["sdpa"])
         assert found.attn_implementation == "sdpa"
         (reason,) = found.reasons
         assert "by position_ids alone, with use_cache=False and without an attention_mask" in reason

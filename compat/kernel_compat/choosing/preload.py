@@ -60,8 +60,8 @@ def resolve_preload(
       kept, for packed sequences too.
     - Packed sequences need a varlen kernel. FlashAttention-2, -3, -4, torch's, a flash attention of the hub and
       registered names are kept; any other name is replaced by the best varlen kernel that can be used and has gradients.
-      If none can be used, ``sdpa`` is kept if it was requested: it separates sequences by ``position_ids`` alone, with
-      ``use_cache=False`` and without an ``attention_mask``.
+      If none can be used, ``sdpa`` is taken if it was requested or is preferred: it separates sequences by ``position_ids``
+      alone, with ``use_cache=False`` and without an ``attention_mask`` (exact on every supported release of transformers).
     - sdpa's backends are cuDNN, flash, efficient and math; under context parallelism cuDNN and flash: torch has none for math, and
       gradients of efficient are wrong (seen with torch 2.11: tests/gpu/test_context_parallel.py). Checkpointing excludes
       none: `use_sdpa_backends` is in force in the recomputation, too.
@@ -204,13 +204,14 @@ class _Run(NamedTuple):
                 exclude=self.exclude,
             )
         except KernelUnavailableError:
-            if requested != "sdpa":
+            if "sdpa" not in (requested, *self.prefer):
                 raise
+            why = "is kept" if requested == "sdpa" else f"instead of {requested or 'the default'}"
             reasons.append(
-                "sdpa is kept: no varlen kernel is usable here, and it was requested. It separates packed sequences by "
-                "position_ids alone, with use_cache=False and without an attention_mask."
+                f"sdpa {why}: no varlen kernel is usable here. It separates packed sequences by position_ids alone, with "
+                "use_cache=False and without an attention_mask."
             )
-            return requested
+            return "sdpa"
         reasons += [f"{step.name} is not usable here: {step.reason}." for step in choice.steps[:-1]]
         instead_of = requested or "transformers' own choice"
         if requested is not None and (step := step_of(requested, self.environment)).usable is None:
