@@ -11,6 +11,7 @@ from typing import Any
 from kernel_compat.attention.defaults import resolve, unproven
 from kernel_compat.attention.names import AttentionName
 from kernel_compat.choosing.flash_flags import require_flash_support
+from kernel_compat.choosing.layers import require_declared
 from kernel_compat.patching.seam import Seam
 
 from . import _own_attention
@@ -86,7 +87,8 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         entry = resolve(attn_implementation)
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
-        require_flash_support(self, entry.name, any_mask=entry.kernel.features.masks)
+        require_flash_support(self, entry.name, any_mask=(entry.features or entry.kernel.features).masks)
+        require_declared(self, entry)
         _own_attention.prepare(type(self), entry.name)
         entry.kernel.load()
         if entry.forward is None:  # a user's own forward is not the library's to prove

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 from kernel_compat.attention.defaults import resolve
-from kernel_compat.choosing.layers import require_layers
+from kernel_compat.choosing.layers import require_declared, require_layers
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
@@ -73,6 +73,8 @@ def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
         _mixers().patch(self)  # before the first call, which torch.compile may be tracing
         entry = resolve(getattr(getattr(self, "config", None), "_attn_implementation", None))
+        if entry is not None:
+            require_declared(self, entry)
         if entry is not None and entry.forward is None:
             require_layers(self, entry.name, entry.kernel)
         return original(self, *args, **kwargs)

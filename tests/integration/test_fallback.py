@@ -571,3 +571,25 @@ class TestModelsAreChecked:
             assert load_with_fallback(lambda name: load(path, name), "nothing").config._attn_implementation == "eager"
             go.set()
             assert falling.result().config._attn_implementation == "eager"
+
+
+def test_a_dict_without_names() -> None:
+    with pytest.raises(ValueError, match="empty dict"):
+        load_with_fallback(lambda name: None, {})
+
+
+@pytest.mark.parametrize("features", [{"varlen", "gqa", "window"}, {"varlen", "gqa", "softcap"}])
+def test_a_forward_without_a_feature_that_a_model_needs(features: set[str]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB, "head_dim": 16}
+    config = transformers.Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    inner = kernel_compat.attention_function("flash_attention_reference")
+    kernel_compat.register_attention("x_flash", forward=inner, features=features, override=True)
+    every = {"varlen", "gqa", "window", "softcap"}
+    kernel_compat.register_attention("y_flash", forward=inner, features=every, override=True)
+    with kernel_compat.installed():
+        with pytest.raises(UnsupportedFeatureError, match="x_flash does not support"):
+            transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="x_flash")
+        model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="y_flash")
+        with pytest.raises(UnsupportedFeatureError, match="x_flash does not support"):
+            model.set_attn_implementation("x_flash")
+        assert model.config._attn_implementation == "y_flash"

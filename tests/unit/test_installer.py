@@ -3,6 +3,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -235,6 +237,60 @@ def test_a_shim_that_waits_and_fails_warns(world: World, heavy: Callable[[], Any
         outer = heavy()
     assert outer.f(1) == sys.modules["kc_heavy"].g(1) == 1
     assert world.status()["one"].state == "failed"
+
+
+def test_install_does_not_wait_for_an_import_that_waits_for_it(tmp_path: Path) -> None:
+    """transformers is being imported in another thread, and imports a module that a shim waits for."""
+    pytest.importorskip("transformers")
+    (tmp_path / "kc_heavy.py").write_text("def g(x): return x\n")
+    program = """
+import importlib.abc, importlib.machinery, sys, threading
+import kernel_compat.attention.tables, transformers
+from kernel_compat import Environment, Seam, Shim
+from kernel_compat.attention.registry import AttentionRegistry
+from kernel_compat.patching.installation import Installation
+
+shim = Shim("one", "transformers", ">=4", "", seams=(Seam("kc_heavy:g", ("x",)),), on_import=True,
+            replace=lambda originals: {"g": lambda x: ("ours", x)})
+installation = Installation([AttentionRegistry()], discover=lambda: ([shim], {}))
+begun = threading.Event()
+
+class Slow(importlib.abc.MetaPathFinder):  # as if transformers.masking_utils imported kc_heavy
+    def find_spec(self, name, path, target=None):
+        if name != "transformers.masking_utils":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def slow(module):
+            begun.set()
+            for _ in range(200):  # where install() imports before it sets its hooks, it waits for this
+                if installation._hooked:
+                    break
+                threading.Event().wait(0.05)
+            threading.Event().wait(2)  # install() is at the import of transformers.masking_utils
+            import kc_heavy
+            execute(module)
+        spec.loader.exec_module = slow
+        return spec
+
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=__import__, args=("transformers.masking_utils",), daemon=True)
+thread.start()
+begun.wait()
+installation.install()
+thread.join()
+import kc_heavy
+print(kc_heavy.g(1), len(AttentionRegistry().names()))
+"""
+    made = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert made.stdout.startswith("('ours', 1)"), made.stderr
 
 
 def test_installing_again_changes_nothing(world: World) -> None:

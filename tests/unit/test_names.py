@@ -33,6 +33,8 @@ from kernel_compat.attention.mask_function import attention_mask_function
 from kernel_compat.attention.registry import AttentionRegistry
 from kernel_compat.choosing.capabilities import capabilities, require_features
 from kernel_compat.choosing.ladder import next_fallback
+from kernel_compat.cli import main
+from kernel_compat.environment import Device
 from kernel_compat.patching.installation import Installation
 
 REFERENCE = "flash_attention_reference"
@@ -544,10 +546,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         (folder / "entry_points.txt").write_text(f"[kernel_compat.attention]\n{points}\n")
         monkeypatch.syspath_prepend(str(tmp_path))
 
-    defaults._register_entry_points.cache_clear()
+    defaults._from_entry_points.cache_clear()
+    defaults.registry.declared.clear()
     yield write
     sys.modules.pop("x_plugin", None)
-    defaults._register_entry_points.cache_clear()
+    defaults._from_entry_points.cache_clear()
+    defaults.registry.declared.clear()
 
 
 def test_names_of_entry_points(site: Callable[[str, str], None]) -> None:
@@ -604,3 +608,62 @@ def test_the_functions_of_a_name_with_its_own() -> None:
     assert kernel_compat.mask_function("x_flash") is varlen
     with pytest.raises(ValueError, match="'z_flash' is no kernel"):
         kernel_compat.attention_function("z_flash")
+
+
+def test_an_entry_point_that_calls_this_library(site: Callable[[str, str], None]) -> None:
+    source = """
+from kernel_compat import attention_function, mask_function
+def made():
+    inner = attention_function("flash_attention_reference")
+    def forward(*args, **kwargs):
+        return inner(*args, **kwargs)
+    return {"forward": forward, "mask": mask_function("flash_attention_reference"), "features": {"varlen"}}
+"""
+    site(source, "x_flash = x_plugin:made")
+    assert kernel_compat.status().attention == {"x_flash": "pending"}
+
+
+def test_a_name_of_an_entry_point_is_the_programs_to_replace(site: Callable[[str, str], None]) -> None:
+    site("MAPPING = {'kernel': 'flash_attention_reference'}", "x_flash = x_plugin:MAPPING")
+    kernel_compat.install()
+    register_attention("x_flash", "flash_attention_2")
+    assert registered_attention()["x_flash"].kernel.name == "flash_attention_2"
+    with pytest.raises(ValueError, match="'x_flash' is registered already"):
+        register_attention("x_flash", "flash_attention_3")
+
+
+def test_a_name_of_an_entry_point_unregistered_first(site: Callable[[str, str], None]) -> None:
+    site("MAPPING = {'kernel': 'flash_attention_reference'}", "x_flash = x_plugin:MAPPING")
+    unregister_attention("x_flash")
+    kernel_compat.install()
+    assert "x_flash" not in registered_attention()
+
+
+def test_the_command_line_says_why_an_entry_point_is_broken(
+    site: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    site("", "x_flash = x_plugin:gone")
+    assert main(["status"]) == 1
+    assert "AttributeError" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["explain", "x_flash"])
+    assert "its entry point x_plugin:gone could not be registered" in capsys.readouterr().err
+    assert main(["check", "x_flash", "--json"]) == 1
+    assert "its entry point x_plugin:gone could not be registered" in capsys.readouterr().out
+
+
+def test_a_forward_of_another_gpu_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_attention("x_flash", forward=forward, features=Features(min_capability=(10, 0)))
+    kernel = registered_attention()["x_flash"].kernel
+    environment = Environment(packages={}, devices=(Device("NVIDIA H100", (9, 0)),))
+    with pytest.raises(kernel_compat.KernelUnavailableError, match="x_flash"):
+        kernel.load(environment)
+
+
+def test_unproven_of_an_inner_block_ends_with_it() -> None:
+    before = defaults.unproven()
+    with kernel_compat.installed(unproven="refuse"):
+        with kernel_compat.installed(unproven="allow"):
+            assert defaults.unproven() == "allow"
+        assert defaults.unproven() == "refuse"
+    assert defaults.unproven() == before

@@ -151,6 +151,12 @@ class TestNextFallback:
         with pytest.raises(ValueError, match="'sdpa' is the first name to try, and excluded"):
             ladder("sdpa", environment(), exclude=["sdpa"])
 
+    def test_preferred_and_excluded_names_with_paged(self) -> None:
+        assert next_fallback("paged|flash_attention_2", prefer=["paged|sdpa"]) == "paged|sdpa"
+        assert next_fallback("flash_attention_torch", exclude=["paged|sdpa"]) == "eager"
+        steps = ladder("paged|flash_attention_torch", environment(), prefer=["paged|eager"], exclude=["paged|sdpa"])
+        assert [step.name for step in steps] == ["paged|flash_attention_torch", "paged|eager"]
+
     def test_paged_names_stay_paged(self) -> None:
         assert next_fallback("paged|flash_attention_2") == "paged|flash_attention_torch"
         assert next_fallback("paged|eager") is None

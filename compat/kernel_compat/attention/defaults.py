@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -130,8 +132,13 @@ def installed(
     unproven = _checked(unproven)
     _register_entry_points()
     with installation.installed(skip=skip, only=only) as found:
-        registry.unproven = unproven or registry.unproven
-        yield _with_attention(found)
+        outer = registry.unproven
+        registry.unproven = unproven or outer
+        try:
+            yield _with_attention(found)
+        finally:
+            if unproven is not None and registry.unproven == unproven:
+                registry.unproven = outer
 
 
 def unproven() -> str:
@@ -226,6 +233,7 @@ def unregister_attention(name: str) -> None:
     Raises:
         ValueError: the name is not registered, or the library's own.
     """
+    _register_entry_points()
     registry.unregister(name)
 
 
@@ -283,20 +291,40 @@ def _entry_of(name: str) -> AttentionName:
     return entry if entry is not None else AttentionName(name, as_kernel(name))
 
 
-@cache
+#: Whether an entry point is being loaded: its code may call this library, such as `attention_function`.
+_loading: ContextVar[bool] = ContextVar("_loading", default=False)
+
+_entry_point_lock = threading.Lock()
+
+
 def _register_entry_points() -> dict[str, str]:
     """Register the attention names of other distributions' entry points, once a process.
 
     Returns:
         The error by name of each entry point that could not be registered.
     """
+    if _loading.get():
+        return {}
+    token = _loading.set(True)
+    try:
+        return _from_entry_points()
+    finally:
+        _loading.reset(token)
+
+
+@cache
+def _from_entry_points() -> dict[str, str]:
     broken = {}
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value)):
         if point.name in registry.names():  # the program's own registration
             continue
         try:
             found = point.load()
-            register_attention(point.name, **(found() if callable(found) else found))
+            arguments = found() if callable(found) else found
+            with _entry_point_lock:  # not while it is imported
+                if point.name not in registry.names():
+                    register_attention(point.name, **arguments)
+                    registry.declared.add(point.name)
         except Exception as error:  # another project's package; ours must go on
             broken[point.name] = (
                 f"its entry point {point.value} could not be registered: {type(error).__name__}: {error}"
@@ -311,10 +339,11 @@ def _checked(value: str | None, name: str = "unproven") -> str | None:
 
 
 def _with_attention(found: report.Report) -> Report:
+    broken = _register_entry_points()  # before the names are read
     chosen = {
         name: {str(needs): member.name for needs, member in entry.kernel.chosen.items()}
         for name, entry in registry.names().items()
         if isinstance(entry.kernel, LayeredKernel)
     }
-    states = {**registry.states(), **_register_entry_points()}
+    states = {**registry.states(), **broken}
     return Report(**vars(found), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())

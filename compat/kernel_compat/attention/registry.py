@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import suppress
 from dataclasses import fields
 
 from packaging.version import Version
@@ -26,10 +27,12 @@ class AttentionRegistry:
 
     Attributes:
         unproven: the last value of ``install(unproven=...)``; None before the first, and after `uninstall()`.
+        declared: names of entry points, which a registration of the program replaces.
     """
 
     def __init__(self) -> None:
         self.unproven: str | None = None
+        self.declared: set[str] = set()
         self._lock = threading.RLock()
         self._names: dict[str, AttentionName] = {}
         #: The kernels' own names, while the registry enters names in transformers' tables; else None.
@@ -58,7 +61,8 @@ class AttentionRegistry:
         with self._lock:
             previous = self._names.get(name)
             if not entry.override:
-                if previous is not None and not previous.builtin and not _same(previous, entry):
+                ours = previous is not None and (previous.builtin or name in self.declared)
+                if previous is not None and not ours and not _same(previous, entry):
                     raise ValueError(f"{name!r} is registered already; pass override=True to replace it")
                 if owner := upstream_owner(name):
                     raise ValueError(f"{name!r} belongs to {owner}; pass override=True to replace it")
@@ -72,6 +76,7 @@ class AttentionRegistry:
             if problem := self._refused.get(name):
                 self._put(name, previous)
                 raise ValueError(f"{name!r} {problem}; pass override=True to replace it")
+            self.declared.discard(name)
 
     def unregister(self, name: str) -> None:
         """`kernel_compat.unregister_attention` for this registry."""
@@ -81,6 +86,7 @@ class AttentionRegistry:
             if self._names[name].builtin:
                 raise ValueError(f"{name!r} is the library's own and goes with uninstall()")
             self._put(name, None)
+            self.declared.discard(name)
 
     def names(self) -> dict[str, AttentionName]:
         """The entries by name, in the order of registration."""
@@ -103,8 +109,16 @@ class AttentionRegistry:
             }
 
     def prepare(self, environment: Environment) -> None:
-        """Warn if transformers is of a release that the shims weren't tested on."""
+        """Warn if transformers is of a release that the shims weren't tested on, and import its tables, as far as it imports.
+
+        `publish` is called under the lock of the installation, which imports in other threads may wait for.
+        """
         version = environment.version("transformers")
+        if version is not None:
+            with suppress(Exception):  # `publish` says why
+                from .tables import tables
+
+                tables()
         oldest, newest = TESTED_TRANSFORMERS
         if version is None or self._installed or (oldest <= version and version.release[:2] <= newest.release[:2]):
             return

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from ..attention.defaults import registered_attention
+from ..attention.defaults import registered_attention, status
 from ..attention.names import UPSTREAM, check_name, upstream_owner
 from ..environment import Environment
 from ..errors import UnknownNameError, UnsupportedFeatureError
@@ -131,4 +131,6 @@ def require_known(name: str) -> None:
         raise UnknownNameError(str(error)) from None
     known = {*known_kernels(), *registered_attention(), *UPSTREAM}
     if name not in known:
+        if problem := status().attention.get(name):
+            raise UnknownNameError(f"{name!r} can't be used: {problem}")
         raise UnknownNameError(f"{name!r} is no attention name here; there are: {', '.join(sorted(known))}")

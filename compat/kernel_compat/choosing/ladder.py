@@ -94,7 +94,7 @@ def _place(name: str) -> int:
 
 
 def checked_names(prefer: Sequence[str], exclude: Collection[str]) -> tuple[list[str], frozenset[str]]:
-    """The preferred names that aren't excluded, and the excluded ones.
+    """The preferred names that aren't excluded, and the excluded ones; ``paged|NAME`` means NAME.
 
     Raises:
         TypeError: one of them is a string, or has anything but strings.
@@ -105,7 +105,10 @@ def checked_names(prefer: Sequence[str], exclude: Collection[str]) -> tuple[list
             raise TypeError(f"{argument} takes attention names, not the string {names!r}")
         for name in names:
             require_known(name)
-    return [name for name in dict.fromkeys(prefer) if name not in exclude], frozenset(exclude)
+    left_out = frozenset(name.removeprefix("paged|") for name in exclude)
+    return [
+        name for name in dict.fromkeys(one.removeprefix("paged|") for one in prefer) if name not in left_out
+    ], left_out
 
 
 def ladder(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+from ..attention.names import AttentionName
 from ..environment import Environment
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel, LayeredKernel, Needs, unmet
-from .capabilities import kernel_of, require_known
+from .capabilities import kernel_of, require_features, require_known
+from .support import needs as features_needed
 
-__all__ = ["LayerKernels", "layer_kernels", "require_layers"]
+__all__ = ["LayerKernels", "layer_kernels", "require_declared", "require_layers"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,21 @@ def require_layers(model: Any, name: str, kernel: Kernel) -> None:
         if found.forward is None:
             where = f"{found.layers[0]} of {type(model).__name__}"
             raise UnsupportedFeatureError(f"the layer {where}", name, f"{'; '.join(found.reasons)}.")
+
+
+def require_declared(model: Any, entry: AttentionName) -> None:
+    """Check that the features which a forward was registered with are all that a model needs, in its layers as far as they exist.
+
+    Parts of a composite model are left out: each is checked by itself, under its own name.
+
+    Raises:
+        UnsupportedFeatureError: a feature is missing.
+    """
+    if entry.features is not None:
+        config = model.config
+        own = [module for module in model.modules() if getattr(module, "config", config) is config]
+        needed = {feature for _, feature in features_needed(SimpleNamespace(config=config, modules=lambda: own))}
+        require_features(entry.name, needed, type(model).__name__, Environment.detect())
 
 
 def _assigned(model: Any, kernel: Kernel, environment: Environment) -> list[LayerKernels]:

@@ -65,10 +65,12 @@ def load_with_fallback(
     Raises:
         KernelUnavailableError: no name from `name` down to ``eager`` is supported; the message has the reason for each.
         TypeError: `name` is neither a string, a dict of them nor None; or `prefer` or `exclude` is a string.
-        ValueError: `requires` names no feature, or `name` is excluded.
+        ValueError: `requires` names no feature, or `name` is excluded or an empty dict.
         UnknownNameError: `prefer` or `exclude` has an unknown name.
     """
     given: Mapping[str, str] = name if isinstance(name, Mapping) else {"": "sdpa" if name is None else name}
+    if not given:
+        raise ValueError("name is an empty dict: it has the name of no part")
     environment = Environment.detect()
     parts = [
         _Part(key, first, environment, () if is_encoder(key) else requires, prefer, exclude)

@@ -27,13 +27,15 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
         "environment": report.environment,
         "installed": report.installed,
         "shims": report.shims,
-        "attention": [name_status(name, report) for name in {**known_kernels(), **registered_attention()}],
+        "attention": [
+            name_status(name, report) for name in {**known_kernels(), **registered_attention(), **report.attention}
+        ],
         "torch_flash_backend": report.torch_flash_backend,
     }
 
 
 def name_status(name: str, report: Report) -> dict[str, Any]:
-    """An attention name that exists, and the kernel that `register_attention` would bind it to.
+    """An attention name that exists, or whose entry point could not be registered, and the kernel that `register_attention` would bind it to.
 
     - ``kernel``: the name of its kernel; None if transformers computes this attention itself.
     - ``owner``: who defines the name in transformers' tables: see `owner_of`.
@@ -45,7 +47,7 @@ def name_status(name: str, report: Report) -> dict[str, Any]:
     return {
         "name": name,
         "kernel": kernel and kernel.name,
-        "owner": owner_of(name, environment) if kernel else "transformers",
+        "owner": owner_of(name, environment) if kernel or name in report.attention else "transformers",
         "reasons": kernel.unavailable_because(environment) if kernel else [],
         "install": kernel.provider(environment).install_hint(environment) if kernel else "",
         "state": report.attention.get(name),
@@ -59,9 +61,9 @@ def show(console: Output, found: dict[str, Any]) -> None:
     rows = [
         (
             name["name"],
-            "" if name["kernel"] == name["name"] else name["kernel"],
-            "its own name" if name["owner"] == "transformers" else name["state"] or "pending",
-            usable_text(name["reasons"]),
+            "" if name["kernel"] == name["name"] else name["kernel"] or "",
+            name["state"] or ("its own name" if name["owner"] == "transformers" else "pending"),
+            usable_text(name["reasons"]) if name["kernel"] else "",
             reasons_text(name["reasons"], name["install"]),
         )
         for name in found["attention"]

@@ -185,7 +185,7 @@ def run(
     if isinstance(names, str):
         raise TypeError(f"names takes a list of attention names, not the string {names!r}")
     environment = Environment.detect()
-    known = [*dict.fromkeys((*known_kernels(), *registered_attention()))]
+    known = [*dict.fromkeys((*known_kernels(), *status().attention))]
     if unknown := [name for name in names or () if name not in (*known, "sdpa")]:
         raise UnknownNameError(f"{unknown[0]!r} can't be checked here; these can: {', '.join([*known, 'sdpa'])}")
     problems: list[str] = []

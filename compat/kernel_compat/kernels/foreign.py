@@ -6,7 +6,8 @@ import inspect
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ..errors import UnsupportedFeatureError
+from ..environment import Environment
+from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from .adapter import Functions, adapt, takes
 from .catalog import OWN
 from .kernel import Kernel
@@ -85,12 +86,17 @@ class ForwardOnly(Kernel):
 
     def __init__(self, name: str, features: Features) -> None:
         super().__init__(name, (Provider(name, name, features, "", bundled=True),))
+        self._features = features
+
+    def _load(self, environment: Environment) -> Functions:
+        if reasons := self.providers[0].unloadable_because(environment):
+            raise KernelUnavailableError(self.name, reasons)
 
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             feature = "transformers' _flash_attention_forward, which a model calls instead of the registered forward"
-            raise UnsupportedFeatureError(feature, name, "Register the name with a kernel, too.")
+            raise UnsupportedFeatureError(feature, self.name, "Register the name with a kernel, too.")
 
-        self.preload(features, Functions(refuse, refuse, refuse if features.paged else None))
+        return Functions(refuse, refuse, refuse if self.features.paged else None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ForwardOnly) and (self.name, self.providers) == (other.name, other.providers)
