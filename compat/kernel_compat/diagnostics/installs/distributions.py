@@ -17,6 +17,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import parse_tag, sys_tags
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from .sources import SOURCES
 
@@ -67,6 +68,11 @@ class Installed:
     def shared_objects(self) -> list[str]:
         """Its recorded files that are extension modules or libraries by name."""
         return [path for path in self.record or () if path.endswith(".so")]
+
+    def refuses(self, torch: Version | None) -> bool:
+        """Whether its metadata asks for another torch."""
+        asked = self.requires_torch
+        return asked is not None and torch is not None and not asked.contains(torch, prereleases=True)
 
 
 def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
