@@ -135,7 +135,9 @@ ACCESSES = {
         "access torch.x attribute check",
         "access torch.z attribute check",
     ],
-    "import torch\nx = getattr(torch, name or '', None)\nx.y\ngetattr(torch, 'a b', None)": ["access torch attribute"][1:],
+    "import torch\nx = getattr(torch, name or '', None)\nx.y\ngetattr(torch, 'a b', None)": ["access torch attribute"][
+        1:
+    ],
     "import torch\ndef f(torch): torch.x": [],
     "import torch\ndef f(a: torch.Tensor) -> torch.X: ...": [
         "access torch.Tensor attribute",

@@ -260,7 +260,9 @@ def a_package_for_amd(bench: Bench) -> None:
     bench.fa2(built(("libtorch.so", "libc10_hip.so")))
 
 
-@broken("torch-build", "torch 2.11.0 is incomplete, or its folder can't be read: there is no lib", "--force-reinstall torch")
+@broken(
+    "torch-build", "torch 2.11.0 is incomplete, or its folder can't be read: there is no lib", "--force-reinstall torch"
+)
 def a_torch_without_its_libraries(bench: Bench) -> None:
     bench.torch()
     for path in (bench.path / "torch" / "lib").iterdir():
@@ -577,7 +579,9 @@ def a_wheel_that_the_index_would_serve_again(bench: Bench) -> None:
     bench.install("torchcodec", "0.7.0", {"torchcodec/core.so": built(("libtorch.so", "libcudart.so.12"))})
 
 
-@broken("torch-version", "it isn't built for torch 2.9.1: undefined symbol _ZN2at6secretEv", "--upgrade torchaudio torch==")
+@broken(
+    "torch-version", "it isn't built for torch 2.9.1: undefined symbol _ZN2at6secretEv", "--upgrade torchaudio torch=="
+)
 def built_for_a_release_that_its_known_symbols_do_not_tell_from_this_one(bench: Bench) -> None:
     """torchaudio 2.8 beside torch 2.9.1: its symbols of the table are those of 2.8 and of 2.9."""
     bench.torch("2.9.1")
@@ -786,6 +790,26 @@ def test_an_editable_install_is_found_by_its_import(bench: Bench) -> None:
     (finding,) = findings()
     assert finding.cause == "torch-version"
     assert finding.file == str(source / EXTENSION)
+
+
+@pytest.mark.parametrize("editable", [True, False])
+def test_an_unknown_extension_whose_metadata_lists_no_files_is_found_by_its_name(bench: Bench, editable: bool) -> None:
+    """An editable install, and packages of conda without RECORD."""
+    bench.torch()
+    for name, file in (("my-ops", "_C.so"), ("my-python", "code.py")):
+        source = bench.path.parent / "source" / name.replace("-", "_")
+        source.mkdir(parents=True)
+        (source / "__init__.py").write_text("")
+        (source / file).write_bytes(built(undefined=("_ZN2at6secretEv",)))
+        folder = bench.install(name, "3.0", {f"{name}.pth": f"{source.parent}\n"})
+        if editable:
+            (folder / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": {"editable": True}}))
+        else:
+            (folder / "RECORD").unlink()
+    sys.path.append(str(bench.path.parent / "source"))
+    importlib.invalidate_caches()
+    (package,) = look().packages
+    assert [finding.cause for finding in package.findings if finding.breaks] == ["torch-version"]
 
 
 def test_packages_that_do_not_extend_torch_are_left_out(bench: Bench) -> None:

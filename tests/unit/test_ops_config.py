@@ -167,7 +167,8 @@ def test_it_is_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(b"\xff", "config.yaml is no YAML: 'utf-8'"), (b"a: 2026-02-30", "config.yaml is no YAML: day")]
+    ("content", "problem"),
+    [(b"\xff", "config.yaml is no YAML: 'utf-8'"), (b"a: 2026-02-30", "config.yaml is no YAML: day")],
 )
 def test_the_error_of_a_file_names_it(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / "config.yaml").write_bytes(content)

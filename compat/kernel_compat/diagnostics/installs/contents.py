@@ -40,7 +40,7 @@ def shared_objects(one: Installed) -> Iterator[tuple[str, Path]]:
     for name in one.shared_objects:
         yield name, one.folder / name
     if one.record is None or one.editable:
-        for module in SOURCES[one.name].modules if one.name in SOURCES else ():
+        for module in SOURCES[one.name].modules if one.name in SOURCES else (one.name.replace("-", "_"),):
             for path in _module_files(module):
                 if path.suffix == ".so":
                     yield str(path), path

@@ -133,6 +133,7 @@ def _diagnose(
     if platform.system() == "Linux":
         paths = dict(shared_objects(one))
         siblings = {path.name: path for path in paths.values()}
+        extends = one.name in SOURCES or (extends and bool(paths))
         of_torch: dict[str, SharedObject] = {}
         by_file: dict[str, list[Finding]] = {}
         for name, path in paths.items():
