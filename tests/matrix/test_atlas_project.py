@@ -5,6 +5,7 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
@@ -48,6 +49,17 @@ def found(folder: Path, code: str, **files: str) -> list[str]:
     return [
         " ".join(filter(None, (one.kind, one.name, one.how, one.guard))) for one in result.uses if one.path == "code.py"
     ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_without_permissions_is_left_out(tmp_path: Path) -> None:
+    locked = tmp_path / "project" / "locked"
+    locked.mkdir(parents=True)
+    locked.chmod(0)
+    try:
+        assert found(tmp_path, "import torch") == ["import torch import"]
+    finally:
+        locked.chmod(0o755)
 
 
 # Imports ----------------------------------------------------------------------------------------------------------------
@@ -134,6 +146,9 @@ ACCESSES = {
     "import torch\ny = torch.x if version > 1 else torch.z": [
         "access torch.x attribute check",
         "access torch.z attribute check",
+    ],
+    "import torch\nx = getattr(torch, name or '', None)\nx.y\ngetattr(torch, 'a b', None)": ["access torch attribute"][
+        1:
     ],
     "import torch\ndef f(torch): torch.x": [],
     "import torch\ndef f(a: torch.Tensor) -> torch.X: ...": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -257,6 +258,21 @@ def a_torch_for_amd(bench: Bench) -> None:
 def a_package_for_amd(bench: Bench) -> None:
     bench.torch()
     bench.fa2(built(("libtorch.so", "libc10_hip.so")))
+
+
+@broken(
+    "torch-build", "torch 2.11.0 is incomplete, or its folder can't be read: there is no lib", "--force-reinstall torch"
+)
+def a_torch_without_its_libraries(bench: Bench) -> None:
+    bench.torch()
+    for path in (bench.path / "torch" / "lib").iterdir():
+        path.unlink()
+    bench.fa2()
+
+
+@broken("torch-missing", "torch is not installed", "pip install torch==2.6.0")
+def no_torch_for_a_package_of_one_release(bench: Bench) -> None:
+    bench.install("torchvision", "0.21.0", {"torchvision/_C.so": built()}, requires="torch==2.6.0")
 
 
 @broken("torch-missing", "linked to libtorch, and torch is not installed", "pip install torch")
@@ -557,6 +573,28 @@ def an_unknown_extension_of_the_index(bench: Bench) -> None:
     )
 
 
+@broken("cuda", "built for CUDA 12", "# install a build of torchcodec for torch 2.11.0 and CUDA 13")
+def a_wheel_that_the_index_would_serve_again(bench: Bench) -> None:
+    bench.torch()
+    bench.install("torchcodec", "0.7.0", {"torchcodec/core.so": built(("libtorch.so", "libcudart.so.12"))})
+
+
+@broken(
+    "torch-version", "it isn't built for torch 2.9.1: undefined symbol _ZN2at6secretEv", "--upgrade torchaudio torch=="
+)
+def built_for_a_release_that_its_known_symbols_do_not_tell_from_this_one(bench: Bench) -> None:
+    """torchaudio 2.8 beside torch 2.9.1: its symbols of the table are those of 2.8 and of 2.9."""
+    bench.torch("2.9.1")
+    content = built(undefined=(SET_DEVICE, "_ZN2at6secretEv"))
+    bench.install("torchaudio", "2.8.0", {"torchaudio/lib/libtorchaudio.so": content}, requires="torch==2.8.0")
+
+
+@broken("note library", "it needs libsox.so", "# install that library")
+def torchaudio_without_sox(bench: Bench) -> None:
+    bench.torch()
+    bench.install("torchaudio", "2.8.0", {"torchaudio/lib/libtorchaudio_sox.so": built(("libtorch.so", "libsox.so"))})
+
+
 @broken("torch-version", "undefined symbol", "CAUSAL_CONV1D_FORCE_BUILD=TRUE pip install")
 def a_causal_conv1d_whose_name_fits(bench: Bench) -> None:
     bench.torch()
@@ -754,6 +792,26 @@ def test_an_editable_install_is_found_by_its_import(bench: Bench) -> None:
     assert finding.file == str(source / EXTENSION)
 
 
+@pytest.mark.parametrize("editable", [True, False])
+def test_an_unknown_extension_whose_metadata_lists_no_files_is_found_by_its_name(bench: Bench, editable: bool) -> None:
+    """An editable install, and packages of conda without RECORD."""
+    bench.torch()
+    for name, file in (("my-ops", "_C.so"), ("my-python", "code.py")):
+        source = bench.path.parent / "source" / name.replace("-", "_")
+        source.mkdir(parents=True)
+        (source / "__init__.py").write_text("")
+        (source / file).write_bytes(built(undefined=("_ZN2at6secretEv",)))
+        folder = bench.install(name, "3.0", {f"{name}.pth": f"{source.parent}\n"})
+        if editable:
+            (folder / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": {"editable": True}}))
+        else:
+            (folder / "RECORD").unlink()
+    sys.path.append(str(bench.path.parent / "source"))
+    importlib.invalidate_caches()
+    (package,) = look().packages
+    assert [finding.cause for finding in package.findings if finding.breaks] == ["torch-version"]
+
+
 def test_packages_that_do_not_extend_torch_are_left_out(bench: Bench) -> None:
     bench.torch()
     bench.install("other", "1.0", {"other.so": library()}, requires="numpy")
@@ -769,6 +827,27 @@ def test_a_package_that_is_asked_for_and_absent(bench: Bench) -> None:
     assert (finding.cause, finding.command) == ("not-installed", "pip install --no-build-isolation flash-attn")
     (finding,) = findings("flash-attn-4")
     assert finding.command == "pip install --pre flash-attn-4"
+
+
+def test_names_that_the_system_refuses_are_not_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/" + "x" * 300)
+    bench.torch()
+    folder = bench.fa2(built(("libtorch.so", "libsecret.so.3")))
+    with open(folder / "RECORD", "a") as record:
+        record.write(f"{'x' * 300},,\n")
+    assert [finding.cause for finding in findings()] == ["missing-file", "library"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+@pytest.mark.parametrize("locked", ["torch", "torch/lib", "flash_attn"])
+def test_a_folder_without_permissions_is_no_traceback(bench: Bench, locked: str) -> None:
+    bench.torch()
+    bench.fa2()
+    (bench.path / locked).chmod(0)
+    try:
+        assert not look().ok
+    finally:
+        (bench.path / locked).chmod(0o755)
 
 
 def test_a_damaged_torch_is_no_traceback(bench: Bench) -> None:

@@ -166,6 +166,41 @@ def test_it_is_a_value() -> None:
     assert dataclasses.replace(config, cross_entropy_loss_implementation="eager") == ops.OpsConfig.eager()
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"\xff", "config.yaml is no YAML: 'utf-8'"), (b"a: 2026-02-30", "config.yaml is no YAML: day")],
+)
+def test_the_error_of_a_file_names_it(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+
+    with pytest.raises(ValueError, match=problem):
+        ops.OpsConfig.from_yaml(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "problem"),
+    [
+        ({"requires": "numpy"}, r"requires is a tuple of strings, as \('numpy',\), not 'numpy'"),
+        ({"assumes": "equal_halves"}, "assumes is a tuple of strings"),
+        ({"hardware": "cuda"}, r"hardware is a Hardware, as Hardware\('cuda'\), not 'cuda'"),
+    ],
+)
+def test_a_kernel_that_would_break_every_config_is_refused(attributes: dict[str, Any], problem: str) -> None:
+    before = ops.registered_kernels()
+
+    with pytest.raises(TypeError, match=problem):
+        ops.register_kernel("rms_norm", "standard", "theirs", **attributes)(lambda: print)
+
+    assert ops.registered_kernels() == before
+
+
+def test_a_factory_that_returns_no_kernel_is_refused_before_the_first_forward() -> None:
+    forgotten: Any = ops.KernelSpec("rms_norm", "standard", "theirs", lambda: None)  # type: ignore[arg-type, return-value]
+
+    with pytest.raises(KernelUnavailableError, match="its factory returns None, which can't be called"):
+        forgotten.load()
+
+
 def test_third_parties_kernels_are_values() -> None:
     @ops.register_kernel("rms_norm", "standard", "theirs", requires=("some-package>=2",), install="Ask them.")
     def theirs() -> Any:

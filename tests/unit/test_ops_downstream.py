@@ -302,6 +302,20 @@ def test_an_op_of_one_s_own_is_a_field_and_bound_to_slots(gate: None) -> None:
     assert ops.refusal(model, "squared_gate", "fast") == ""
 
 
+def test_the_same_values_of_another_registry_are_another_config(gate: None) -> None:
+    mine = ops.OpRegistry()
+    mine.register_op("squared_gate", ("relu",))
+    mine.register("squared_gate", "relu", "fast")(lambda: lambda x: -x)
+    values = {"squared_gate_implementation": "fast"}
+    model = nn.Sequential(Gate())
+    config, theirs = ops.OpsConfig.from_dict(values), ops.OpsConfig.from_dict(values, registry=mine)
+    ops.apply_ops(model, config)
+
+    assert config != theirs
+    with pytest.raises(ValueError, match="of another registry"):
+        ops.apply_ops(model, theirs)
+
+
 def test_the_command_lists_it(gate: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ops", "--json"]) == 0
 

@@ -55,7 +55,10 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
         for path, record in inside.items():
             if record.config != config:
                 where = path or f"this {type(model).__name__}"
-                raise ValueError(f"{where} has the kernels of {record.config}: undo that before applying {config}")
+                registry = "" if record.config.registry is config.registry else " of another registry"
+                raise ValueError(
+                    f"{where} has the kernels of {record.config}: undo that before applying {config}{registry}"
+                )
         if "" in inside:
             found: Report = inside[""]
             if replaced := found.replaced:

@@ -104,7 +104,7 @@ class OpsConfig:
     layer_norm_implementation: str = EAGER
     others: tuple[tuple[str, str], ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    registry: OpRegistry = field(default=default, compare=False, repr=False)
+    registry: OpRegistry = field(default=default, repr=False)
 
     def __init__(
         self,
@@ -226,11 +226,7 @@ class OpsConfig:
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"the ops are a mapping of fields to values, not {values!r}")
-        known = [_ATTENTION, *registry.fields()]
-        for name in values:
-            if name not in known and name not in _VEOMNI:
-                raise ValueError(f"{name!r} is no field: there are {', '.join(known)}{did_you_mean(name, known)}")
-        return cls(environment=environment, deferred=deferred, registry=registry, **values)
+        return cls(environment=environment, deferred=deferred, registry=registry, others=values.items())
 
     @classmethod
     def from_yaml(
@@ -258,7 +254,7 @@ class OpsConfig:
         with open(path, encoding="utf-8") as stream:
             try:
                 found = yaml.safe_load(stream)
-            except yaml.YAMLError as error:
+            except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date like 2026-02-30
                 raise ValueError(f"{path} is no YAML: {error}") from None
         whole = _mapping(found, f"{path}: the file", "model")
         model = _mapping(whole.get("model"), f"{path}: model", _BLOCK)

@@ -243,6 +243,11 @@ class KernelSpec:
             raise ValueError("'eager' is the model's own code: choose another name")
         if not callable(self.factory):
             raise TypeError(f"factory must be callable, not {self.factory!r}")
+        if not isinstance(self.hardware, Hardware):
+            raise TypeError(f"hardware is a Hardware, as Hardware('cuda'), not {self.hardware!r}")
+        for attribute in ("requires", "assumes"):
+            if isinstance(value := getattr(self, attribute), str):
+                raise TypeError(f"{attribute} is a tuple of strings, as ({value!r},), not {value!r}")
         if unknown := set(self.assumes) - {"equal_halves"}:
             raise ValueError(f"nothing proves {', '.join(sorted(map(repr, unknown)))}: there is 'equal_halves'")
         for requirement in self.requires:
@@ -279,10 +284,13 @@ class KernelSpec:
         """The kernel.
 
         Raises:
-            KernelUnavailableError: it doesn't import.
+            KernelUnavailableError: it doesn't import, or its factory returns something else.
         """
         try:
-            return self.factory()
+            kernel = self.factory()
+            if not callable(kernel):
+                raise TypeError(f"its factory returns {kernel!r}, which can't be called")
+            return kernel
         except KernelUnavailableError:
             raise
         except Exception as error:  # another distribution's code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def shared_objects(one: Installed) -> Iterator[tuple[str, Path]]:
     for name in one.shared_objects:
         yield name, one.folder / name
     if one.record is None or one.editable:
-        for module in SOURCES[one.name].modules if one.name in SOURCES else ():
+        for module in SOURCES[one.name].modules if one.name in SOURCES else (one.name.replace("-", "_"),):
             for path in _module_files(module):
                 if path.suffix == ".so":
                     yield str(path), path
@@ -81,7 +82,7 @@ def files_of(one: Installed) -> Iterator[Finding]:
         problem = "its metadata has no RECORD, so its files aren't known and pip can't remove it"
         yield Finding(one.name, "", "no-record", problem, command, breaks=False)
     present = [path for path in one.record or () if not path.endswith((".so", ".pyc")) and not path.startswith("..")]
-    missing = [path for path in present if not (one.folder / path).exists()]
+    missing = [path for path in present if not os.path.exists(one.folder / path)]  # False for a locked folder
     if missing:
         problem = f"files are missing: {len(missing)} of {len(present)}"
         needless = one.name == "flash-attn" and all(path.startswith(_CUTE) for path in missing)
@@ -131,4 +132,4 @@ def overwritten(
 def _is_overwritten(one: Installed, other: Installed, path: str) -> bool:
     mine, theirs = (one.record or {})[path], (other.record or {})[path]
     file = one.folder / path
-    return mine != theirs and file.exists() and not is_recorded(file, mine) and is_recorded(file, theirs)
+    return mine != theirs and os.path.exists(file) and not is_recorded(file, mine) and is_recorded(file, theirs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,10 @@ from .shared_object import BrokenFileError, SharedObject, read
 from .sources import SOURCES, reinstall
 
 __all__ = ["Built", "Diagnosis", "Package", "diagnose"]
+
+
+#: torchaudio 2.8 loads them at their first use, and works without SoX and FFmpeg (``_extension/__init__.py`` of both packages).
+_OPTIONAL = re.compile(r"torchaudio/lib/\w*sox|torio/lib/\w*ffmpeg")
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,7 @@ def _diagnose(
     if platform.system() == "Linux":
         paths = dict(shared_objects(one))
         siblings = {path.name: path for path in paths.values()}
+        extends = one.name in SOURCES or (extends and bool(paths))
         of_torch: dict[str, SharedObject] = {}
         by_file: dict[str, list[Finding]] = {}
         for name, path in paths.items():
@@ -169,21 +175,26 @@ def _of_variants(by_file: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
 
 
 def _finding(one: Installed, file: str, cause: str, problem: str, torch: LibTorch | None) -> Finding:
+    foreign = not (one.name in SOURCES or one.compiled)
     if cause == "torch-missing":
-        command = "pip install torch"
+        command = f"pip install {shlex.quote(f'torch{one.requires_torch or str()}')}"
     elif cause == "torch-build":
         command = (
             "pip install --force-reinstall torch  # the build for this GPU: https://pytorch.org/get-started/locally"
         )
-    elif cause == "library" and not (one.name in SOURCES or one.compiled):
+    elif cause == "library" and foreign:
         command = "# install that library: the system's package manager or the package's own documentation has it"
     elif cause in ("missing-file", "unreadable", "empty", "truncated", "damaged", "not-elf"):
         command = reinstall(one.name, one.version)
+    elif foreign and torch and cause in ("cuda", "cxx11-abi", "torch-version") and not one.refuses(torch.version):
+        # The index has one wheel of a version, which is the installed one.
+        command = f"# install a build of {one.name} for {torch} and {torch.build}: its documentation says which"
     else:
         published = bool(one.claim and torch and (one.claim.torch, one.claim.cuda) == (torch.minor, torch.cuda))
         command = _rebuild(one, torch, force=published or cause == "glibc")
     # A wheel for this interpreter loads a file of another one by its path, as torchao does, or not at all.
-    return Finding(one.name, file, cause, problem, command, breaks=not (cause == "python" and one.for_this_python))
+    optional = (cause == "python" and one.for_this_python) or (cause == "library" and bool(_OPTIONAL.match(file)))
+    return Finding(one.name, file, cause, problem, command, breaks=not optional)
 
 
 def _rebuild(
@@ -196,7 +207,7 @@ def _rebuild(
         rebuild=True,
         force=force,
         compiled=one.compiled,
-        requires_torch=one.requires_torch,
+        refuses=torch is not None and one.refuses(torch.version),
         capability=capability,
     )
 

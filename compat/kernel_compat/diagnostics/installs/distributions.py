@@ -17,6 +17,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import parse_tag, sys_tags
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from .sources import SOURCES
 
@@ -68,12 +69,18 @@ class Installed:
         """Its recorded files that are extension modules or libraries by name."""
         return [path for path in self.record or () if path.endswith(".so")]
 
+    def refuses(self, torch: Version | None) -> bool:
+        """Whether its metadata asks for another torch."""
+        asked = self.requires_torch
+        return asked is not None and torch is not None and not asked.contains(torch, prereleases=True)
+
 
 def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
     """The distributions that may extend torch, by name; a distribution that is there twice has two entries, in import order.
 
     Args:
-        names: normalized names to look for; otherwise every distribution with a shared object, and every known one.
+        names: normalized names to look for; otherwise every distribution with a shared object, every known one, and those that ask for
+            torch and whose metadata doesn't list their files.
     """
     found: dict[str, list[Installed]] = {}
     seen: set[tuple[str, str, str]] = set()
@@ -83,9 +90,10 @@ def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
         if not name or (name not in names if names else name not in SOURCES and _NOT_EXTENSIONS.match(name)):
             continue
         record = _text(dist, "RECORD")
-        if not (names or name in SOURCES or ".so," in record):
-            continue
         one = _installed(dist, name, headers, record)
+        unlisted = one.requires_torch is not None and (one.record is None or one.editable)
+        if not (names or name in SOURCES or ".so," in record or unlisted):
+            continue
         key = (name, one.version, os.path.realpath(one.folder))
         if key not in seen:
             seen.add(key)

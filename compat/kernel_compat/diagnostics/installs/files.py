@@ -116,6 +116,8 @@ def _build(file: SharedObject, torch: LibTorch, siblings: dict[str, Path]) -> Di
     if not missing:
         return None
     names = ", ".join(missing)
+    if not torch.has("libc10.so"):
+        return Disagreement("torch-build", f"{torch} is incomplete, or its folder can't be read: there is no {names}")
     if any(part in names for part in ("cuda", "hip")):
         wanted = "CUDA" if "cuda" in names else "AMD GPUs"
         return Disagreement("torch-build", f"it is built for {wanted} ({names}), and {torch} for {torch.build}")
@@ -140,7 +142,8 @@ def _symbols(file: SharedObject, torch: LibTorch, siblings: dict[str, Path]) -> 
         )
         missing = [symbol for symbol in missing if symbol not in of_abi]
     if missing:
-        releases = releases_with(file.torch_symbols)
+        # Where no missing symbol is in the table, the releases that the others tell include this one.
+        releases = releases_with(file.torch_symbols) if releases_with(missing) else ""
         built = f"it is built for torch {releases}, and this is {torch}" if releases else f"it isn't built for {torch}"
         yield Disagreement("torch-version", f"{built}: {_undefined(missing)}")
 

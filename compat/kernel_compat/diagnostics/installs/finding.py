@@ -10,7 +10,7 @@ __all__ = ["CAUSES", "Finding"]
 CAUSES = {
     "not-installed": "the package is not installed",
     "torch-missing": "torch is not installed",
-    "torch-build": "torch is a build without CUDA, or for other GPUs, and the package needs CUDA",
+    "torch-build": "torch is a build without CUDA, or for other GPUs, and the package needs CUDA; or it is incomplete",
     "torch-version": "it needs symbols that this torch doesn't have",
     "cxx11-abi": "it spells std::string in another C++ ABI than torch",
     "cuda": "it is built for another major version of CUDA than torch",

@@ -23,7 +23,7 @@ def is_found(name: str, search: Iterable[Path] = ()) -> bool:
     """
     named = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
     folders = [*search, *map(Path, named), *map(Path, _SYSTEM)]
-    return any((folder / name).exists() for folder in folders) or name in _cached()
+    return any(os.path.exists(folder / name) for folder in folders) or name in _cached()
 
 
 @cache

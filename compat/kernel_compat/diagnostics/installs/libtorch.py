@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from glob import escape, glob
 from pathlib import Path
 
 from packaging.version import Version
@@ -66,7 +68,8 @@ class LibTorch:
         folders = list(spec.submodule_search_locations or ()) if spec is not None else []
         if not folders:
             return None
-        there = [path for path in Path(folders[0], "lib").glob("lib*.so") if path.is_file() and _defines(path.name)]
+        there = [Path(name) for name in glob(f"{escape(folders[0])}/lib/lib*.so") if _defines(os.path.basename(name))]
+        there = [path for path in there if os.path.isfile(path)]
         # The largest last: most symbols are found before it is read.
         return cls(environment.version("torch"), tuple(sorted(there, key=lambda path: path.stat().st_size)))
 
@@ -95,6 +98,8 @@ class LibTorch:
     @property
     def build(self) -> str:
         """What it is built for, in words."""
+        if not self.has("libc10.so"):
+            return "an unknown device"
         return f"CUDA {self.cuda}" if self.cuda else "AMD GPUs" if self.rocm else "the CPU alone"
 
     @property

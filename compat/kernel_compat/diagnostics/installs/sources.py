@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from packaging.specifiers import SpecifierSet
 from packaging.tags import sys_tags
 from packaging.version import InvalidVersion, Version
 
@@ -159,7 +158,7 @@ def reinstall(
     rebuild: bool = False,
     force: bool = False,
     compiled: bool = False,
-    requires_torch: SpecifierSet | None = None,
+    refuses: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> str:
     """The command that installs a package again.
@@ -171,7 +170,7 @@ def reinstall(
         rebuild: whether the installed files don't fit this torch, so that they must not come from pip's cache again.
         force: whether it must be built even if its project publishes a wheel for these versions.
         compiled: whether a package that isn't in `SOURCES` was compiled where it is installed.
-        requires_torch: the versions of torch that it asks for.
+        refuses: whether it asks for another torch.
         capability: the compute capability that it must have code for.
     """
     if distribution == "flash-attn-cute":
@@ -180,8 +179,7 @@ def reinstall(
         return f"# {_sentence(distribution)}"
     source = SOURCES.get(distribution, Source(build=Build() if compiled else None))
     if rebuild and torch is not None and torch.version is not None:
-        if requires_torch is not None and not requires_torch.contains(torch.version, prereleases=True):
-            # Another version of it asks for this torch.
+        if refuses:  # another version of it asks for this torch.
             return _line(["pip", "install", "--upgrade", distribution, f"torch=={torch.version.public}"])
         if source.build is None and source.wheel is not None and source.wheel.unusable_because(torch):
             # The torch of the index, which its wheel on the index is made for.

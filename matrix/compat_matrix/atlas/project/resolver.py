@@ -261,6 +261,8 @@ class Resolver:
 
     def _attribute(self, owner: ast.expr, name: ast.expr, scope: Scope) -> Iterator[Value]:
         for of, attribute in product(self.evaluate(owner, scope), self.evaluate(name, scope)):
+            if attribute.literal is not None and not attribute.literal.isidentifier():
+                continue  # as in getattr(module, name or "", None)
             both = of.followed(attribute, ".", text=False)
             if both is not None and of.text is not True and attribute.text is not False:
                 yield from self.canonical(both)

@@ -96,7 +96,7 @@ def _files(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
             if not name.startswith(".")
             and name not in _SKIPPED
             and wanted(name)
-            and not (here / name / "pyvenv.cfg").exists()
+            and not os.path.exists(here / name / "pyvenv.cfg")  # False for a locked folder
         )
         yield from (here / name for name in sorted(names) if name.endswith(".py") and wanted(name))
 
