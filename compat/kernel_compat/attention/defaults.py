@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -291,25 +289,19 @@ def _entry_of(name: str) -> AttentionName:
     return entry if entry is not None else AttentionName(name, as_kernel(name))
 
 
-#: Whether an entry point is being loaded: its code may call this library, such as `attention_function`.
-_loading: ContextVar[bool] = ContextVar("_loading", default=False)
-
-_entry_point_lock = threading.Lock()
-
-
 def _register_entry_points() -> dict[str, str]:
     """Register the attention names of other distributions' entry points, once a process.
 
     Returns:
         The error by name of each entry point that could not be registered.
     """
-    if _loading.get():
+    if getattr(registry.reading, "active", False):  # by an entry point's own code, as by `attention_function`
         return {}
-    token = _loading.set(True)
+    registry.reading.active = True
     try:
         return _from_entry_points()
     finally:
-        _loading.reset(token)
+        registry.reading.active = False
 
 
 @cache
@@ -321,7 +313,7 @@ def _from_entry_points() -> dict[str, str]:
         try:
             found = point.load()
             arguments = found() if callable(found) else found
-            with _entry_point_lock:  # not while it is imported
+            with registry.declaring:  # not while it is imported
                 if point.name not in registry.names():
                     register_attention(point.name, **arguments)
                     registry.declared.add(point.name)

@@ -28,11 +28,15 @@ class AttentionRegistry:
     Attributes:
         unproven: the last value of ``install(unproven=...)``; None before the first, and after `uninstall()`.
         declared: names of entry points, which a registration of the program replaces.
+        declaring: held while one of them is registered.
+        reading: its attribute `active` says whether this thread is reading entry points.
     """
 
     def __init__(self) -> None:
         self.unproven: str | None = None
         self.declared: set[str] = set()
+        self.declaring = threading.Lock()
+        self.reading = threading.local()
         self._lock = threading.RLock()
         self._names: dict[str, AttentionName] = {}
         #: The kernels' own names, while the registry enters names in transformers' tables; else None.
