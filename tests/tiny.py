@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+
+import kernel_compat
 
 TRANSFORMERS = Version(transformers.__version__)
 VOCAB = 97
@@ -279,6 +282,18 @@ def load(path: Path, attn_implementation: Any, auto: Any = None, **options: Any)
     name = "dtype" if Version("4.56") <= TRANSFORMERS else "torch_dtype"
     model = auto.from_pretrained(path, attn_implementation=attn_implementation, **{name: torch.float32, **options})
     return model.eval()
+
+
+@contextmanager
+def installation(name: str, kernel: str) -> Iterator[kernel_compat.Report]:
+    """The library installed, with a name bound to a kernel."""
+    kernel_compat.register_attention(name, kernel=kernel)
+    try:
+        with kernel_compat.installed() as report:
+            assert report.ok, report
+            yield report
+    finally:
+        kernel_compat.unregister_attention(name)
 
 
 def accepts(function: Callable[..., Any], parameter: str) -> bool:

@@ -87,7 +87,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         entry = resolve(attn_implementation)
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
-        require_flash_support(self, entry.name, any_mask=(entry.features or entry.kernel.features).masks)
+        require_flash_support(self, entry.name, any_mask=entry.supported.masks)
         require_declared(self, entry)
         _own_attention.prepare(type(self), entry.name)
         entry.kernel.load()

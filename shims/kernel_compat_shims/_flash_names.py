@@ -14,7 +14,7 @@ __all__ = ["FlashNames", "check_of", "has_varlen_kernel"]
 def has_varlen_kernel(name: object) -> bool:
     """Whether it is a registered name that computes packed sequences."""
     entry = resolve(name)
-    return entry is not None and entry.has_varlen
+    return entry is not None and entry.supported.varlen
 
 
 class FlashNames(set[str]):

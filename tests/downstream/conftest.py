@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from frameworks import saved_model
-from tiny import NAME
+from tiny import NAME, installation
 
 import kernel_compat
 
@@ -35,10 +35,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def installed() -> Iterator[kernel_compat.Report]:
     """The library installed, with `NAME` bound to the reference kernel."""
-    kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
-    try:
-        with kernel_compat.installed() as report:
-            assert report.ok, report
-            yield report
-    finally:
-        kernel_compat.unregister_attention(NAME)
+    with installation(NAME, "flash_attention_reference") as report:
+        yield report

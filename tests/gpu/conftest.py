@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import transformers
+from tiny import installation
 
 import kernel_compat
 
@@ -54,10 +55,5 @@ def name(kernel: str) -> Iterator[str]:
     """A private name for the kernel, with the library installed."""
     transformers.logging.set_verbosity_error()
     private = f"mine_{kernel}"
-    kernel_compat.register_attention(private, kernel=kernel)
-    try:
-        with kernel_compat.installed() as report:
-            assert report.ok, report
-            yield private
-    finally:
-        kernel_compat.unregister_attention(private)
+    with installation(private, kernel):
+        yield private

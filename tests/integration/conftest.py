@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny import NAME, load
+from tiny import NAME, installation, load
 
 import kernel_compat
 
@@ -22,28 +21,17 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-@contextmanager
-def _installed() -> Iterator[kernel_compat.Report]:
-    kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
-    try:
-        with kernel_compat.installed() as report:
-            assert report.ok, report
-            yield report
-    finally:
-        kernel_compat.unregister_attention(NAME)
-
-
 @pytest.fixture
 def installed() -> Iterator[kernel_compat.Report]:
     """The library installed, with `NAME` bound to the reference kernel."""
-    with _installed() as report:
+    with installation(NAME, "flash_attention_reference") as report:
         yield report
 
 
 @pytest.fixture(scope="module")
 def installed_for_all() -> Iterator[None]:
     """The library installed once for a module whose tests don't change it."""
-    with _installed():
+    with installation(NAME, "flash_attention_reference"):
         yield
 
 

@@ -56,9 +56,9 @@ class AttentionName:
     features: Features | None = None
 
     @property
-    def has_varlen(self) -> bool:
-        """Whether it computes packed sequences: as declared of its forward, or by its kernel."""
-        return (self.features or self.kernel.features).varlen
+    def supported(self) -> Features:
+        """The features that were declared of its forward, or else its kernel's here."""
+        return self.features or self.kernel.features
 
     @property
     def spreads(self) -> bool:

@@ -288,7 +288,7 @@ class _Subject:
             from ..attention.forward import attention_forward
 
             kernel.load()
-            self.features = (self.entry and self.entry.features) or kernel.features
+            self.features = self.entry.supported if self.entry else kernel.features
             self.forward = (self.entry and self.entry.forward) or attention_forward(kernel, name)
 
     def skip_because(self, case: Case) -> str | None:

@@ -21,8 +21,8 @@ class OpSlot:
 
     As an attribute of a module it belongs to that module: it is filled where the module is built under `use`, and by
     `apply_ops` on a model with the module in it, which then doesn't change the module's forward. As a global of a
-    modeling file it belongs to the process: `bind` fills it, and all models of that file share its kernel, except for those that
-    keep `bound_kernel()`.
+    modeling file it belongs to the process: `bind` fills it, and all models of that file share its kernel. Code that stored the
+    result of `bound_kernel()` keeps that kernel.
 
     An example is in docs/kernel-selection.md.
 

@@ -92,7 +92,7 @@ class OpRegistry:
 
         Raises:
             ValueError: it is registered with another field or default, its field is another op's with another default, a value
-                is the name of a kernel or the default, or a name is none.
+                is the name of a kernel or the default, or `name` or `field` is no identifier.
             TypeError: variants or values that aren't strings.
         """
         with self._lock:

@@ -36,7 +36,7 @@ def copies_of(copies: Sequence[Installed]) -> Iterator[Finding]:
 
 
 def shared_objects(one: Installed) -> Iterator[tuple[str, Path]]:
-    """Its shared objects by recorded name; those that its imports lead to where RECORD doesn't list them."""
+    """The names and paths of its shared objects, from its RECORD; without a complete RECORD, also those of its modules."""
     for name in one.shared_objects:
         yield name, one.folder / name
     if one.record is None or one.editable:

@@ -53,7 +53,7 @@ class Package:
         name: the distribution.
         version: its version; empty if it isn't installed or can't be read.
         folder: the folder it is installed in; empty if it isn't installed.
-        built: what it is built for.
+        built: the torch, CUDA, C++ ABI, Python and GPUs that its files were compiled for.
         findings: what is wrong with it; empty for a healthy one.
         extends_torch: whether it is linked to libtorch, asks for torch, or is known to extend it.
     """
@@ -77,8 +77,8 @@ class Diagnosis:
 
     Attributes:
         environment: the environment.
-        torch: the installed torch, None if there is none.
-        packages: every extension of torch that is installed, and those that were asked for.
+        torch: the installed torch; None if torch isn't installed.
+        packages: the installed extensions of torch, or the packages that `diagnose` was called with.
     """
 
     environment: Environment
@@ -96,7 +96,7 @@ def diagnose(names: Collection[str] = (), environment: Environment | None = None
 
     Args:
         names: normalized names of distributions; every installed extension of torch by default.
-        environment: the GPUs and versions to compare with; by default those that are here.
+        environment: the GPUs and versions to compare with; default: this one.
 
     Example:
         >>> from kernel_compat.diagnostics.installs import diagnose

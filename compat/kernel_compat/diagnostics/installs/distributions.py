@@ -79,8 +79,8 @@ def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
     """The distributions that may extend torch, by name; a distribution that is there twice has two entries, in import order.
 
     Args:
-        names: normalized names to look for; otherwise every distribution with a shared object, every known one, and those that ask for
-            torch and whose metadata doesn't list their files.
+        names: normalized names to look for. By default: distributions with a shared object, the ones in `SOURCES`, and distributions that
+            require torch and have no complete RECORD.
     """
     found: dict[str, list[Installed]] = {}
     seen: set[tuple[str, str, str]] = set()

@@ -52,7 +52,7 @@ class LibTorch:
 
     Attributes:
         version: of its metadata, None if that can't be read.
-        libraries: the paths of those that define its symbols.
+        libraries: the paths of torch's shared libraries, which define its symbols.
     """
 
     version: Version | None = None
@@ -60,7 +60,7 @@ class LibTorch:
 
     @classmethod
     def find(cls, environment: Environment) -> LibTorch | None:
-        """The torch that ``import torch`` would import; None if there is none."""
+        """The torch that ``import torch`` would import; None if torch isn't installed."""
         try:
             spec = importlib.util.find_spec("torch")
         except (ImportError, ValueError, AttributeError):

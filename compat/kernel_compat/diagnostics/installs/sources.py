@@ -115,7 +115,7 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
             project="Dao-AILab/flash-attention",
             published=(
                 "known of 2.8.3: torch up to 2.9 with CUDA 12; not torch 2.10 with CUDA 12, not torch 2.11 with CUDA 13 "
-                "(Dao-AILab/flash-attention#2299, #2442). If there is none, the command builds it"
+                "(Dao-AILab/flash-attention#2299, #2442). Where no wheel was published, the command builds the package"
             ),
         ),
         "flash-attn-3": Source(("flash_attn_interface", "flash_attn_3")),

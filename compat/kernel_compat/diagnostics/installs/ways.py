@@ -30,7 +30,7 @@ class Machine:
     Attributes:
         cores: the cores that this process may use.
         memory: the memory it may use, in GiB; None if unknown.
-        nvcc: the version of the CUDA compiler, e.g. ``13.0``; empty if there is none.
+        nvcc: the version of the CUDA compiler, e.g. ``13.0``; empty if no compiler is installed.
         compiler: whether there is a C++ compiler.
     """
 
