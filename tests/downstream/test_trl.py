@@ -104,6 +104,9 @@ def test_grpo(model: Path, installed: Any, tmp_path: Path) -> None:
         losses(trl.GRPOTrainer, load(model, name), args, rows, reward_funcs=different_words) for name in ("eager", NAME)
     )
     require_same(ours, eager)
+    without_padding = load(model, NAME)
+    with kernel_compat.models.padding_free(without_padding):
+        require_same(losses(trl.GRPOTrainer, without_padding, args, rows, reward_funcs=different_words), eager)
 
 
 @pytest.mark.skipif(not Version("0.23.1") <= TRL < Version("1.16"), reason=f"trl {TRL} has no list")
