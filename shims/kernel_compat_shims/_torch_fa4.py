@@ -65,7 +65,8 @@ def _backward(function: Callable[..., Any]) -> Callable[..., Any]:
             if kwargs.get("softmax_scale") is None:
                 kwargs["softmax_scale"] = dim**-0.5
             q, k, v, out, dout = (pad(x, (0, extra)) for x in (q, k, v, out, dout))
-        dq, dk, dv = (x[..., :dim] for x in function(q, k, v, out, dout, lse, **kwargs)[:3])
+        # torch.compile takes the gradients to be as contiguous as the inputs.
+        dq, dk, dv = (x[..., :dim].contiguous() for x in function(q, k, v, out, dout, lse, **kwargs)[:3])
         return dq, dk, dv
 
     return _flash_attn_bwd

@@ -272,35 +272,30 @@ def _inputs(batch: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("batch", ["one", "padded", "cu_seq_lens"])
-def test_fullgraph(models: Path, usable: Callable[[str], None], batch: str) -> None:
-    """torch.compile traces FlashAttention-2's functions as operators, so the library must not break the graph."""
-    usable("flash_attention_2")
-    kernel_compat.register_attention("compiled_flash", kernel="flash_attention_2")
-    try:
-        with kernel_compat.installed():
-            three = Three(saved(models, "llama_gqa"), "compiled_flash")
-            ids = tokens(1 if batch != "padded" else BATCH)
-            inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-            real = torch.ones_like(ids, dtype=torch.bool)
-            if batch == "padded":
-                real[0, :9] = False
-                inputs["attention_mask"] = real.long()
-            if batch == "cu_seq_lens":
-                offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
-                lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 20, "max_length_k": 20}
-                inputs |= {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda(), **lengths}
-            compiled = torch.compile(three.ours, fullgraph=True)
+def test_fullgraph(models: Path, name: str, kernel: str, batch: str) -> None:
+    """One graph: torch.compile traces a package's functions, or calls its primitives as an operator."""
+    torch.compiler.reset()
+    three = Three(saved(models, "llama_gqa"), name)
+    ids = tokens(1 if batch != "padded" else BATCH)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if batch == "padded":
+        real[0, :9] = False
+        inputs["attention_mask"] = real.long()
+    if batch == "cu_seq_lens":
+        offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
+        lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 20, "max_length_k": 20}
+        inputs |= {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda(), **lengths}
+    compiled = torch.compile(three.ours, fullgraph=True)
 
-            def run(model: Any) -> Tensor:
-                if model is three.ours:
-                    return compiled(**inputs).logits[real]
-                if batch == "cu_seq_lens":
-                    return torch.cat([model(input_ids=p, use_cache=False).logits[0] for p in ids.split(LENGTHS, 1)])
-                return model(**inputs).logits[real]
+    def run(model: Any) -> Tensor:
+        if model is three.ours:
+            return compiled(**inputs).logits[real]
+        if batch == "cu_seq_lens":
+            return torch.cat([model(input_ids=p, use_cache=False).logits[0] for p in ids.split(LENGTHS, 1)])
+        return model(**inputs).logits[real]
 
-            three.judge(run, backward=True)
-    finally:
-        kernel_compat.unregister_attention("compiled_flash")
+    three.judge(run, backward=differentiable(kernel))
 
 
 def greedy() -> Any:

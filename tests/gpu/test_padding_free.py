@@ -36,8 +36,12 @@ def batch(side: str) -> dict[str, Tensor]:
 def test_models(model: str, side: str, tokens: int | None, kernel: str, name: str, tmp_path: Path) -> None:
     if model not in CAUSAL_LMS:
         pytest.skip("this release has no such model")
-    if model == "gemma2_softcap" and not kernel_compat.known_kernels()[kernel].features.softcap:
-        pytest.skip(f"{kernel} has no softcap, which test_models.py sees refused")
+    features = kernel_compat.known_kernels()[kernel].features
+    for feature in (
+        ("softcap", "window") if model == "gemma2_softcap" else ("window",) if model == "gpt_oss_sinks" else ()
+    ):
+        if not getattr(features, feature):
+            pytest.skip(f"{kernel} has no {feature}, which test_models.py sees refused")
     three, given = Three(saved(tmp_path, model), name, device="cuda"), batch(side)
     real = given["attention_mask"].bool()
 
@@ -48,7 +52,7 @@ def test_models(model: str, side: str, tokens: int | None, kernel: str, name: st
         return found[real]
 
     with padding_free(three.ours, tokens=tokens):
-        three.judge(logits)
+        three.judge(logits, backward=features.backward)
 
 
 def llama(name: str, **more: Any) -> Any:
@@ -57,6 +61,13 @@ def llama(name: str, **more: Any) -> Any:
     return transformers.LlamaForCausalLM._from_config(config, attn_implementation=name, dtype=torch.bfloat16).to("cuda")
 
 
+@pytest.fixture
+def with_backward(kernel: str) -> None:
+    if not kernel_compat.known_kernels()[kernel].features.backward:
+        pytest.skip(f"{kernel} has no backward")
+
+
+@pytest.mark.usefixtures("with_backward")
 def test_synchronisations(name: str) -> None:
     """One a call, and none with a number of tokens."""
     model, given = llama(name), batch("right")
@@ -77,6 +88,7 @@ def test_synchronisations(name: str) -> None:
             model(**given, use_cache=False).loss.backward()
 
 
+@pytest.mark.usefixtures("with_backward")
 def test_memory_falls_with_the_tokens(name: str) -> None:
     """Of a step on rows of which an eighth is real."""
     model = llama(name)

@@ -1,4 +1,4 @@
-"""Attention sinks from the log-sum-exp of kernels that have none."""
+"""Attention by a kernel's primitives: sinks from its log-sum-exp, and one operator under torch.compile."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from stand_in import cpu_flash_attention
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 from kernel_compat import Environment, UnsupportedFeatureError, known_kernels
 from kernel_compat.kernels import as_kernel, reference, sinks
@@ -132,8 +133,8 @@ def inputs(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Any:
 
 
 def attend(kernel: str, given: Any, lengths: Lengths | None, pattern: Pattern) -> Tensor:
-    q, k, v, s = given
-    return sinks.attention_with_sinks(kernel, q, k, v, s, lengths, pattern)
+    q, k, v, s = given if len(given) == 4 else (*given, None)
+    return sinks.attention_by_primitives(kernel, q, k, v, s, lengths, pattern)
 
 
 def plain(given: Any, **options: Any) -> Tensor:
@@ -164,6 +165,7 @@ def test_gradcheck(pattern: Pattern) -> None:
     assert torch.autograd.gradcheck(lambda *x: attend("plain", x, lengths, pattern), given)
     dense = inputs((2, 5, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8), (4,))
     assert torch.autograd.gradcheck(lambda *x: attend("plain", x, None, pattern), dense)
+    assert torch.autograd.gradcheck(lambda *x: attend("plain", x, None, pattern), dense[:3])
 
 
 def test_no_second_derivative() -> None:
@@ -173,18 +175,19 @@ def test_no_second_derivative() -> None:
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_one_graph(compiled: bool) -> None:
+def test_one_graph(compiled: bool, with_sinks: bool) -> None:
     """An operator under torch.compile; its fake results are like the real ones."""
+    given = inputs((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (4,))[: 3 + with_sinks]
 
     def call(*given: Tensor) -> Tensor:
         return attend("plain", given, None, CAUSAL)
 
     if not compiled:
-        arguments = (*inputs((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (4,)), None, None, 0, 0, *CAUSAL, "plain")
-        torch.library.opcheck(sinks._forward_op, arguments)
+        sink = given[3] if with_sinks else None
+        torch.library.opcheck(sinks._forward_op, (*given[:3], sink, None, None, 0, 0, *CAUSAL, "plain"))
         return
-    given = inputs((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (4,))
     fast = torch.compile(call, fullgraph=True, backend="aot_eager")
     weight = torch.randn(2, 5, 4, 8, dtype=torch.float64)
     found, expected = (torch.autograd.grad(f(*given), given, weight) for f in (fast, call))
@@ -207,7 +210,7 @@ def test_tokens_behind_the_last_sequence_do_not_reach_the_sinks() -> None:
     """Kernels leave their output unwritten; their gradient is zero."""
     q, k, v, s = inputs((7, 2, 8), (7, 2, 8), (7, 2, 8), (2,))
     offsets = torch.tensor([0, 5], dtype=torch.int32)
-    out = sinks.attention_with_sinks("plain", q, k, v, s, Lengths(offsets, offsets, 5, 5), CAUSAL)
+    out = sinks.attention_by_primitives("plain", q, k, v, s, Lengths(offsets, offsets, 5, 5), CAUSAL)
     assert out[5:].isnan().all()
     weight = torch.randn_like(out).index_fill(0, torch.tensor([5, 6]), 0)
     found = torch.autograd.grad(out, (q, k, v, s), weight)
@@ -434,6 +437,32 @@ def _flash_2(
     softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1), softcap: Any = 0, deterministic: Any = False,
 ) -> Any:  # fmt: skip
     raise AssertionError("called without sinks")
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_functions_that_torch_compile_cannot_trace(sinks: bool) -> None:
+    """As FlashAttention-4's, which ask for the active fake mode: the primitives are one operator."""
+
+    def untraceable(*inputs: Any, **options: Any) -> Any:
+        return active_fake_mode() or reference.flash_attn_varlen_func(*inputs, **options)
+
+    named = {**dict.fromkeys(("flash_attn_func", "flash_attn_with_kvcache")), "flash_attn_varlen_func": untraceable}
+    primitives = Plain()
+    provider = replace(ON_CPU, traced=False, primitives=lambda: primitives)
+    _, functions = adapt("mine", named, replace(ON_CPU.features, dtypes=("float32",)), provider)
+    given = inputs((1, 13, 4, 8), (1, 13, 2, 8), (1, 13, 2, 8), (4,), dtype=torch.float32)[: 3 + sinks]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None = None) -> Tensor:
+        found: Tensor = functions.flash_attn_func(q, k, v, causal=True, s_aux=s_aux)
+        return found
+
+    fast = torch.compile(call, fullgraph=True, backend="aot_eager")
+    weight = torch.randn(1, 13, 4, 8)
+    found, right = fast(*given), plain((*given, None)[:4], causal=True)
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(*(torch.autograd.grad(x, given, weight) for x in (found, right)))
+    if not sinks:
+        torch.testing.assert_close(call(*given), right)
 
 
 ON_CPU = replace(FLASH_ATTN, features=replace(FLASH_ATTN.features, devices=("cpu",)))

@@ -73,8 +73,9 @@ def adapt(
     features = replace(_taken(varlen, features, provider), paged=features.paged and kvcache is not None)
     features = replace(features, masks=masked is not None)
     primitives = None
-    if features.sinks_from == "log-sum-exp":
+    if features.sinks_from == "log-sum-exp" or not provider.traced:
         primitives = provider.primitives()
+    if features.sinks_from == "log-sum-exp":
         features = replace(features, sinks=primitives is not None)
     if dense is not None and not (
         all(takes(dense, keyword) for keyword in ("softmax_scale", "causal"))
@@ -133,6 +134,8 @@ class _Adapter:
 
         self._name, self._features, self._provider = name, features, provider
         self._sinks_from_lse = features.sinks_from == "log-sum-exp"
+        self._is_compiling = torch.compiler.is_compiling
+        self._operator_if_compiling = primitives is not None and not provider.traced
         if primitives is not None:
             from .sinks import register
 
@@ -281,18 +284,19 @@ class _Adapter:
         v_dim = inputs[2].shape[-1]
         if dims != (inputs[0].shape[-1], v_dim):
             inputs, scale = _padded(inputs, scale, dims)
-        if given["s_aux"] is not None and self._sinks_from_lse:
-            out = self._with_sinks(inputs, lengths, {**given, "softmax_scale": scale})
+        by_primitives = given["s_aux"] is not None and self._sinks_from_lse
+        if by_primitives or (self._operator_if_compiling and self._is_compiling()):
+            out = self._by_primitives(inputs, lengths, {**given, "softmax_scale": scale})
         else:
             out = _first(function(*inputs, **lengths, softmax_scale=scale, causal=causal, **options))
         return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
 
-    def _with_sinks(self, inputs: tuple[Any, Any, Any], lengths: dict[str, Any], given: dict[str, Any]) -> Any:
-        """Attention with sinks by the package's primitives, which take no dropout."""
-        if given["dropout_p"]:
+    def _by_primitives(self, inputs: tuple[Any, Any, Any], lengths: dict[str, Any], given: dict[str, Any]) -> Any:
+        """Attention by the package's primitives, which take no dropout."""
+        if given["dropout_p"] and given["s_aux"] is not None:
             advice = f"Use {REFERENCE}, or train without attention dropout."
             raise UnsupportedFeatureError("attention dropout beside sinks", self._name, advice)
-        from .sinks import attention_with_sinks
+        from .sinks import attention_by_primitives
 
         q, k, v = inputs
         scale = q.shape[-1] ** -0.5 if given["softmax_scale"] is None else given["softmax_scale"]
@@ -301,7 +305,7 @@ class _Adapter:
         left, right = (-1 if side is None else side for side in given["window_size"])
         pattern = Pattern(scale, given["causal"], left, right, given["softcap"], given["deterministic"])
         sequences = Lengths(**lengths) if lengths else None
-        return attention_with_sinks(self._provider.distribution, q, k, v, given["s_aux"], sequences, pattern)
+        return attention_by_primitives(self._provider.distribution, q, k, v, given["s_aux"], sequences, pattern)
 
     def _options(self, inputs: tuple[Any, Any, Any], given: dict[str, Any]) -> dict[str, Any]:
         """The package's keywords for a call; an error, or a warning once, for an option that it lacks."""

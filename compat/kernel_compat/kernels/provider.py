@@ -212,6 +212,7 @@ class Provider:
         unpaged_because: called with a page size and a head dimension; returns why such pages can't be used, None if they can.
         runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it.
         primitives: returns the functions below its autograd functions, None if it has none; called once it is imported.
+        traced: whether torch.compile can trace its functions. Otherwise it calls the primitives, as one operator.
     """
 
     module: str
@@ -231,6 +232,7 @@ class Provider:
     unpaged_because: Callable[[int, int], str | None] = lambda page_size, head_dim: None
     runs_on: Callable[[str], bool] | None = None
     primitives: Callable[[], Primitives | None] = lambda: None
+    traced: bool = True
 
     def features_in(self, environment: Environment) -> Features:
         """The features of the installed version on the GPUs of an environment; a limit of one GPU counts for all."""

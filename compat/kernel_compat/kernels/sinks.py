@@ -1,4 +1,4 @@
-"""Attention sinks, exact, for kernels that have none: from the log-sum-exp that they return.
+"""Attention by a kernel's primitives: with sinks for kernels that have none, and as one operator for torch.compile.
 
 A sink s adds exp(s) to the denominator of each row's softmax. If l is the log-sum-exp of a row's scores, l' = log(exp(l) + exp(s))
 is the one with the sink, and the output is that without sinks times exp(l - l'). A flash backward computes the probabilities
@@ -18,7 +18,7 @@ from torch import Tensor
 from .custom_operator import operator
 from .primitives import Lengths, Pattern, Primitives
 
-__all__ = ["attention_with_sinks", "register", "with_sinks"]
+__all__ = ["attention_by_primitives", "register", "with_sinks"]
 
 
 #: Primitives by the name of their kernel: a custom operator takes no Python objects.
@@ -26,14 +26,14 @@ _primitives: dict[str, Primitives] = {}
 
 
 def register(kernel: str, primitives: Primitives) -> None:
-    """Make a kernel's primitives known to `attention_with_sinks`."""
+    """Make a kernel's primitives known to `attention_by_primitives`."""
     _primitives[kernel] = primitives
 
 
-def attention_with_sinks(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, lengths: Lengths | None, pattern: Pattern
+def attention_by_primitives(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Lengths | None, pattern: Pattern
 ) -> Tensor:
-    """Attention with sinks, by a kernel whose primitives were registered.
+    """Attention by a kernel whose primitives were registered; sinks are computed from its log-sum-exp.
 
     Under torch.compile it is one custom operator.
 
@@ -41,7 +41,7 @@ def attention_with_sinks(
         kernel: the name that the primitives were registered under.
         q: (batch, length, heads, head_dim), or (tokens, heads, head_dim) with lengths.
         k, v: likewise, with kv_heads.
-        sinks: (heads,).
+        sinks: (heads,), or None for attention without sinks.
 
     Returns:
         As `q`, with the head dimension of `v`.
@@ -49,7 +49,7 @@ def attention_with_sinks(
     inputs = (q, k, v, sinks, *(lengths or (None, None, 0, 0)), *pattern, kernel)
     if torch.compiler.is_compiling() or q.is_meta:
         return _forward_op(*inputs)[0]
-    return _SinkAttention.apply(*inputs)
+    return _Attention.apply(*inputs)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor,
+    sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
@@ -113,7 +113,7 @@ def _forward(
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     pattern = Pattern(softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
     out, lse = _primitives[kernel].forward(q, k, v, lengths, pattern)
-    return with_sinks(out, lse, sinks)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 def _lengths(cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int) -> Lengths | None:
@@ -131,7 +131,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     cu_seqlens_q: Tensor | None,
@@ -150,15 +150,16 @@ def _backward(
     pattern = Pattern(softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
     grad = grad.contiguous()
     grads = _primitives[kernel].backward(grad, q, k, v, out, lse, lengths, pattern)
-    return (*grads, _gradient_of_sinks(grad, out, lse, sinks))
+    # An operator's outputs are tensors: an empty one for sinks that aren't there.
+    return (*grads, q.new_empty(0) if sinks is None else _gradient_of_sinks(grad, out, lse, sinks))
 
 
 def _backward_outputs(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[:4])
+    return tuple(inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:4])
 
 
-_forward_op = operator("attention_with_sinks", _forward, _forward_outputs)
-_backward_op = operator("attention_with_sinks_backward", _backward, _backward_outputs)
+_forward_op = operator("attention", _forward, _forward_outputs)
+_backward_op = operator("attention_backward", _backward, _backward_outputs)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -167,13 +168,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(backward: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*backward(grad, *ctx.saved_tensors, *ctx.arguments), None, None, *(None for _ in ctx.arguments))
+    *grads, of_sinks = backward(grad, *ctx.saved_tensors, *ctx.arguments)
+    sinks = ctx.saved_tensors[3]
+    return (*grads, None if sinks is None else of_sinks, None, None, *(None for _ in ctx.arguments))
 
 
 _forward_op.register_autograd(lambda ctx, grad, _: _gradients(_backward_op, ctx, grad), setup_context=_keep)
 
 
-class _SinkAttention(torch.autograd.Function):  # type: ignore[misc]
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         output = _forward(*inputs)
