@@ -163,7 +163,7 @@ def _old(cell: Cell, when: datetime) -> CellResult:
     found = passed(cell, when)
     if (cell.python, cell.torch) != ("3.11", "2.11"):
         return found
-    tolerated = {
+    tolerated: dict[str, tuple[Verdict, str]] = {
         "5.21": ("flaky", "1 of 17 tests failed, and passed when repeated, the first of them test_generate"),
         "5.20": ("known", "1 of 17 tests fail, as is known: https://example.org/issues/1: a race in the cache"),
     }

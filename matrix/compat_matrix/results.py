@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .cells import Cell
 
@@ -27,8 +27,7 @@ Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", 
 Better = Literal["lower", "higher"]
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A number that a test measured.
 
     Attributes:

@@ -346,6 +346,15 @@ def test_a_test_that_fails_twice_has_failed(small: Small) -> None:
     assert [test.outcome for test in found.tests] == ["passed", "flaky", "failed"]
 
 
+def test_without_pytest_s_cache_nothing_is_repeated(small: Small) -> None:
+    small.write("test_it.py", FLAKY.format(fails=""))
+    small.write("pytest.ini", "[pytest]\naddopts = -p no:cacheprovider --strict-config")
+    small.axes(("5.0",))
+    assert small.run("run", "--retry-failed").returncode == 1
+    (found,) = small.results().values()
+    assert (found.verdict, found.reason) == ("failed", "1 of 2 tests failed, the first of them test_it.py::test_flaky")
+
+
 def test_a_repetition_ends_at_the_time_limit_of_the_cell(small: Small) -> None:
     hangs = FLAKY.replace('assert not first, "the first time"', "assert not first; import time; time.sleep(60)")
     small.write("test_it.py", hangs.format(fails=""))

@@ -279,7 +279,7 @@ def test_figures_come_back_and_are_merged_and_exported(store: Store, other: Stor
     assert store.merge(other) == [run]
     assert store.result(run, CELLS[0]) == found
     later = store.new_run([CELLS[0]])
-    store.add(later, with_figures(CELLS[0], dataclasses.replace(step, value=13.0)))
+    store.add(later, with_figures(CELLS[0], step._replace(value=13.0)))
     store.add(later, dataclasses.replace(with_figures(CELLS[0], step), attempt=2, environment={}))
     assert store.figures(later) == {CELLS[0]: [step]}  # the latest attempt
     measured = store.measured(cell=CELLS[0])[CELLS[0]]

@@ -302,10 +302,11 @@ class Store:
             for keys in inserts.chunks({row.environment_id for row in rows if row.environment_id is not None}):
                 for key, content in connection.execute(select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(keys))):
                     devices[key] = str(json.loads(content).get("device", ""))
+        of_run: dict[str, Run] = {}
         found: dict[Cell, list[Measured]] = {}
         for row in rows:
-            one = Measured(Run(*row[10:]), Figure(*row[5:9]), devices[row.environment_id])
-            found.setdefault(queries.cell_of(row), []).append(one)
+            run = of_run.get(row[10]) or of_run.setdefault(row[10], Run(*row[10:]))
+            found.setdefault(queries.cell_of(row), []).append(Measured(run, Figure(*row[5:9]), devices[row[9]]))
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ..cells import Cell
@@ -220,6 +219,6 @@ def _as_json(diff: Diff) -> dict[str, Any]:
             "broke": {cell.name: tests for cell, tests in diff.tests_broke.items()},
             "mended": {cell.name: tests for cell, tests in diff.tests_mended.items()},
         },
-        "figures": [{"cell": cell.name, **asdict(figure), **noise._asdict()} for cell, figure, noise in diff.figures],
+        "figures": [{"cell": cell.name, **figure._asdict(), **noise._asdict()} for cell, figure, noise in diff.figures],
         "figures_with_too_few_runs": diff.too_few,
     }

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import islice
 
 from ..cells import Cell
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         found, summary, figures = store.run(name), store.summary(name), store.figures(name)
     if arguments.json:
         cells = [
-            common.summary_as_json(cell, summary[cell]) | {"figures": [asdict(one) for one in figures.get(cell, ())]}
+            common.summary_as_json(cell, summary[cell]) | {"figures": [one._asdict() for one in figures.get(cell, ())]}
             for cell in common.ordered(summary)
         ]
         print(json.dumps({"run": common.as_json(found), "cells": cells}, indent=2))

@@ -95,11 +95,15 @@ def level(series: Iterable[float]) -> Level:
 
 def comparable(measured: Iterable[Measured], to: Measured) -> list[Measured]:
     """The values that may be compared with one: of the same figure in the same unit, on the same device, in the same suite."""
-
-    def key(one: Measured) -> tuple[str, ...]:
-        return one.figure.name, one.figure.unit, one.device, common.suite(one.run)
-
-    return [one for one in measured if key(one) == key(to)]
+    name, _, unit, _ = to.figure
+    suite = common.suite(to.run)
+    return [
+        one
+        for one in measured
+        if one.figure.name == name
+        and (one.figure.unit, one.device) == (unit, to.device)
+        and common.suite(one.run) == suite
+    ]
 
 
 def sparkline(values: Sequence[float]) -> str:
