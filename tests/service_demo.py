@@ -15,7 +15,7 @@ from compat_matrix.axes import Axes, load
 from compat_matrix.cells import Cell, parse
 from compat_matrix.expressions import Expression
 from compat_matrix.fingerprint import of_axes
-from compat_matrix.results import CellResult, Kind, Test
+from compat_matrix.results import CellResult, Kind, Test, Verdict
 from compat_matrix.service.protocol import Leased, Machine, Report, Result, Submission, Wanted
 from compat_matrix.service.queue import Queue
 from compat_matrix.service.settings import Settings

@@ -29,18 +29,22 @@ class _Recorded(BaseModel):
     better: Better | None = "lower"
 
 
-def with_figures(test: Test, properties: Any) -> Test:
-    """A test with the figures in its properties, as the report log has them; failed if one is invalid."""
+def with_figures(test: Test, properties: Any, skipped: int = 0) -> Test:
+    """A test with the figures in its properties, as the report log has them; failed if one is invalid.
+
+    Args:
+        skipped: the number of properties at the beginning that don't count.
+    """
     if isinstance(properties, str):  # pytest-reportlog writes properties as one text if one of them isn't JSON
         unreadable = f"('{PROPERTY}'," in properties
         return _failed(test, [f"its figures aren't JSON: {properties}"]) if unreadable else test
     found, problems = [], []
-    for name, value in properties or ():
-        if name == PROPERTY:
+    for entry in properties[skipped:] if isinstance(properties, list) else ():
+        if isinstance(entry, list) and len(entry) == 2 and entry[0] == PROPERTY:  # a project may append anything
             try:
-                found.append(Figure(**_Recorded.model_validate(value).model_dump()))
+                found.append(Figure(**_Recorded.model_validate(entry[1]).model_dump()))
             except ValidationError as error:
-                problems += [f"the figure {value!r} is invalid: {_said(one)}" for one in error.errors()]
+                problems += [f"the figure {repr(entry[1])[:200]} is invalid: {_said(one)}" for one in error.errors()]
     test = replace(test, figures=tuple(found))
     return _failed(test, problems) if problems else test
 

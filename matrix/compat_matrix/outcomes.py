@@ -56,8 +56,7 @@ def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
             phases.setdefault(entry["nodeid"], []).append(entry)
         elif kind == "CollectReport" and entry["outcome"] == "failed":
             uncollected.append(f"{entry['nodeid']}: {message_of(entry)}")
-    tests = [with_figures(_test(nodeid, some), some[-1].get("user_properties")) for nodeid, some in phases.items()]
-    return tests, uncollected
+    return [with_figures(_test(nodeid, some), *_properties(some)) for nodeid, some in phases.items()], uncollected
 
 
 def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
@@ -72,7 +71,20 @@ def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
             return Test(nodeid, "xpassed", seconds)
     if entries[-1]["when"] != "teardown":
         return Test(nodeid, "error", seconds, UNENDED)
+    if reruns := _reruns(entries):
+        return Test(nodeid, "flaky", seconds, message_of(reruns[0]))
     return Test(nodeid, "passed", seconds)
+
+
+def _reruns(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The failures after which pytest-rerunfailures repeated the test, if the project uses it."""
+    return [entry for entry in entries if entry["outcome"] == "rerun"]
+
+
+def _properties(entries: Sequence[Mapping[str, Any]]) -> tuple[Any, int]:
+    """All properties of a test, and the number of those from tries before the last one."""
+    reruns = _reruns(entries)
+    return entries[-1].get("user_properties"), len(reruns[-1].get("user_properties", ())) if reruns else 0
 
 
 def message_of(entry: Mapping[str, Any]) -> str:

@@ -460,6 +460,35 @@ def test_a_test_that_passes_when_it_is_repeated_is_flaky() -> None:
     assert judge(tests[:2], [], {}, "oh", 2, 1) == ("failed", "test", "its command ended with 2: oh")
 
 
+def test_what_pytest_rerunfailures_repeated_is_flaky(tmp_path: Path) -> None:
+    """The log is one that it wrote: properties of both tries add up."""
+    one, two = (["figure", {"name": "x", "value": value, "unit": ""}] for value in (1, 2))
+    entries = [
+        ("setup", "passed", []),
+        ("call", "rerun", [one]),
+        ("teardown", "passed", [one]),
+        ("setup", "passed", [one]),
+        ("call", "passed", [one, two]),
+        ("teardown", "passed", [one, two]),
+    ]
+    path = tmp_path / "report.jsonl"
+    with path.open("w") as file:
+        for when, outcome, properties in entries:
+            entry = {"$report_type": "TestReport", "nodeid": "t.py::test", "when": when, "outcome": outcome}
+            longrepr = "it failed" if outcome == "rerun" else None
+            file.write(json.dumps({**entry, "user_properties": properties, "longrepr": longrepr, "duration": 1}) + "\n")
+    tests, _ = read_report_log(path)
+    assert tests == [Test("t.py::test", "flaky", 6, "it failed", (Figure("x", 2.0, "", "lower"),))]
+    assert judge(distinct(tests), [], {}, "", 0, 1)[0] == "flaky"
+
+
+@pytest.mark.parametrize("odd", ["('figure', 1, 2)", "3", "('figure',)", "None", "('a', 'b')"])
+def test_properties_of_any_form_are_read(tmp_path: Path, odd: str) -> None:
+    code = f"def test_it(request, figure):\n    figure('a', 1, '')\n    request.node.user_properties.append({odd})"
+    found = ran(tmp_path, test_it=code)
+    assert found.tests[0].figures == (Figure("a", 1.0, "", "lower"),)
+
+
 ISSUE = "https://example.org/issues/1"
 
 
