@@ -559,6 +559,9 @@ def test_known_failures_hide_no_other() -> None:
     assert judge(tests, [], {}, "", 1, 1, stale)[2] == "1 of 2 tests failed, the first of them t.py::test_b"
     tests, stale = tied([BAD, replace(GOOD, nodeid="t.py::test_b")], [known("t.py::test_*")], CELL, date(2026, 11, 20))
     assert stale == []  # some of them fail still
+    wide = known("t.py::*")
+    tests, stale = tied([BAD, replace(GOOD, nodeid="t.py::test_b")], [known(), wide], CELL, date(2026, 11, 20))
+    assert stale == []  # also if another entry has them
     assert judge(tests, [], {}, "Fatal Python error: x", -6, 1, stale)[:2] == ("failed", "crash")
 
 

@@ -155,7 +155,10 @@ def _figures(measured: Sequence[Measured]) -> Iterator[common.Line]:
         series = trend.comparable(measured, last)
         values = [one.figure.value for one in series]
         value = trend.number(last.figure.value, last.figure.unit) + trend.direction(last.figure.better)
-        rows.append((common.one_line(name), trend.sparkline(values[-trend.MOST :]), value, _trend(series, values)))
+        units = {common.one_line(one.figure.unit) for one in measured if one.figure.name == name}
+        others = sorted(units - {common.one_line(last.figure.unit)})
+        said = _trend(series, values) + (f"; values in {', '.join(others)} aren't compared" if others else "")
+        rows.append((common.one_line(name), trend.sparkline(values[-trend.MOST :]), value, said))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if lines:
