@@ -30,7 +30,7 @@ EVIDENCE = {
     "revision": "0cddbda4d5e6",
     "attempt": 1,
     "started": "2026-11-21T11:45:09Z",
-    "tests": {"passed": 70, "failed": 2, "error": 0, "skipped": 3, "xfailed": 0, "xpassed": 0},
+    "tests": {"passed": 70, "failed": 2, "error": 0, "skipped": 3, "xfailed": 0, "xpassed": 0, "flaky": 0, "known": 0},
     "shims": SHIMS,
     "differs": [],
 }

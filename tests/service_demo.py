@@ -15,7 +15,7 @@ from compat_matrix.axes import Axes, load
 from compat_matrix.cells import Cell, parse
 from compat_matrix.expressions import Expression
 from compat_matrix.fingerprint import of_axes
-from compat_matrix.results import CellResult, Kind, Test
+from compat_matrix.results import CellResult, Kind, Test, Verdict
 from compat_matrix.service.protocol import Leased, Machine, Report, Result, Submission, Wanted
 from compat_matrix.service.queue import Queue
 from compat_matrix.service.settings import Settings
@@ -84,7 +84,7 @@ def fill(store: Store, folder: Path) -> Demo:
             cpu, label="nightly", command="run --label nightly", host="worker-1", revision="1f0c7d2ab9e4"
         ),
     }
-    _add(store, runs["old"], (passed(cell, now - timedelta(days=3, minutes=len(cell.transformers))) for cell in cpu))
+    _add(store, runs["old"], (_old(cell, now - timedelta(days=3, minutes=len(cell.transformers))) for cell in cpu))
     store.finish(runs["old"], "finished")
     runs["gpu"] = store.new_run(gpu, excluded=excluded, label="gpu", command="run --only device==cuda", host="h200-4")
     there = (_not_run(one, now) if n % 31 == 7 else passed(one, now - timedelta(hours=20)) for n, one in enumerate(gpu))
@@ -157,6 +157,18 @@ def _queue(store: Store, axes: Axes, now: datetime) -> tuple[Queue, str]:
     for worker, python in zip(("worker-1", "worker-2") * 3, ("3.12", "3.12", "3.12", "3.13", "3.13"), strict=False):
         lease(queue, worker, only=f"python=={python}")
     return queue, run
+
+
+def _old(cell: Cell, when: datetime) -> CellResult:
+    found = passed(cell, when)
+    if (cell.python, cell.torch) != ("3.11", "2.11"):
+        return found
+    tolerated: dict[str, tuple[Verdict, str]] = {
+        "5.21": ("flaky", "1 of 17 tests failed, and passed when repeated, the first of them test_generate"),
+        "5.20": ("known", "1 of 17 tests fail, as is known: https://example.org/issues/1: a race in the cache"),
+    }
+    verdict, reason = tolerated.get(cell.transformers, (found.verdict, ""))
+    return dataclasses.replace(found, verdict=verdict, reason=reason)
 
 
 def _judged(cell: Cell, when: datetime) -> CellResult:

@@ -56,6 +56,10 @@ def _condition(text: str) -> str:
     return text
 
 
+def _day_or_condition(text: str) -> str:
+    return _day(text) if text[:1].isdecimal() else _condition(text)
+
+
 def _distinct(values: list[str]) -> list[str]:
     twice = sorted({value for value in values if values.count(value) > 1})
     if twice:
@@ -182,6 +186,37 @@ class Tests(_Table):
     watch: Literal["transformers", "torch"] | None = None
 
 
+class Known(_Table):
+    """Failures that are tied to an issue: in the cells that match a condition, they don't fail the run.
+
+    Attributes:
+        test: a node id, in which ``*`` stands for any text.
+        issue: the link to the issue.
+        until: the last day, such as ``"2026-12-31"``, or a condition on cells, such as ``"transformers>=5.24"``: the release in
+            which the failure should be gone.
+        because: what fails.
+    """
+
+    test: Annotated[str, Field(min_length=1)]
+    issue: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=500)]
+    until: Annotated[str, AfterValidator(_day_or_condition)]
+    because: Annotated[str, Field(min_length=1)]
+    when: Condition | None = None
+
+    def matches(self, nodeid: str) -> bool:
+        """Whether a test is one of those that fail."""
+        return re.fullmatch(".*".join(map(re.escape, self.test.split("*"))), nodeid, re.DOTALL) is not None
+
+    @property
+    def last_day(self) -> date | None:
+        """The last day; None if a release ends it."""
+        return date.fromisoformat(self.until) if self.until[0].isdecimal() else None
+
+    def ended(self, cell: Cell, today: date) -> bool:
+        """Whether a failure isn't accepted any more: the last day is over, or the cell has the release that ends it."""
+        return _expression(self.until)(cell) if self.last_day is None else self.last_day < today
+
+
 class Axes(_Table):
     """An axes file.
 
@@ -198,6 +233,7 @@ class Axes(_Table):
     tests: Annotated[list[Tests], Field(min_length=1)]
     exclude: list[Exclude] = []
     packages: list[Packages] = []
+    known: list[Known] = []
     project: Project = Project()
     exclude_newer: Annotated[str, AfterValidator(_day)] | None = None
     path: Path = Field(default=OWN, exclude=True)
@@ -264,6 +300,10 @@ class Axes(_Table):
         if suite not in suites:
             raise MatrixError(f"{self.path.name} has the suites {', '.join(suites)}, not {suite!r}")
         return next((tests for tests in self.tests if tests.suite == suite and tests.holds(cell)), None)
+
+    def known_of(self, cell: Cell) -> tuple[Known, ...]:
+        """The known failures of a cell."""
+        return tuple(known for known in self.known if known.holds(cell))
 
     @property
     def folder(self) -> Path:
@@ -373,4 +413,16 @@ def line_of(text: str, location: tuple[Any, ...]) -> int:
     return best
 
 
-__all__ = ["AXES", "DEVICES", "FLASH_ATTENTION", "OWN", "VERSIONED", "Axes", "Tests", "cover", "line_of", "load"]
+__all__ = [
+    "AXES",
+    "DEVICES",
+    "FLASH_ATTENTION",
+    "OWN",
+    "VERSIONED",
+    "Axes",
+    "Known",
+    "Tests",
+    "cover",
+    "line_of",
+    "load",
+]

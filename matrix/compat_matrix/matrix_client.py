@@ -23,7 +23,7 @@ from .errors import MatrixError
 
 __all__ = ["KnownVerdict", "ServiceAnswer", "ServiceError", "ServiceReport", "ask"]
 
-KnownVerdict = Literal["passed", "wrong", "failed", "refused", "unknown"]
+KnownVerdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
 
 #: The verdicts on an environment that should not be used.
 BAD: tuple[KnownVerdict, ...] = ("wrong", "failed", "refused")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from .axes import Known
+from .cells import Cell
+from .figures import with_figures
 from .results import Kind, Test, Verdict
 
 #: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts.
@@ -51,7 +56,7 @@ def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
             phases.setdefault(entry["nodeid"], []).append(entry)
         elif kind == "CollectReport" and entry["outcome"] == "failed":
             uncollected.append(f"{entry['nodeid']}: {message_of(entry)}")
-    return [_test(nodeid, entries) for nodeid, entries in phases.items()], uncollected
+    return [with_figures(_test(nodeid, some), *_properties(some)) for nodeid, some in phases.items()], uncollected
 
 
 def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
@@ -66,7 +71,20 @@ def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
             return Test(nodeid, "xpassed", seconds)
     if entries[-1]["when"] != "teardown":
         return Test(nodeid, "error", seconds, UNENDED)
+    if reruns := _reruns(entries):
+        return Test(nodeid, "flaky", seconds, message_of(reruns[0]))
     return Test(nodeid, "passed", seconds)
+
+
+def _reruns(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The failures after which pytest-rerunfailures repeated the test, if the project uses it."""
+    return [entry for entry in entries if entry["outcome"] == "rerun"]
+
+
+def _properties(entries: Sequence[Mapping[str, Any]]) -> tuple[Any, int]:
+    """All properties of a test, and the number of those from tries before the last one."""
+    reruns = _reruns(entries)
+    return entries[-1].get("user_properties"), len(reruns[-1].get("user_properties", ())) if reruns else 0
 
 
 def message_of(entry: Mapping[str, Any]) -> str:
@@ -89,6 +107,42 @@ def message_of(entry: Mapping[str, Any]) -> str:
     return "" if representation is None else str(representation)
 
 
+def tied(tests: Sequence[Test], known: Iterable[Known], cell: Cell, today: date) -> tuple[list[Test], list[str]]:
+    """Tie the failures of a cell to the issues that they are known for.
+
+    Returns:
+        The tests, failures that are tied to an issue as ``known``; and for each entry that ran out or isn't needed any more, a
+        text about it.
+    """
+    found, stale = list(tests), []
+    for entry in known:
+        matching = [n for n, test in enumerate(found) if entry.matches(test.nodeid)]
+        bad = [n for n in matching if found[n].bad and found[n].message != UNENDED]
+        ended = entry.ended(cell, today)
+        if bad and ended:
+            stale.append(f"{found[bad[0]].nodeid} was known to fail until {entry.until}: {entry.issue}")
+        elif bad:
+            for n in bad:
+                message = f"{entry.issue}: {entry.because}\n{found[n].message}"
+                found[n] = replace(found[n], outcome="known", message=message)
+        elif ended and not entry.last_day:
+            continue  # repaired in the release that was named
+        elif {"passed", "xpassed"} & (outcomes := {found[n].outcome for n in matching}) and "known" not in outcomes:
+            stale.append(f"{entry.test} passes: it needs no entry as a known failure any more, for {entry.issue}")
+    return found, stale
+
+
+def retried(tests: Iterable[Test], again: Iterable[Test]) -> list[Test]:
+    """The tests; failed ones that passed when they were run again as ``flaky``, with the message of the failure."""
+    passed = {test.nodeid: test for test in again if test.outcome == "passed"}
+    return [
+        replace(passed[test.nodeid], outcome="flaky", message=test.message)
+        if test.bad and test.nodeid in passed
+        else test
+        for test in tests
+    ]
+
+
 def judge(
     tests: Sequence[Test],
     uncollected: Sequence[str],
@@ -96,22 +150,33 @@ def judge(
     log: str,
     returncode: int | None,
     minutes: float,
+    stale: Sequence[str] = (),
 ) -> tuple[Verdict, Kind | None, str]:
     """The verdict on a cell.
 
     Args:
         returncode: the return code of its process; None if it was ended at its time limit of `minutes`.
+        stale: as returned by `tied`.
 
     Returns:
         The verdict, the kind of failure, and the reason in a line or two.
     """
-    bad = [test for test in tests if test.outcome in ("failed", "error")]
+    bad = [test for test in tests if test.bad]
     failed = {name: shim for name, shim in environment.get("shims", {}).items() if shim["state"] == "failed"}
     within = next((f", in {test.nodeid}" for test in reversed(tests) if test.message == UNENDED), "")
     if returncode is None:
         last = f", the last test that ended was {tests[-1].nodeid}" if tests else ""
         return "failed", "timeout", f"ended after {minutes:g} min{within or last}"
-    if returncode == 0 and not bad and not failed and not uncollected:
+    tolerated = {outcome: [test for test in tests if test.outcome == outcome] for outcome in ("known", "flaky")}
+    if returncode in ((0, 1) if any(tolerated.values()) else (0,)) and not bad and not failed and not uncollected:
+        if stale:
+            return "failed", "stale", "; ".join(stale)
+        if known := tolerated["known"]:
+            issues = dict.fromkeys(test.message.partition("\n")[0] for test in known)
+            return "known", None, f"{len(known)} of {len(tests)} tests fail, as is known: {'; '.join(issues)}"
+        if flaky := tolerated["flaky"]:
+            failed_once = f"{len(flaky)} of {len(tests)} tests failed, and passed when repeated"
+            return "flaky", None, f"{failed_once}, the first of them {flaky[0].nodeid}"
         if any(test.outcome != "skipped" for test in tests) or not tests:
             return "passed", None, ""
         reasons = sorted({test.message for test in tests if test.message})
@@ -120,7 +185,8 @@ def judge(
     conflicts = "; ".join(environment.get("conflicts", ())[:3])
     if conflicts and kind == "import":  # most of them are said so
         return "failed", "installation", f"{conflicts}: {reason}"
-    return "failed", kind, f"{reason} (and {conflicts})" if conflicts else reason
+    more = "; ".join([*stale, *filter(None, [conflicts])])
+    return "failed", kind, f"{reason} (and {more})" if more else reason
 
 
 def _cause(

@@ -14,7 +14,13 @@ from rich.text import Text
 from .cells import Cell
 from .results import CellResult
 
-_SYMBOLS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "not run": ("-", "yellow")}
+_SYMBOLS = {
+    "passed": ("✓", "green"),
+    "flaky": ("~", "magenta"),
+    "known": ("!", "blue"),
+    "failed": ("✗", "red"),
+    "not run": ("-", "yellow"),
+}
 
 
 class Progress:

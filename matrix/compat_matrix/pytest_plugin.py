@@ -1,8 +1,8 @@
-"""A pytest plugin that stops a test suite before it begins if a matrix service knows that the environment is bad.
+"""A pytest plugin: the fixture `figure`, and a check before a suite begins that no matrix service knows the environment as bad.
 
 Load it with ``-p compat_matrix.pytest_plugin``. It isn't registered as an entry point: pytest would then import it in every
-project that has this package installed. Without ``--kernel-compat-service URL`` or the ini option ``kernel_compat_service`` it does
-nothing and imports nothing else.
+project that has this package installed. Without ``--kernel-compat-service URL`` or the ini option ``kernel_compat_service`` it asks
+no service and imports nothing else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from .cell.kernel_compat_figures import figure
+
 if TYPE_CHECKING:
     from .matrix_client import ServiceReport
 
-__all__ = ["ServiceWarning"]
+__all__ = ["ServiceWarning", "figure"]
 
 
 class ServiceWarning(UserWarning):

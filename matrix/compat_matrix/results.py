@@ -5,18 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .cells import Cell
 
+#: ``flaky``: a test failed and passed when it was repeated. ``known``: tests fail, all of them for issues in the axes file.
 #: ``not run``: the machine lacks what the cell needs.
-Verdict = Literal["passed", "failed", "not run"]
+Verdict = Literal["passed", "flaky", "known", "failed", "not run"]
+
+#: The verdicts of a cell whose tests ran, best first.
+ENDED: tuple[Verdict, ...] = ("passed", "flaky", "known", "failed")
 
 #: The kinds of failure, the most specific first: a cell that couldn't be installed has no tests, and one whose seams changed
-#: fails many tests. ``test`` is a failed test for none of the other reasons.
-Kind = Literal["hardware", "installation", "import", "seam", "crash", "timeout", "wrong", "test"]
+#: fails many tests. ``stale`` is an entry for a known failure that has run out or isn't needed any more. ``test`` is a failed test
+#: for none of the other reasons.
+Kind = Literal["hardware", "installation", "import", "seam", "crash", "timeout", "wrong", "stale", "test"]
 
-Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
+#: ``flaky`` and ``known``: as in `Verdict`.
+Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "flaky", "known"]
+
+Better = Literal["lower", "higher"]
+
+
+class Figure(NamedTuple):
+    """A number that a test measured.
+
+    Attributes:
+        name: its name, unique in a cell.
+        value: a finite number.
+        unit: such as ``"ms"``; values in different units aren't compared. May be empty.
+        better: which values are better; None if neither are.
+    """
+
+    name: str
+    value: float
+    unit: str = ""
+    better: Better | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +51,7 @@ class Test:
         nodeid: pytest's node id, relative to the project.
         seconds: the time of setup, call and teardown together.
         message: the report of a failure or the reason of a skip; empty for a test that passed.
+        figures: the numbers that it measured.
     """
 
     __test__ = False  # pytest collects classes called Test
@@ -35,6 +60,12 @@ class Test:
     outcome: Outcome
     seconds: float
     message: str = ""
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def bad(self) -> bool:
+        """Whether it fails the cell."""
+        return self.outcome in ("failed", "error")
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def jobs_of(
         else:
             parts = (base, layer)
         attempt = (attempts or {}).get(cell, 0) + 1
-        jobs.append(Job(cell, parts, tests, environments, attempt, tuple(arguments)))
+        jobs.append(Job(cell, parts, tests, environments, attempt, tuple(arguments), axes.known_of(cell)))
     try:
         environments.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

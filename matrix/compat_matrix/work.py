@@ -15,11 +15,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .axes import Tests
+from .axes import Known, Tests
 from .cells import Cell
 from .environments import Environments, InstallationError
 from .errors import MatrixError
-from .outcomes import judge, read_report_log
+from .figures import distinct
+from .outcomes import judge, read_report_log, retried, tied
 from .pins import Part
 from .processes import INSIDE, Fresh, Hosts, Process, end
 from .results import CellResult, Kind, Verdict
@@ -34,6 +35,11 @@ _NOT_INHERITED = (
 #: Seconds for a process to end by itself.
 _GRACE = 5.0
 
+#: The files of a cell's process in its temporary folder.
+_REPORT, _RETRY_REPORT, _CACHE = "report.jsonl", "retry.jsonl", "cache"
+#: In pytest's cache, the tests that failed.
+_LAST_FAILED = f"{_CACHE}/v/cache/lastfailed"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -43,6 +49,8 @@ class Job:
         parts: its base and its layer, or the reason why it can't be resolved.
         attempt: the number of the attempt in its run, from 1.
         arguments: further arguments for pytest.
+        known: the failures that are tied to an issue in this cell.
+        retry: repeat failed tests once, in a process of their own, if the command is pytest.
     """
 
     cell: Cell
@@ -51,6 +59,8 @@ class Job:
     environments: Environments
     attempt: int = 1
     arguments: tuple[str, ...] = ()
+    known: tuple[Known, ...] = ()
+    retry: bool = False
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -96,26 +106,47 @@ def run(
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as scratch:
         folder = Path(scratch)
         (folder / "log").touch()
+        deadline = time.monotonic() + job.tests.minutes * 60
         try:
             process = _start(job, python, layer, folder, gpus, hosts)
         except OSError as error:
             return result("failed", "installation", f"{job.tests.command[0]} can't be started: {error.strerror}")
-        returncode = _supervise(process, job.tests.minutes, cancelled)
+        returncode = _supervise(process, deadline, cancelled)
+        tests, uncollected = read_report_log(folder / _REPORT)
+        tests, stale = tied(tests, job.known, job.cell, started.date())
+        if job.retry and returncode == 1 and (folder / _LAST_FAILED).exists() and any(test.bad for test in tests):
+            process = _start(job, python, layer, folder, gpus, hosts, again=True)
+            _supervise(process, deadline, cancelled)
+            tests = retried(tests, read_report_log(folder / _RETRY_REPORT)[0])
         text = (folder / "log").read_text(encoding="utf-8", errors="replace")
-        tests, uncollected = read_report_log(folder / "report.jsonl")
         found = _read_environment(folder / "environment.json")
-    verdict, kind, reason = judge(tests, uncollected, found, text, returncode, job.tests.minutes)
+    tests = distinct(tests)
+    verdict, kind, reason = judge(tests, uncollected, found, text, returncode, job.tests.minutes, stale)
     return result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=text)
 
 
-def _start(job: Job, python: Path, layer: Path, folder: Path, gpus: Sequence[str], hosts: Hosts | None) -> Process:
+def _start(
+    job: Job,
+    python: Path,
+    layer: Path,
+    folder: Path,
+    gpus: Sequence[str],
+    hosts: Hosts | None,
+    *,
+    again: bool = False,
+) -> Process:
+    """Start the command of a job; `again`: pytest, with the tests that failed, which leaves the cell's report as it is."""
     environment = _environment(job, layer, folder, gpus)
+    if again:
+        del environment["COMPAT_MATRIX_ENVIRONMENT"]
     place = (environment, job.environments.project, folder / "log")
     first, *rest = job.command
     if first != "pytest":
         return Fresh([str(python) if part == "python" else part for part in job.command], *place)
-    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / 'report.jsonl'}"]
-    arguments += ["-p", "no:cacheprovider", *rest]
+    arguments = ["pytest", "-p", "kernel_compat_cell", "-p", "kernel_compat_figures"]
+    arguments += [f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
+    arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
+    arguments += [*rest, *(["--last-failed"] if again else [])]
     if len(gpus) > 1:
         arguments += ["-n", str(len(gpus))]
     if hosts is not None and not gpus:
@@ -143,9 +174,8 @@ def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> di
     }
 
 
-def _supervise(process: Process, minutes: float, cancelled: threading.Event | None) -> int | None:
-    """The return code of the process; None if it was ended at its time limit."""
-    deadline = time.monotonic() + minutes * 60
+def _supervise(process: Process, deadline: float, cancelled: threading.Event | None) -> int | None:
+    """The return code of the process; None if it was ended at `deadline`, in seconds of the monotonic clock."""
     try:
         while True:
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -12,9 +14,14 @@ from kernel_compat.kernels import reference
 pytestmark = pytest.mark.gpu
 
 
-def test_check_finds_it_right(name: str) -> None:
+def test_check_finds_it_right(
+    name: str, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
     (result,) = [r for r in check.run([name]).names if r.name == name]
     assert result.verdict == "right", result
+    largest = max(case.errors["output"] for case in result.cases if case.errors)
+    kernel = request.node.callspec.params["kernel"]
+    record_property("figure", {"name": f"largest error, {kernel}", "value": largest, "unit": ""})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

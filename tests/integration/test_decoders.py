@@ -45,16 +45,24 @@ def padding(side: str) -> Tensor:
     return mask if side == "left" else mask.flip(1)
 
 
-def compare(pair: tuple[Any, Any], expected: Tensor, found: Tensor) -> None:
+def compare(pair: tuple[Any, Any], expected: Tensor, found: Tensor) -> tuple[float, float]:
+    """Compare the logits and their gradients; returns the errors of both."""
     eager, ours = pair
-    assert distance(found, expected) < LOGITS
-    assert distance(gradients(ours, found), gradients(eager, expected)) < GRADIENTS
+    logits = distance(found, expected)
+    assert logits < LOGITS
+    gradient = distance(gradients(ours, found), gradients(eager, expected))
+    assert gradient < GRADIENTS
+    return logits, gradient
 
 
-def test_batched(pair: tuple[Any, Any]) -> None:
+def test_batched(
+    pair: tuple[Any, Any], request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
     ids = tokens()
     expected, found = (model(input_ids=ids, use_cache=False).logits for model in pair)
-    compare(pair, expected, found)
+    model = request.node.callspec.params["pair"]
+    for of, error in zip(("logits", "gradients"), compare(pair, expected, found), strict=True):
+        record_property("figure", {"name": f"error of {of}, {model}", "value": error, "unit": ""})
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date
 from itertools import product
 from pathlib import Path
 
@@ -56,6 +57,19 @@ command = ["pytest", "tests/gpu"]
 minutes = 0.5
 gpus = 1
 environment = { HF_HUB_OFFLINE = "1" }
+
+[[known]]
+when = "transformers>=5.20"
+test = "tests/test_generate.py::test_beams[*]"
+issue = "https://github.com/huggingface/transformers/issues/1"
+until = "2026-12-31"
+because = "beams are reordered twice"
+
+[[known]]
+test = "tests/test_load.py::test_sharded"
+issue = "https://github.com/pytorch/pytorch/issues/2"
+until = "torch>=2.11"
+because = "a wrong stride"
 """
 GOOD = GOOD.replace('"(device==cpu) != (fa==none)"', '"device==cpu and fa!=none or device==cuda and fa==none"')
 
@@ -115,6 +129,27 @@ def line(text: str, part: str) -> int:
         ("gpus = 1", "gpus = true", "gpus = true", "tests.1.gpus: Input should be a valid integer"),
         ('["pytest", "tests/gpu"]', "[]", "command = []", "tests.1.command: List should have at least 1 item"),
         ('{ HF_HUB_OFFLINE = "1" }', "{ HF_HUB_OFFLINE = 1 }", "{ HF", "tests.1.environment.HF_HUB_OFFLINE: Input"),
+        ('until = "2026-12-31"', 'until = "soon"', '"soon"', "known.0.until: this isn't a condition on cells"),
+        ('until = "2026-12-31"', 'until = "2026-02-30"', "2026-02-30", "known.0.until: day"),
+        ('until = "2026-12-31"', 'until = ""', 'until = ""', "known.0.until: this isn't a condition on cells"),
+        ('until = "2026-12-31"', "until = 2026-12-31", "until = 2026", "known.0.until: Input should be a valid string"),
+        ('until = "torch>=2.11"\n', "", '[[known]]\ntest = "tests/test_load', "known.1.until: Field required"),
+        (
+            'issue = "https://github.com/pyt',
+            'issue = "github.com/pyt',
+            '"github.com/pyt',
+            "known.1.issue: String should",
+        ),
+        ('"https://github.com/pyt', '"javascript:alert(1)//', '"javascript', "known.1.issue: String should match"),
+        (
+            '"transformers>=5.20"\ntest',
+            '"transformers>=x"\ntest',
+            '"transformers>=x"',
+            "known.0.when: transformers is a",
+        ),
+        ('test = "tests/test_load.py::test_sharded"', 'test = ""', 'test = ""', "known.1.test: String should have at"),
+        ('because = "a wrong stride"', 'because = ""', 'because = ""', "known.1.because: String should have at least"),
+        ('because = "a wrong stride"', 'why = "x"', 'why = "x"', "known.1.why: Extra inputs are not permitted"),
         ('path = "."', "path = 3", "path = 3", "project.path: Input should be a valid string"),
     ],
 )
@@ -203,6 +238,15 @@ def test_a_cell_runs_the_first_tests_that_fit(axes: Axes) -> None:
     assert axes.tests_of(cuda) == axes.tests[1]
     with pytest.raises(MatrixError, match="axes.toml has the suites default, not 'full'"):
         axes.tests_of(cpu, "full")
+
+
+def test_a_cell_has_the_known_failures_that_fit(axes: Axes) -> None:
+    old, new = Cell("3.11", "4.57", "2.10"), Cell("3.11", "5.21", "2.11")
+    assert [known.because for known in axes.known_of(old)] == ["a wrong stride"]
+    beams, stride = axes.known_of(new)
+    assert (beams.last_day, stride.last_day) == (date(2026, 12, 31), None)
+    assert [beams.ended(new, date(2026, 12, 31)), beams.ended(new, date(2027, 1, 1))] == [False, True]
+    assert [stride.ended(cell, date(2027, 1, 1)) for cell in (old, new)] == [False, True]
 
 
 def test_supported_stands_for_the_releases_of_the_library(tmp_path: Path) -> None:

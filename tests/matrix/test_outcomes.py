@@ -7,16 +7,20 @@ import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked import Forked
 
-from compat_matrix.outcomes import distance_in, judge, read_report_log
+from compat_matrix.axes import Known
+from compat_matrix.cells import Cell
+from compat_matrix.figures import distinct
+from compat_matrix.outcomes import distance_in, judge, read_report_log, retried, tied
 from compat_matrix.processes import INSIDE
-from compat_matrix.results import Kind, Test, Verdict
+from compat_matrix.results import Figure, Kind, Test, Verdict
 
 
 @dataclass
@@ -51,7 +55,7 @@ def ran(folder: Path, *arguments: str, **files: str) -> Ran:
         "COMPAT_MATRIX_ENVIRONMENT": str(environment),
     }
     command = ["-m", "pytest", "-p", "pytest_reportlog.plugin", "-p", "kernel_compat_cell", "-p", "no:cacheprovider"]
-    command += [f"--report-log={report}", *arguments]
+    command += ["-p", "kernel_compat_figures", f"--report-log={report}", *arguments]
     log = folder / "log"
     if "kernel_compat" in files:  # a forked process would already have imported the real one
         with log.open("wb") as output:
@@ -337,3 +341,232 @@ def test_a_log_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
 def test_a_distance_is_read_from_a_failure(message: str, distance: float | str | None) -> None:
     found = distance_in(message)
     assert found == distance or str(found) == distance
+
+
+def test_figures(tmp_path: Path) -> None:
+    found = ran(
+        tmp_path,
+        test_it="""
+        import pytest
+
+        class Tensor:
+            def __float__(self): return 2.5
+
+        def test_fixture(figure):
+            figure("step time", 12, "ms")
+            figure("throughput", Tensor(), "tokens/s", better="higher")
+
+        def test_property(record_property):
+            record_property("figure", {"name": "error", "value": 1e-7, "unit": "", "better": None})
+            record_property("other", 3)
+
+        @pytest.fixture
+        def late(record_property):
+            yield
+            record_property("figure", {"name": "late", "value": 1, "unit": "s"})
+
+        def test_tear_down(late): pass
+        """,
+    )
+    assert [test.figures for test in found.tests] == [
+        (Figure("step time", 12.0, "ms", "lower"), Figure("throughput", 2.5, "tokens/s", "higher")),
+        (Figure("error", 1e-7, "", None),),
+        (Figure("late", 1.0, "s", "lower"),),
+    ]
+    assert found.verdict == ("passed", None, "")
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ("figure('a', float('nan'), 'ms')", "the figure 'a' is nan, and has to be finite"),
+        ("figure('a', float('-inf'), 'ms')", "the figure 'a' is -inf, and has to be finite"),
+        ("figure('a', 'fast', 'ms')", "could not convert string to float: 'fast'"),
+        ("figure('a', 1, 'ms', better='smaller')", "better: Input should be 'lower' or 'higher'"),
+        ("figure('', 1, 'ms')", "name: String should have at least 1 character"),
+        ("figure('a' * 101, 1, 'ms')", "name: String should have at most 100 characters"),
+        ("figure('a\\x1b[2J', 1, 'ms')", "has characters that can't be printed"),
+        ("figure('a', 1, 2)", "unit: Input should be a valid string"),
+        ("record_property('figure', {'name': 'a', 'value': float('nan'), 'unit': ''})", "should be a finite number"),
+        ("record_property('figure', {'name': 'a', 'value': float('inf'), 'unit': ''})", "should be a finite number"),
+        ("record_property('figure', {'name': 'a', 'value': '1', 'unit': ''})", "value: Input should be a valid number"),
+        (
+            "record_property('figure', {'name': 'a', 'value': True, 'unit': ''})",
+            "value: Input should be a valid number",
+        ),
+        ("record_property('figure', {'name': 'a', 'value': 10 ** 400, 'unit': ''})", "value: Input should be a "),
+        ("record_property('figure', {'name': 'a', 'value': 1})", "unit: Field required"),
+        ("record_property('figure', {'name': 'a', 'value': 1, 'unit': '', 'x': 1})", "x: Extra inputs"),
+        ("record_property('figure', 3)", "Input should be a valid dictionary"),
+        ("record_property('figure', object())", "its figures aren't JSON"),
+    ],
+)
+def test_a_bad_figure_fails_its_test_alone(tmp_path: Path, record: str, says: str) -> None:
+    found = ran(
+        tmp_path,
+        test_it=f"""
+        def test_good(figure): figure("good", 1, "ms")
+        def test_bad(figure, record_property): {record}
+    """,
+    )
+    good, bad = found.tests
+    assert (good.outcome, good.figures) == ("passed", (Figure("good", 1.0, "ms", "lower"),))
+    assert (bad.outcome, bad.figures) == ("failed", ())
+    assert says in bad.message
+    assert found.verdict == ("failed", "test", "1 of 2 tests failed, the first of them test_it.py::test_bad")
+
+
+def test_properties_that_are_not_json_and_no_figures_are_fine(tmp_path: Path) -> None:
+    found = ran(tmp_path, test_it="def test_it(record_property): record_property('model', object())")
+    assert found.verdict == ("passed", None, "")
+
+
+def test_a_figure_has_one_value_and_one_unit_in_a_cell() -> None:
+    milliseconds, seconds = Figure("step", 1.0, "ms", "lower"), Figure("step", 0.001, "s", "lower")
+    first = Test("test_a", "passed", 0.1, figures=(milliseconds,))
+    same = Test("test_b", "passed", 0.1, figures=(milliseconds, Figure("other", 2.0)))
+    unit = Test("test_c", "failed", 0.1, "assert 0", figures=(seconds,))
+    twice = Test("test_d", "passed", 0.1, figures=(Figure("x", 1.0), Figure("x", 1.0)))
+    assert distinct([first, same, unit, twice]) == [
+        first,
+        Test(
+            "test_b",
+            "failed",
+            0.1,
+            "the figure 'step' was recorded before, by test_a",
+            (Figure("other", 2.0),),
+        ),
+        Test(
+            "test_c",
+            "failed",
+            0.1,
+            "the figure 'step' was recorded before, by test_a, in 'ms' there and in 's' here\nassert 0",
+        ),
+        Test("test_d", "failed", 0.1, "the figure 'x' was recorded before, by test_d", (Figure("x", 1.0),)),
+    ]
+
+
+def test_a_test_that_passes_when_it_is_repeated_is_flaky() -> None:
+    once = [Test("a", "passed", 1.0), Test("b", "failed", 1.0, "b failed"), Test("c", "error", 1.0, "c failed")]
+    again = [Test("b", "passed", 2.0, figures=(Figure("x", 1.0),)), Test("c", "skipped", 0.0)]
+    tests = retried(once, again)
+    assert tests == [once[0], Test("b", "flaky", 2.0, "b failed", (Figure("x", 1.0),)), once[2]]
+    assert judge(tests, [], {}, "", 1, 1) == ("failed", "test", "1 of 3 tests failed, the first of them c")
+    assert judge(tests[:2], [], {}, "", 1, 1) == (
+        "flaky",
+        None,
+        "1 of 2 tests failed, and passed when repeated, the first of them b",
+    )
+    assert judge(tests[:2], [], {}, "oh", 2, 1) == ("failed", "test", "its command ended with 2: oh")
+
+
+def test_what_pytest_rerunfailures_repeated_is_flaky(tmp_path: Path) -> None:
+    """The log is one that it wrote: properties of both tries add up."""
+    one, two = (["figure", {"name": "x", "value": value, "unit": ""}] for value in (1, 2))
+    entries = [
+        ("setup", "passed", []),
+        ("call", "rerun", [one]),
+        ("teardown", "passed", [one]),
+        ("setup", "passed", [one]),
+        ("call", "passed", [one, two]),
+        ("teardown", "passed", [one, two]),
+    ]
+    path = tmp_path / "report.jsonl"
+    with path.open("w") as file:
+        for when, outcome, properties in entries:
+            entry = {"$report_type": "TestReport", "nodeid": "t.py::test", "when": when, "outcome": outcome}
+            longrepr = "it failed" if outcome == "rerun" else None
+            file.write(json.dumps({**entry, "user_properties": properties, "longrepr": longrepr, "duration": 1}) + "\n")
+    tests, _ = read_report_log(path)
+    assert tests == [Test("t.py::test", "flaky", 6, "it failed", (Figure("x", 2.0, "", "lower"),))]
+    assert judge(distinct(tests), [], {}, "", 0, 1)[0] == "flaky"
+
+
+@pytest.mark.parametrize("odd", ["('figure', 1, 2)", "3", "('figure',)", "None", "('a', 'b')"])
+def test_properties_of_any_form_are_read(tmp_path: Path, odd: str) -> None:
+    code = f"def test_it(request, figure):\n    figure('a', 1, '')\n    request.node.user_properties.append({odd})"
+    found = ran(tmp_path, test_it=code)
+    assert found.tests[0].figures == (Figure("a", 1.0, "", "lower"),)
+
+
+ISSUE = "https://example.org/issues/1"
+
+
+def known(test: str = "t.py::test_a", until: str = "2026-12-31") -> Known:
+    return Known(test=test, issue=ISSUE, until=until, because="upstream")
+
+
+CELL = Cell("3.12", "5.23", "2.11")
+BAD, GOOD = Test("t.py::test_a", "failed", 1.0, "off by 0.5"), Test("t.py::test_a", "passed", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "test", "verdict"),
+    [
+        pytest.param(known(), BAD, ("known", None, f"1 of 1 tests fail, as is known: {ISSUE}: upstream"), id="known"),
+        pytest.param(known(until="2026-11-20"), BAD, "known", id="on the last day"),
+        pytest.param(known(until="transformers>=5.24"), BAD, "known", id="before the release"),
+        pytest.param(known("t.py::*"), BAD, "known", id="pattern"),
+        pytest.param(
+            known(until="2026-11-19"),
+            BAD,
+            (
+                "failed",
+                "wrong",
+                f"1 of 1 tests are off, by up to 0.5 (and t.py::test_a was known to fail until 2026-11-19: {ISSUE})",
+            ),
+            id="run out",
+        ),
+        pytest.param(
+            known(until="transformers>=5.23"),
+            BAD,
+            (
+                "failed",
+                "wrong",
+                f"1 of 1 tests are off, by up to 0.5 (and t.py::test_a was known to fail until transformers>=5.23: {ISSUE})",
+            ),
+            id="released",
+        ),
+        pytest.param(
+            known(),
+            GOOD,
+            (
+                "failed",
+                "stale",
+                f"t.py::test_a passes: it needs no entry as a known failure any more, for {ISSUE}",
+            ),
+            id="passes",
+        ),
+        pytest.param(known(until="2026-11-19"), GOOD, "failed", id="run out and passes"),
+        pytest.param(known(until="transformers>=5.23"), GOOD, "passed", id="repaired in the release that was named"),
+        pytest.param(known("t.py::test"), BAD, "failed", id="another test"),
+        pytest.param(known("t.py::test"), GOOD, "passed", id="another test that passes"),
+        pytest.param(known(), Test("t.py::test_a", "skipped", 0.0, "no"), "not run", id="skipped"),
+        pytest.param(known(), Test("t.py::test_a", "error", 0.0, "it didn't finish"), "failed", id="a crash"),
+    ],
+)
+def test_a_known_failure(entry: Known, test: Test, verdict: str | tuple[Verdict, Kind | None, str]) -> None:
+    tests, stale = tied([test], [entry], CELL, date(2026, 11, 20))
+    found = judge(tests, [], {}, "", 1 if test.bad else 0, 1, stale)
+    assert found == verdict or found[0] == verdict, found
+
+
+def test_known_failures_hide_no_other() -> None:
+    other = Test("t.py::test_b", "failed", 1.0, "assert 0")
+    tests, stale = tied([BAD, other], [known()], CELL, date(2026, 11, 20))
+    assert [test.outcome for test in tests] == ["known", "failed"]
+    assert tests[0].message == f"{ISSUE}: upstream\noff by 0.5"
+    assert judge(tests, [], {}, "", 1, 1, stale)[2] == "1 of 2 tests failed, the first of them t.py::test_b"
+    tests, stale = tied([BAD, replace(GOOD, nodeid="t.py::test_b")], [known("t.py::test_*")], CELL, date(2026, 11, 20))
+    assert stale == []  # some of them fail still
+    wide = known("t.py::*")
+    tests, stale = tied([BAD, replace(GOOD, nodeid="t.py::test_b")], [known(), wide], CELL, date(2026, 11, 20))
+    assert stale == []  # also if another entry has them
+    assert judge(tests, [], {}, "Fatal Python error: x", -6, 1, stale)[:2] == ("failed", "crash")
+
+
+def test_a_node_id_is_no_regular_expression() -> None:
+    assert known("t.py::test[a.b+c]").matches("t.py::test[a.b+c]")
+    assert not known("t.py::test[a.b+c]").matches("t.py::testa")
+    assert known("t.py::test[*]").matches("t.py::test[one\ntwo]")
+    assert not known("t.py::test").matches("t.py::test_more")

@@ -114,7 +114,8 @@ def test_inactive_it_imports_nothing_and_active_neither_torch_nor_transformers(
     assert ("compat_matrix.matrix_client" in ours) == active
     assert not {"torch", "transformers", "numpy", "sqlalchemy", "pydantic", "starlette"} & modules
     if not active:
-        assert ours == {"compat_matrix", "compat_matrix.pytest_plugin"}
+        cell = {"compat_matrix.cell", "compat_matrix.cell.kernel_compat_figures"}
+        assert ours == {"compat_matrix", "compat_matrix.pytest_plugin", *cell}
         assert "urllib.request" not in modules
 
 
@@ -128,6 +129,20 @@ def test_a_project_loads_it_by_a_line_of_its_own(service: Service, project: pyte
     assert project.runpytest_inprocess().ret == pytest.ExitCode.USAGE_ERROR
     assert len(service.asked) == 1
     assert not collected(project)
+
+
+def test_figures_are_recorded_outside_of_the_matrix_too(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_it="""
+        def test_it(figure):
+            figure("step time", 12.5, "ms", better="higher")
+        def test_bad(figure):
+            figure("step time", float("nan"), "ms")
+        """
+    )
+    project.runpytest_subprocess(*PLUGIN, "--junit-xml=report.xml").assert_outcomes(passed=1, failed=1)
+    report = (project.path / "report.xml").read_text()
+    assert "'name': 'step time', 'value': 12.5, 'unit': 'ms', 'better': 'higher'" in report
 
 
 def test_pytest_does_not_find_it_by_itself() -> None:

@@ -20,6 +20,7 @@ from small import PYTHON, TAG, Small
 
 from compat_matrix import gpus
 from compat_matrix.errors import MatrixError
+from compat_matrix.results import Figure
 
 #: Records in files which cells began and which ended, and sleeps for the given time.
 SAYS = """
@@ -294,6 +295,117 @@ def test_what_failed_runs_once_more(small: Small) -> None:
     assert done.returncode == 0, done
     assert "1 cells" in done.stdout
     assert [(one.verdict, one.attempt) for one in small.results().values()] == [("passed", 1), ("passed", 2)]
+
+
+FLAKY = """
+    from pathlib import Path
+
+    def test_passes(): pass
+
+    def test_flaky(figure):
+        seen = Path("seen")
+        first = not seen.exists()
+        seen.write_text("")
+        figure("tries", 1 if first else 2, "")
+        assert not first, "the first time"
+
+    {fails}
+"""
+
+
+@forked
+def test_a_failed_test_is_repeated_on_request(small: Small, how: tuple[str, ...]) -> None:
+    small.write("test_it.py", FLAKY.format(fails=""))
+    small.axes(("5.0",))
+    done = small.run("run", "--retry-failed", *how)
+    assert done.returncode == 0, done
+    assert "1 flaky" in done.stdout
+    (found,) = small.results().values()
+    assert (found.verdict, found.kind) == ("flaky", None)
+    assert found.reason == "1 of 2 tests failed, and passed when repeated, the first of them test_it.py::test_flaky"
+    assert [test.outcome for test in found.tests] == ["passed", "flaky"]
+    assert "the first time" in found.tests[1].message
+    assert found.tests[1].figures == (Figure("tries", 2.0, "", "lower"),)
+    assert "1 failed, 1 passed" in found.log
+    assert "rerun previous 1 failure" in found.log
+    assert found.environment["packages"]["pytest"]
+    assert not (small.folder / ".pytest_cache").exists()
+    assert small.run("run", *how).returncode == 0  # now it passes
+    (small.folder / "seen").unlink()
+    assert small.run("run", *how).returncode == 1  # not repeated unless requested
+    (found,) = small.results().values()
+    assert found.verdict == "failed"
+
+
+def test_a_test_that_fails_twice_has_failed(small: Small) -> None:
+    small.write("test_it.py", FLAKY.format(fails="def test_fails(): assert 0"))
+    small.axes(("5.0",))
+    assert small.run("run", "--retry-failed").returncode == 1
+    (found,) = small.results().values()
+    assert (found.verdict, found.reason) == ("failed", "1 of 3 tests failed, the first of them test_it.py::test_fails")
+    assert [test.outcome for test in found.tests] == ["passed", "flaky", "failed"]
+
+
+def test_without_pytest_s_cache_nothing_is_repeated(small: Small) -> None:
+    small.write("test_it.py", FLAKY.format(fails=""))
+    small.write("pytest.ini", "[pytest]\naddopts = -p no:cacheprovider --strict-config")
+    small.axes(("5.0",))
+    assert small.run("run", "--retry-failed").returncode == 1
+    (found,) = small.results().values()
+    assert (found.verdict, found.reason) == ("failed", "1 of 2 tests failed, the first of them test_it.py::test_flaky")
+
+
+def test_a_repetition_ends_at_the_time_limit_of_the_cell(small: Small) -> None:
+    hangs = FLAKY.replace('assert not first, "the first time"', "assert not first; import time; time.sleep(60)")
+    small.write("test_it.py", hangs.format(fails=""))
+    small.axes(("5.0",), minutes=0.1)
+    began = time.monotonic()
+    assert small.run("run", "--retry-failed").returncode == 1
+    assert time.monotonic() - began < 30
+    (found,) = small.results().values()
+    assert (found.verdict, found.kind) == ("failed", "test")
+
+
+KNOWN = """
+[[known]]
+when = "transformers>=5.1"
+test = "test_it.py::test_fails"
+issue = "https://example.org/issues/1"
+until = "{until}"
+because = "upstream"
+"""
+
+
+def test_known_failures(small: Small) -> None:
+    small.write(
+        "test_it.py", "def test_fails():\n    import transformers\n    assert transformers.good\ndef test_a(): pass"
+    )
+    small.axes(("5.0", "5.1", "5.2"), more=KNOWN.format(until="transformers>=5.2"))
+    for version, good in (("5.0.0", 1), ("5.1.0", 0), ("5.2.0", 1)):
+        small.wheel("transformers", version, {"transformers.py": f"good = {good}"}, f"{TAG}-tf{version[:3]}")
+    done = small.run("run")
+    assert done.returncode == 0, done
+    assert "2 passed, 1 known" in done.stdout or "1 known, 2 passed" in done.stdout, done
+    found = {name.split("-")[1]: one for name, one in small.results().items()}
+    assert {name: one.verdict for name, one in found.items()} == {
+        "tf5.0": "passed",
+        "tf5.1": "known",
+        "tf5.2": "passed",
+    }
+    assert found["tf5.1"].reason == "1 of 2 tests fail, as is known: https://example.org/issues/1: upstream"
+    assert found["tf5.1"].tests[0].outcome == "known"
+
+    small.axes(("5.0", "5.1", "5.2"), more=KNOWN.format(until="2020-01-01"))
+    assert small.run("run", "--retry-failed").returncode == 1
+    found = {name.split("-")[1]: one for name, one in small.results().items()}
+    assert {name: (one.verdict, one.kind) for name, one in found.items()} == {
+        "tf5.0": ("passed", None),
+        "tf5.1": ("failed", "test"),
+        "tf5.2": ("failed", "stale"),
+    }
+    assert found["tf5.1"].reason.endswith(
+        "(and test_it.py::test_fails was known to fail until 2020-01-01: https://example.org/issues/1)"
+    )
 
 
 def test_a_run_does_not_go_on_with_axes_that_lack_its_cells(small: Small) -> None:

@@ -333,7 +333,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
         ("python=3.9", "there are 3.11, 3.12, 3.13, all"),
         ("device=tpu", "there are cpu, cuda, all"),
         ("flash_attention=fa9", "there are none, fa2, fa4, all"),
-        ("state=green", "the states are passed, wrong, failed, refused, not run, running, waiting"),
+        ("state=green", "the states are passed, flaky, known, wrong, failed, refused, not run, running, waiting"),
         ("only=torch", ""),
         ("only=" + "(" * 400, ""),
         ("only=" + "x" * 501, "longer than 500"),

@@ -27,7 +27,7 @@ from stored import cells, failed, not_run, passed, stored
 
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
-from compat_matrix.results import CellResult, Test
+from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service import api_read, feed, queries, verdicts
 from compat_matrix.service.app import create_app
 from compat_matrix.service.queue import Queue
@@ -403,6 +403,42 @@ def test_a_result_has_its_tests_and_its_log_is_apart(store: Store, client: TestC
     assert (log.text, log.headers["content-type"]) == ("collected\nfailed\n", "text/plain; charset=utf-8")
     assert "no such result" in get(client, f"runs/{run}/cells/{cell}", 404, attempt=3)["detail"]
     get(client, f"runs/{run}/cells/{cell}/log", 404, attempt=3)
+
+
+def test_figures_are_part_of_a_result_and_of_changes(store: Store, client: TestClient) -> None:
+    cell = cells()[0]
+
+    def run(value: float) -> str:
+        figure = Figure("step\x07 time", value, "ms", "lower")
+        return stored(store, [passed(cell, tests=[Test("t.py::test", "passed", 0.1, "", (figure,))])])
+
+    old = [run(value) for value in (10, 10.1, 9.9, 10, 10.2, 9.8)][-1]
+    new = run(20)
+    assert get(client, f"runs/{new}/cells/{cell}")["figures"] == [
+        {"test": "t.py::test", "name": "step\ufffd time", "value": 20.0, "unit": "ms", "better": "lower"}
+    ]
+    (change,) = get(client, "diff", old=old, new=new)["figures"]
+    assert (change["cell"], change["name"], change["value"]) == (cell.name, "step\ufffd time", 20.0)
+    assert change["usual"] == pytest.approx(10)
+    assert change["low"] < 9.8 < 10.2 < change["high"]
+
+
+def test_flaky_and_known_are_verdicts_of_their_own(store: Store, client: TestClient) -> None:
+    flaky, known = cells()[:2]
+    stored(store, [passed(flaky), passed(known)])
+    stored(
+        store,
+        [
+            dataclasses.replace(passed(flaky), verdict="flaky", reason="1 of 2 tests failed"),
+            dataclasses.replace(passed(known), verdict="known", reason="https://example.org/1"),
+        ],
+    )
+    for cell, verdict in ((flaky, "flaky"), (known, "known")):
+        found = get(client, "compat", transformers=cell.transformers, torch=cell.torch)
+        assert (found["match"], found["verdict"], found["tested"][0]["verdict"]) == ("exact", verdict, verdict)
+        assert get(client, "runs/latest/cells", state=verdict)["cells"][0]["cell"] == cell.name
+    assert get(client, "compat", transformers=flaky.transformers)["verdict"] == "known"  # the worst
+    assert "0 of 1 passed" in client.get("badges/torch/2.10.svg").text
 
 
 def test_whatever_a_cell_gave_is_valid_json_and_text(store: Store, client: TestClient) -> None:

@@ -21,7 +21,7 @@ from stored import cells, failed, not_run, passed, stored
 
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
-from compat_matrix.results import Test
+from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.store import Store, database, schema
 from compat_matrix.store.models import metadata
 
@@ -266,6 +266,36 @@ def test_export_writes_one_file_with_just_these(store: Store, tmp_path: Path) ->
         store.export([first], target)
 
 
+def with_figures(cell: Cell, *figures: Figure) -> CellResult:
+    return passed(cell, tests=[Test("t.py::test_a", "passed", 0.1), Test("t.py::test_b", "flaky", 0.1, "", figures)])
+
+
+def test_figures_come_back_and_are_merged_and_exported(store: Store, other: Store, tmp_path: Path) -> None:
+    step, error = Figure("step time", 12.5, "ms", "lower"), Figure("error", 1e-300)
+    found = with_figures(CELLS[0], error, step)
+    run = stored(other, [found, passed(CELLS[1])])
+    assert other.result(run, CELLS[0]) == found
+    assert other.figures(run) == {CELLS[0]: [error, step]}
+    assert store.merge(other) == [run]
+    assert store.result(run, CELLS[0]) == found
+    later = store.new_run([CELLS[0]])
+    store.add(later, with_figures(CELLS[0], step._replace(value=13.0)))
+    store.add(later, dataclasses.replace(with_figures(CELLS[0], step), attempt=2, environment={}))
+    assert store.figures(later) == {CELLS[0]: [step]}  # the latest attempt
+    measured = store.measured(cell=CELLS[0])[CELLS[0]]
+    assert [(one.run.id, one.figure.name, one.figure.value, one.device) for one in measured] == [
+        (run, "error", 1e-300, "cpu"),
+        (run, "step time", 12.5, "cpu"),
+        (later, "step time", 13.0, "cpu"),
+        (later, "step time", 12.5, ""),
+    ]
+    assert {cell: len(some) for cell, some in store.measured(runs=[run]).items()} == {CELLS[0]: 2}
+    assert store.measured(cell=CELLS[1]) == {}
+    store.export([run], tmp_path / "one.db")
+    with Store.open(str(tmp_path / "one.db")) as exported:
+        assert exported.result(run, CELLS[0]) == found
+
+
 # Several processes.
 
 
@@ -368,7 +398,8 @@ def test_a_store_of_the_first_revision_is_migrated_with_its_results(url: str) ->
         found = store.result(store.resolve("old"), CELLS[0])
         assert found.reason == "old reason"
         assert found.tests == (Test("test_old.py::test", "failed", 1.5),)
-        assert store.summary(store.resolve("latest"))[CELLS[0]].failed == 1
+        summary = store.summary(store.resolve("latest"))[CELLS[0]]
+        assert (summary.failed, summary.flaky, summary.known) == (1, 0, 0)
         assert not store.run(store.resolve("old")).partial
         store.add(store.resolve("old"), passed(CELLS[0], attempt=2))
 

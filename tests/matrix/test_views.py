@@ -18,7 +18,7 @@ from stored import SHIMS, cells, failed, not_run, passed, stored
 from compat_matrix.cells import Cell
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
-from compat_matrix.results import Test
+from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.store import Store
 from compat_matrix.views import architectures, common, compatibility, diff, explain, export, merge, report, runs, show
 from kernel_compat.proving import table
@@ -290,7 +290,7 @@ def test_diff(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert re.search(rf"Broke: 1\n  {broke} +ok -> SEAM  f is gone\n", shown)
     assert re.search(rf"Mended: 1\n  {mended} +TEST 1 -> ok\n", shown)
-    assert re.search(rf"Fail in another way: 1\n  {changed} +IMPORT -> CRASH  ended by signal 11\n", shown)
+    assert re.search(rf"Ended in another way: 1\n  {changed} +IMPORT -> CRASH  ended by signal 11\n", shown)
     assert re.search(rf"New: 1\n  {NEW[2]} +not there -> TEST 1", shown)
     assert re.search(rf"Gone: 1\n  {gone} +ok -> not run", shown)
     assert f"failed both times: 1\n  {tests}\n    tests/test_it.py::test_c\n" in shown
@@ -334,6 +334,175 @@ def test_nothing_changed(store: Store, call: Command, capsys: pytest.CaptureFixt
     run = stored(store, [passed(OLD[0]), failed(OLD[1])])
     assert call(diff, run, "latest") == 0
     assert capsys.readouterr().out.endswith("\nnothing changed\n")
+
+
+# figures, flaky tests and known failures
+
+
+def measured(store: Store, cell: Cell, *values: float, unit: str = "ms", **more: Any) -> list[str]:
+    """A run for each value of a figure."""
+    figures = [Figure("step time", value, unit, "lower") for value in values]
+    return [
+        stored(store, [passed(cell, tests=[Test("t.py::test", "passed", 0.1, "", (one,))])], **more) for one in figures
+    ]
+
+
+STEADY = (10.0, 10.1, 9.9, 10.0, 10.2, 9.8)
+
+
+def figures_of(shown: str) -> list[str]:
+    return [line.strip() for line in shown.partition("\nfigures\n")[2].partition("\n\n")[0].splitlines()]
+
+
+def test_explain_a_figure(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = OLD[0]
+    measured(store, cell, *STEADY[:5])
+    call(explain, cell.name)
+    few = "too few results to know its noise: 5 of 6"
+    assert figures_of(capsys.readouterr().out) == [f"step time  ▃▆▁▃█  10.2 ms, lower is better  {few}"]
+    measured(store, cell, STEADY[5])
+    call(explain, cell.name)
+    assert figures_of(capsys.readouterr().out)[0].endswith("9.8 ms, lower is better  as usual, 8.951 to 11.05 ms")
+    first, *_ = measured(store, cell, 15.0)
+    call(explain, cell.name)
+    assert figures_of(capsys.readouterr().out)[0].endswith("50 % worse than usual, 8.951 to 11.05 ms")
+    measured(store, cell, 15.1, 14.9)
+    call(explain, cell.name)
+    assert figures_of(capsys.readouterr().out)[0].endswith(f"50 % worse since {first}")
+    measured(store, cell, 0.015, unit="s")
+    call(explain, cell.name)
+    few = "too few results to know its noise: 1 of 6; values in ms aren't compared"
+    assert figures_of(capsys.readouterr().out)[0].endswith(few)
+
+
+def test_a_series_is_of_one_device_and_one_suite(
+    store: Store, call: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = OLD[0]
+    measured(store, cell, *STEADY)
+    found = passed(cell, tests=[Test("t.py::test", "passed", 0.1, "", (Figure("step time", 99.0, "ms", "lower"),))])
+    for device, command in (
+        ("another GPU", "kernel-compat-matrix run"),
+        ("cpu", "kernel-compat-matrix run --suite long"),
+    ):
+        run = store.new_run([cell], command=command)
+        store.add(run, dataclasses.replace(found, environment={"device": device}))
+        call(explain, cell.name)
+        assert figures_of(capsys.readouterr().out)[0].endswith("1 of 6")
+        call(diff, "latest~1", "latest")
+        shown = capsys.readouterr().out
+        assert "Figures beyond" not in shown
+        assert "figures with too few earlier runs to know their noise: 1" in shown
+
+
+def test_diff_of_figures(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = OLD[0]
+    measured(store, cell, *STEADY, 10.3, label="same")
+    assert call(diff, "latest~1", "latest") == 0
+    assert "nothing changed" in capsys.readouterr().out
+    measured(store, cell, 15.0)
+    assert call(diff, "latest~1", "latest") == 0  # noise isn't a failure
+    shown = capsys.readouterr().out
+    assert "Figures beyond the noise of earlier runs: 1\n" in shown
+    assert f"  {cell}  step time: 49 % worse, 15 ms; usual is 10.04 ms, from 8.948 to 11.14\n" in shown
+    assert "nothing changed" not in shown
+    call(diff, "latest~1", "latest", "--json")
+    found = json.loads(capsys.readouterr().out)
+    (change,) = found["figures"]
+    assert (change["cell"], change["name"], change["value"], change["unit"]) == (cell.name, "step time", 15.0, "ms")
+    assert change["usual"] == pytest.approx(sum((*STEADY, 10.3)) / 7)
+    assert found["figures_with_too_few_runs"] == 0
+    measured(store, cell, 15.2)
+    call(diff, "latest~1", "latest")
+    assert "nothing changed" in capsys.readouterr().out  # both are beyond the noise, on the same side
+    call(diff, "latest~2", "latest")
+    assert "51 % worse" in capsys.readouterr().out
+    call(diff, "latest", "latest")
+    assert "nothing changed" in capsys.readouterr().out
+    call(diff, "latest", "latest~3")  # backwards
+    assert "Figures beyond" not in capsys.readouterr().out
+
+
+def test_show_a_figure(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    def with_figures(*figures: Figure) -> list[Test]:
+        return [Test("t.py::test", "passed", 0.1, "", figures)]
+
+    fast, slow = Figure("step time", 10.04, "ms", "lower"), Figure("step time", 0.01521, "s", "lower")
+    size = Figure("size", 3.0)
+    run = stored(
+        store,
+        [passed(OLD[0], tests=with_figures(fast, size)), passed(OLD[1], tests=with_figures(slow)), failed(OLD[2])],
+    )
+    assert call(show, "--figure", "step time") == 0
+    shown = capsys.readouterr().out
+    assert "step time, lower is better\n" in shown
+    assert [re.split("  +", line) for line in _block(shown, "Python 3.12, no FlashAttention, CPU")] == [
+        ["transformers", "torch 2.10", "torch 2.11"],
+        ["4.57", "10.04 ms", "0.01521 s"],
+        ["5.0", "TEST 1"],
+    ]
+    with pytest.raises(MatrixError, match=f"the run {run} has no figure 'speed': it has size, step time"):
+        call(show, "--figure", "speed")
+    assert call(show, "--json") == 0
+    first = json.loads(capsys.readouterr().out)["cells"][0]
+    assert first["figures"] == [
+        {"name": "size", "value": 3.0, "unit": "", "better": None},
+        {"name": "step time", "value": 10.04, "unit": "ms", "better": "lower"},
+    ]
+    stored(store, [passed(OLD[0])])
+    with pytest.raises(MatrixError, match="has no figure 'speed': it has none"):
+        call(show, "--figure", "speed")
+
+
+LINK = "https://example.org/issues/1"
+
+
+def flaky(cell: Cell) -> CellResult:
+    tests = [Test("t.py::test_b", "flaky", 0.1, "E   TimeoutError"), Test("t.py::test_a", "passed", 0.1)]
+    reason = "1 of 2 tests failed, and passed when repeated, the first of them t.py::test_b"
+    return dataclasses.replace(passed(cell, tests=tests), verdict="flaky", reason=reason)
+
+
+def known(cell: Cell) -> CellResult:
+    tests = [Test("t.py::test_a", "known", 0.1, f"{LINK}: upstream\nE   assert 0")]
+    reason = f"1 of 1 tests fail, as is known: {LINK}: upstream"
+    return dataclasses.replace(passed(cell, tests=tests), verdict="known", reason=reason)
+
+
+def test_flaky_and_known(store: Store, call: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    old = stored(store, [passed(OLD[0]), passed(OLD[1]), failed(OLD[2]), known(OLD[3]), flaky(OLD[4]), known(OLD[5])])
+    new = stored(store, [flaky(OLD[0]), known(OLD[1]), known(OLD[2]), passed(OLD[3]), failed(OLD[4]), known(OLD[5])])
+    assert call(show) == 0
+    shown = capsys.readouterr().out
+    assert "6 cells: 1 passed, 1 flaky, 3 known, 1 failed" in shown
+    assert [re.split("  +", line)[1:] for line in _block(shown, "Python 3.12, no FlashAttention, CPU")[1:]] == [
+        ["flaky", "known"],
+        ["known", "ok"],
+        ["TEST 1", "known"],
+    ]
+    assert f"3  known  1 of 1 tests fail, as is known: {LINK}: upstream  (such as {OLD[1]})" in shown
+    assert call(diff, old, new) == 1
+    found = diff.compare(store, old, new)
+    assert [one.cell for one in found.broke] == [OLD[4]]
+    assert [one.cell for one in found.mended] == [OLD[3]]
+    assert [one.cell for one in found.changed] == [*OLD[:3]]
+    capsys.readouterr()
+    call(explain, OLD[1].name)
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{OLD[1]}: known\n1 of 1 tests fail, as is known: {LINK}: upstream\n")
+    assert "\nt.py::test_a (known)\n    E   assert 0\n" in shown
+    call(explain, OLD[0].name)
+    assert "\nt.py::test_b (flaky)\n    E   TimeoutError\n" in capsys.readouterr().out
+    assert call(runs) == 0
+    assert "1 passed, 1 flaky, 3 known, 1 failed" in capsys.readouterr().out
+    assert store.current()[OLD[0]].summary.counts["flaky"] == 1
+    assert call(report, str(tmp_path / "site")) == 0
+    page = (tmp_path / "site" / "cells" / f"{OLD[1]}.html").read_text()
+    assert LINK in page
+    assert call(compatibility, str(tmp_path / "document.md")) == 0
+    document = (tmp_path / "document.md").read_text()
+    assert "| known: 1 of 1 tests fail, as is known: https://example.org/issues/1: upstream |" in document
+    assert "| flaky: 1 of 2 tests failed, and passed when repeated" in document
 
 
 # report

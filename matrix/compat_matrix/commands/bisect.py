@@ -219,7 +219,7 @@ class _Asking:
             command = ["pytest", self.options.test]
         else:
             raise MatrixError(f"{cell} runs {job.tests.command[0]}, and --test needs pytest")
-        return replace(job, tests=job.tests.model_copy(update={"command": command}))
+        return replace(job, tests=job.tests.model_copy(update={"command": command}), known=())
 
     def _stored(self, cell: Cell) -> Iterator[CellResult]:
         """The earlier results of this cell for the same commit and pins, newest first."""
@@ -250,7 +250,7 @@ def _of_test(nodeid: str) -> Callable[[CellResult], Answer]:
         found = [
             one for one in result.tests if one.nodeid == nodeid or one.nodeid.startswith((f"{nodeid}[", f"{nodeid}::"))
         ]
-        if any(one.outcome in ("failed", "error") for one in found):
+        if any(one.bad or one.outcome == "known" for one in found):
             return Answer("bad", result.reason)
         if any(one.outcome != "skipped" for one in found):
             return Answer("good")

@@ -6,6 +6,8 @@ import argparse
 import os
 import platform
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -16,6 +18,7 @@ from ..errors import MatrixError
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, partial, positive, revision
 from ..progress import Progress
 from ..store import Store
+from ..work import Job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", nargs="?", const="latest", metavar="RUN", help="continue a run (default: the latest whole run)"
     )
     parser.add_argument("--failed", action="store_true", help="with --resume: repeat the cells that failed")
+    parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="repeat failed tests once: those that pass then are flaky, and don't fail the run",
+    )
     parser.add_argument(
         "--executor",
         choices=["local", "ray"],
@@ -53,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     new = options.resume is None
     if new:  # nothing is stored before the input is valid
         cells = cells_of(options, axes)
-        work = jobs_of(options, axes, cells, {})
+        work = _jobs(options, axes, cells, {})
         executor = _executor(options)
     with Store.open(options.store, create=new) as store:
         if new:
@@ -73,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
             if not cells:
                 print(f"no cell is left to run in {run}")
                 return _code(store, run)
-            work = jobs_of(options, axes, cells, attempts)
+            work = _jobs(options, axes, cells, attempts)
             executor = _executor(options)
             store.finish(run, "running")
         console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
@@ -84,9 +92,14 @@ def run(options: argparse.Namespace) -> int:
         return _code(store, run)
 
 
+def _jobs(options: argparse.Namespace, axes: Axes, cells: list[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
+    return [replace(job, retry=options.retry_failed) for job in jobs_of(options, axes, cells, attempts)]
+
+
 def _code(store: Store, run: str) -> int:
-    """0 if all cells of a run passed, including those of an interrupted earlier command; else 1."""
-    return 0 if {summary.state for summary in store.summary(run).values()} <= {"passed", "excluded"} else 1
+    """1 if a cell of a run failed or has no result, including those of an interrupted earlier command; else 0."""
+    fine = {"passed", "flaky", "known", "excluded"}
+    return 0 if {summary.state for summary in store.summary(run).values()} <= fine else 1
 
 
 def _executor(options: argparse.Namespace) -> runner.Executor:

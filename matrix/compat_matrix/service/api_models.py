@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, JsonValue
 
 from ..cells import AXES, Cell
-from ..results import CellResult, Kind, Outcome
+from ..results import Better, CellResult, Kind, Outcome
 from ..results import Verdict as Ended
 from ..store import Run as StoredRun
 from ..store import State, Summary
@@ -148,6 +148,16 @@ class TestOutcome(BaseModel):
     message: str
 
 
+class Figure(BaseModel):
+    """A number that a test measured."""
+
+    test: str
+    name: str
+    value: float | None
+    unit: str
+    better: Better | None
+
+
 class Result(BaseModel):
     """The whole result of a cell, without its log."""
 
@@ -163,6 +173,7 @@ class Result(BaseModel):
     pins: str
     environment: dict[str, JsonValue]
     tests: list[TestOutcome]
+    figures: list[Figure]
 
     @classmethod
     def of(cls, run: str, found: CellResult) -> Result:
@@ -188,6 +199,17 @@ class Result(BaseModel):
                 )
                 for test in found.tests
             ],
+            figures=[
+                Figure(
+                    test=clean(test.nodeid),
+                    name=clean(figure.name),
+                    value=finite(figure.value),
+                    unit=clean(figure.unit),
+                    better=figure.better,
+                )
+                for test in found.tests
+                for figure in test.figures
+            ],
         )
 
 
@@ -207,6 +229,19 @@ class CellChange(BaseModel):
     new: ChangedState | None
 
 
+class FigureChange(BaseModel):
+    """A figure that changed, with its usual value and where the next value was expected."""
+
+    cell: str
+    name: str
+    value: float
+    unit: str
+    better: Better | None
+    usual: float | None
+    low: float | None
+    high: float | None
+
+
 class Changes(BaseModel):
     """The changes from one run to another.
 
@@ -214,6 +249,7 @@ class Changes(BaseModel):
         broke, mended, changed, gone, appeared: cells that failed after passing, passed after failing, failed in a different
             way, and ended only in the old or only in the new run.
         tests_broke, tests_mended: by cell, for the cells that failed both times.
+        figures: figures beyond the noise of the runs up to the old one.
     """
 
     old: Run
@@ -225,6 +261,7 @@ class Changes(BaseModel):
     appeared: list[CellChange]
     tests_broke: dict[str, list[str]]
     tests_mended: dict[str, list[str]]
+    figures: list[FigureChange]
 
     @classmethod
     def of(cls, old: StoredRun, new: StoredRun, found: Diff) -> Changes:
@@ -239,6 +276,19 @@ class Changes(BaseModel):
             appeared=_changes(found.new),
             tests_broke=_tests(found.tests_broke),
             tests_mended=_tests(found.tests_mended),
+            figures=[
+                FigureChange(
+                    cell=cell.name,
+                    name=clean(figure.name),
+                    value=figure.value,
+                    unit=clean(figure.unit),
+                    better=figure.better,
+                    usual=finite(noise.usual),
+                    low=finite(noise.low),
+                    high=finite(noise.high),
+                )
+                for cell, figure, noise in found.figures
+            ],
         )
 
 

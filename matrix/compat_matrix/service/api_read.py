@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from .. import __version__
 from ..cells import AXES, Cell, parse
 from ..errors import MatrixError
-from ..results import Kind
+from ..results import ENDED, Kind
 from ..store import State, Store
 from ..store.documents import ATLAS, kept
 from ..views import diff
@@ -426,7 +426,7 @@ def badge_of(request: Request, axis: Axis, value: BadgeValue, nothing: Nothing) 
         if not known:
             raise MatrixError(f"no cell has {axis} {value}")
         states = Counter(past.summary.state for past in queries.newest(store, known).values())
-        ended = states["passed"] + states["failed"]
+        ended = sum(states[verdict] for verdict in ENDED)
         text = f"{states['passed']} of {ended} passed" if ended else "not tested"
         mood: badge.Mood = "unknown" if not ended else "bad" if states["failed"] else "good"
         return badge.svg(f"{axis} {value}", text, mood).encode()

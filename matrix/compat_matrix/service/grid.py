@@ -18,6 +18,8 @@ from ..views import common
 #: The states of a cell, each with a sign that doesn't depend on colour.
 STATES = {
     "passed": "✓",
+    "flaky": "~",
+    "known": "!",
     "wrong": "≠",
     "failed": "✗",
     "refused": "⊘",
@@ -178,6 +180,8 @@ def entry(past: Past | None, activity: str = "", excluded: str | None = None) ->
         return Entry("not run", "not run", activity, past, summary.reason)
     if summary.state == "passed":
         return Entry("passed", "ok", activity, past, "")
+    if summary.state in ("flaky", "known"):
+        return Entry(summary.state, summary.state, activity, past, summary.reason)
     state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", "failed")
     return Entry(state, _word(summary), activity, past, summary.reason)
 

@@ -36,6 +36,7 @@ router = APIRouter(include_in_schema=False, route_class=Page)
 _RUNS = 50
 _HISTORY = 50
 _TESTS = 5_000
+_NOT_FAILED = ("known", "flaky", "skipped", "xfailed", "xpassed", "passed")
 
 #: The number of failed tests whose reports are on a page.
 _REPORTS = 200
@@ -204,7 +205,7 @@ def _is(past: Past, run: str, attempt: int) -> bool:
 
 
 def _details(site: Site, run: str, found: CellResult) -> dict[str, Any]:
-    by_outcome: dict[str, list[Test]] = {name: [] for name in ("failed", "skipped", "xfailed", "xpassed", "passed")}
+    by_outcome: dict[str, list[Test]] = {name: [] for name in ("failed", *_NOT_FAILED)}
     for test in found.tests:
         by_outcome["failed" if test.outcome == "error" else test.outcome].append(test)
     bad = by_outcome.pop("failed")

@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_,
 
 from .. import __version__
 from ..cells import AXES, Cell
+from ..results import ENDED
 from ..store import Past, Run, Store, Summary
 from ..store import queries as stored
 from ..store.inserts import chunks
@@ -20,7 +21,7 @@ from ..store.models import CELL, DOCUMENT, LATE, PLANNED, RESULT, RUN, TEXT
 #: The number of recent results that are counted, to notice one that was committed after a later one.
 _RECENT = 1000
 
-_ENDED = RESULT.c.verdict.in_(["passed", "failed"])
+_ENDED = RESULT.c.verdict.in_(ENDED)
 
 
 def version(store: Store) -> str:
@@ -94,7 +95,7 @@ def _newest_past(connection: Connection, keys: Collection[int], worst: int) -> I
             query = stored.summary(PLANNED.c.cell_id, RUN.c.id, *stored.RUN_FIELDS)
             query = query.where(PLANNED.c.run_id.in_(part), PLANNED.c.cell_id.in_(some), rank <= worst)
             for row in connection.execute(query):
-                key, place = row[18], part.index(row[19])
+                key, place = row[stored.WIDTH], part.index(row[stored.WIDTH + 1])
                 if key not in best or place < best[key][0]:
                     best[key] = (place, stored.past_of(row))
         yield from ((key, past) for key, (_, past) in best.items())
@@ -194,7 +195,7 @@ def cell_page(
         query = query.where(RESULT.c.kind == kind)
     with store.reading() as connection:
         rows = connection.execute(query.order_by(PLANNED.c.position).limit(limit)).all()
-    return [(row[18], *stored.summary_of(row)) for row in rows]
+    return [(row[stored.WIDTH], *stored.summary_of(row)) for row in rows]
 
 
 def result_key(store: Store, run: str, cell: Cell, attempt: int | None) -> int | None:
@@ -236,11 +237,11 @@ def broke(store: Store, limit: int) -> list[Breakage]:
         .subquery()
     )
     query: Select[Any] = stored.summary(ends.c.run_before, *stored.RUN_FIELDS).join(ends, ends.c.id == RESULT.c.id)
-    query = query.where(ends.c.verdict == "failed", ends.c.before == "passed")
+    query = query.where(ends.c.verdict == "failed", ends.c.before != "failed")
     query = query.order_by(RUN.c.started.desc(), RESULT.c.id.desc()).limit(limit)
     with store.reading() as connection:
         rows = connection.execute(query).all()
-    return [Breakage(stored.cell_of(row), stored.past_of(row), row[18]) for row in rows]
+    return [Breakage(stored.cell_of(row), stored.past_of(row), row[stored.WIDTH]) for row in rows]
 
 
 def _on(axes: Mapping[str, str]) -> Iterator[ColumnElement[bool]]:

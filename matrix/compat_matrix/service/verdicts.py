@@ -17,13 +17,14 @@ from pydantic import BaseModel
 
 from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
 from ..errors import MatrixError
+from ..results import ENDED
 from ..store import Past, Store, Summary
 from ..views.common import clean
 from ..views.explain import shims
 from . import queries
 
 #: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
-Verdict = Literal["passed", "wrong", "failed", "refused", "unknown"]
+Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
 
 Match = Literal["exact", "nearest", "none"]
 
@@ -31,7 +32,7 @@ Match = Literal["exact", "nearest", "none"]
 ORDER = ("device", "flash_attention", "transformers", "torch", "python")
 
 #: The verdicts, worst first. Of several matching cells the worst verdict counts.
-_WORST = ("wrong", "failed", "passed")
+_WORST = ("wrong", "failed", "known", "flaky", "passed")
 
 #: The tested combinations of results, by store; at most `_MOST` each.
 _MOST = 20_000
@@ -224,7 +225,7 @@ def _nearest(store: Store, known: Mapping[Cell, Past], asked: Mapping[str, str],
 def _tested(store: Store, results: Iterable[tuple[Cell, Past]], asked: Mapping[str, str]) -> list[Tested]:
     """The combinations that passed or failed, oldest first."""
     found = []
-    for known in _told(store, [one for one in results if one[1].summary.state in ("passed", "failed")]):
+    for known in _told(store, [one for one in results if one[1].summary.verdict in ENDED]):
         one = known.model_copy()
         one.differs = [
             Difference(axis=axis, asked=asked[axis], tested=getattr(one, axis))
@@ -283,8 +284,8 @@ def _last_of_each(found: Iterable[Tested]) -> list[Tested]:
 
 
 def _verdict(summary: Summary) -> Verdict:
-    if summary.verdict == "passed":
-        return "passed"
+    if summary.verdict in ("passed", "flaky", "known"):
+        return summary.verdict
     return "wrong" if summary.kind == "wrong" else "failed"
 
 

@@ -30,6 +30,7 @@ from ..cells import VERSIONED, Cell
 from ..errors import MatrixError
 from ..expressions import release
 from ..pins import project_requirements
+from ..results import ENDED
 from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
 from ..views import common
@@ -272,7 +273,7 @@ def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
     fresh = {axis: set(map(str, versions)) for axis, versions in new.items()}
     best: tuple[tuple[tuple[int, ...], ...], Cell] | None = None
     for other, past in known.items():
-        if past.summary.state not in ("passed", "failed"):
+        if past.summary.verdict not in ENDED:
             continue
         place = []
         for axis in ("python", "flash_attention", "device", "transformers", "torch"):
@@ -433,5 +434,5 @@ def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple
     if suite != "default":  # its runs are partial, and so never a cell's newest
         own_runs = {cell: (past for past in store.history(cell) if common.suite(past.run) == suite) for cell in every}
         every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
-    own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.state in ("passed", "failed")}
+    own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.verdict in ENDED}
     return own, {cell: past for cell, past in every.items() if cell not in own}

@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult
-from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .models import CELL, FIGURE, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .queries import COUNTS
 from .records import Provenance, Run
 
@@ -119,6 +119,20 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
     ]
     if tests:
         connection.execute(TEST.insert(), tests)
+    figures = [
+        {
+            "result_id": result_key,
+            "name": plain(figure.name),
+            "nodeid_id": nodeids[one.nodeid],
+            "value": figure.value,
+            "unit": plain(figure.unit),
+            "better": figure.better,
+        }
+        for one in found.tests
+        for figure in one.figures
+    ]
+    if figures:
+        connection.execute(FIGURE.insert(), figures)
     if found.log:
         connection.execute(LOG.insert().values(result_id=result_key, content=found.log))
     return result_key

@@ -166,6 +166,7 @@ RESULT = Table(
         Column(outcome, Integer, nullable=False)
         for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
     ),
+    *(Column(outcome, Integer, nullable=False, server_default="0") for outcome in ("flaky", "known")),
     UniqueConstraint("run_id", "cell_id", "attempt"),
     ForeignKeyConstraint(["run_id", "cell_id"], ["planned.run_id", "planned.cell_id"]),
 )
@@ -188,6 +189,19 @@ Index(
     TEST.c.outcome,
     sqlite_where=text(FAILED),
     postgresql_where=text(FAILED),
+)
+
+#: The numbers that tests recorded.
+FIGURE = Table(
+    "figure",
+    metadata,
+    Column("result_id", ForeignKey("result.id"), primary_key=True),
+    Column("name", String(100), primary_key=True),
+    Column("nodeid_id", ForeignKey("nodeid.id"), nullable=False),
+    Column("value", Float, nullable=False),
+    Column("unit", String(40), nullable=False),
+    Column("better", String(6)),
+    sqlite_with_rowid=False,
 )
 
 LOG = Table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from sqlalchemy import Select, and_, case, func, select
 
 from ..cells import Cell
-from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from ..results import ENDED
+from .models import CELL, FIGURE, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Past, Run, Summary
 
 _FIELDS = (CELL.c.python, CELL.c.transformers, CELL.c.torch, CELL.c.flash_attention, CELL.c.device)
@@ -24,7 +26,17 @@ RUN_FIELDS = (
     RUN.c.revision,
     RUN.c.partial,
 )
-COUNTS = (RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RESULT.c.xfailed, RESULT.c.xpassed)
+COUNTS = (
+    *(RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RESULT.c.xfailed, RESULT.c.xpassed),
+    *(RESULT.c.flaky, RESULT.c.known),
+)
+#: The number of columns of `summary`, before `more`.
+WIDTH = 12 + len(COUNTS)
+
+#: The columns of a figure, in the order of its fields.
+_FIGURE = (FIGURE.c.name, FIGURE.c.value, FIGURE.c.unit, FIGURE.c.better)
+#: A store of unknown origin may have any value.
+_FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max
 
 NEWEST_FIRST = (RUN.c.started.desc(), RUN.c.id.desc())
 
@@ -62,7 +74,7 @@ def history(wanted: Cell) -> Select[Any]:
 def newest(run_names: Collection[str] | None) -> Select[Any]:
     """As `summary`, for the newest result of each cell in whole runs or in the given ones, followed by the run's fields."""
     verdict = RESULT.c.verdict
-    rank = case((verdict.in_(["passed", "failed"]), 0), (verdict.is_not(None), 1), else_=2)
+    rank = case((verdict.in_(ENDED), 0), (verdict.is_not(None), 1), else_=2)
     number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(rank, *NEWEST_FIRST)).label("number")
     query = summary(*RUN_FIELDS, number)
     query = query.where(RUN.c.partial.is_(False) if run_names is None else RUN.c.name.in_(run_names))
@@ -115,7 +127,7 @@ def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
     found = cell_of(row)
     if row[5] is None:
         return found, Summary(reason=row[7], excluded=bool(row[8]))
-    return found, Summary(row[5], row[6], row[7], bool(row[8]), *row[9:18])
+    return found, Summary(row[5], row[6], row[7], bool(row[8]), *row[9:WIDTH])
 
 
 def past_of(row: Sequence[Any]) -> Past:
@@ -151,6 +163,27 @@ def tests(result_id: int) -> Select[Any]:
     query = select(NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
     query = query.outerjoin(TEXT, TEST.c.message_id == TEXT.c.id)
     return query.where(TEST.c.result_id == result_id).order_by(TEST.c.position)
+
+
+def figures_of(result_id: int) -> Select[Any]:
+    """The test of each figure of a result, and the figure."""
+    query = select(NODEID.c.name, *_FIGURE).join_from(FIGURE, NODEID, FIGURE.c.nodeid_id == NODEID.c.id)
+    return query.where(FIGURE.c.result_id == result_id, _FINITE).order_by(FIGURE.c.name)
+
+
+def figures(run_name: str) -> Select[Any]:
+    """The figures in the latest results of a run: the cell's fields and the figure's."""
+    query = latest(select(*_FIELDS, *_FIGURE)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+    query = query.join(FIGURE, FIGURE.c.result_id == RESULT.c.id).where(RUN.c.name == run_name, _FINITE)
+    return query.order_by(FIGURE.c.name)
+
+
+def measured(*conditions: Any) -> Select[Any]:
+    """Figures, those of the oldest run first: the cell's fields, the figure's, the environment and the run's fields."""
+    query = select(*_FIELDS, *_FIGURE, RESULT.c.environment_id, *RUN_FIELDS).select_from(FIGURE)
+    query = query.join(RESULT, RESULT.c.id == FIGURE.c.result_id).join(RUN, RUN.c.id == RESULT.c.run_id)
+    query = query.join(CELL, CELL.c.id == RESULT.c.cell_id)
+    return query.where(*conditions, _FINITE).order_by(RUN.c.started, RUN.c.id, RESULT.c.attempt)
 
 
 def environment(run_name: str, wanted: Cell) -> Select[Any]:

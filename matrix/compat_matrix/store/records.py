@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from ..results import Kind, Outcome, Verdict
+from ..results import Figure, Kind, Outcome, Verdict
 
 #: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
-State = Literal["passed", "failed", "not run", "unfinished", "excluded"]
+State = Literal["passed", "flaky", "known", "failed", "not run", "unfinished", "excluded"]
 
 
 class Run(NamedTuple):
@@ -73,6 +73,8 @@ class Summary(NamedTuple):
     skipped: int = 0
     xfailed: int = 0
     xpassed: int = 0
+    flaky: int = 0
+    known: int = 0
 
     @property
     def state(self) -> State:
@@ -89,6 +91,8 @@ class Summary(NamedTuple):
             "skipped": self.skipped,
             "xfailed": self.xfailed,
             "xpassed": self.xpassed,
+            "flaky": self.flaky,
+            "known": self.known,
         }
 
 
@@ -97,3 +101,15 @@ class Past(NamedTuple):
 
     run: Run
     summary: Summary
+
+
+class Measured(NamedTuple):
+    """A figure of a cell in a run.
+
+    Attributes:
+        device: the name of the GPU or processor that the cell reported; empty if it reported none.
+    """
+
+    run: Run
+    figure: Figure
+    device: str

@@ -18,10 +18,10 @@ from sqlalchemy.exc import IntegrityError
 
 from ..cells import Cell
 from ..errors import MatrixError
-from ..results import CellResult, Outcome, Test
+from ..results import CellResult, Figure, Outcome, Test
 from . import database, inserts, models, queries
 from .models import CELL, PLANNED, RESULT, RUN, TEXT
-from .records import Past, Provenance, Run, State, Summary
+from .records import Measured, Past, Provenance, Run, State, Summary
 
 
 class Store:
@@ -238,7 +238,10 @@ class Store:
             if row is None:
                 inserts.key(connection, run)
                 raise MatrixError(f"the run {run} has no result of {cell}")
-            tests = connection.execute(queries.tests(row.id))
+            tests = connection.execute(queries.tests(row.id)).all()
+            figures: dict[str, list[Figure]] = {}
+            for nodeid, *fields in connection.execute(queries.figures_of(row.id)):
+                figures.setdefault(nodeid, []).append(Figure(*fields))
             return CellResult(
                 cell=cell,
                 verdict=row.verdict,
@@ -246,7 +249,10 @@ class Store:
                 reason=row.reason,
                 started=row.started,
                 seconds=row.seconds,
-                tests=tuple(Test(name, outcome, seconds, said or "") for name, outcome, seconds, said in tests),
+                tests=tuple(
+                    Test(name, outcome, seconds, said or "", tuple(figures.get(name, ())))
+                    for name, outcome, seconds, said in tests
+                ),
                 environment=json.loads(row.environment or "{}"),
                 pins=row.pins or "",
                 command=tuple(json.loads(row.command or "[]")),
@@ -276,6 +282,31 @@ class Store:
                 keys = select(CELL.c.id).where(CELL.c.name.in_(names))
                 for row in connection.execute(queries.outcomes(run).where(PLANNED.c.cell_id.in_(keys))):
                     found[queries.cell_of(row)][row[5]] = row[6]
+        return found
+
+    def figures(self, run: str) -> dict[Cell, list[Figure]]:
+        """The figures of a run, by cell, sorted by name. One query."""
+        found: dict[Cell, list[Figure]] = {}
+        with self.reading() as connection:
+            for row in connection.execute(queries.figures(run)):
+                found.setdefault(queries.cell_of(row), []).append(Figure(*row[5:9]))
+        return found
+
+    def measured(self, *, cell: Cell | None = None, runs: Collection[str] | None = None) -> dict[Cell, list[Measured]]:
+        """The figures of a cell or of all, in the given runs or in all, by cell, oldest first."""
+        conditions = [] if cell is None else [CELL.c.name == cell.name]
+        conditions += [] if runs is None else [RUN.c.name.in_(runs)]
+        with self.reading() as connection:
+            rows = connection.execute(queries.measured(*conditions)).all()
+            devices: dict[int | None, str] = {None: ""}
+            for keys in inserts.chunks({row.environment_id for row in rows if row.environment_id is not None}):
+                for key, content in connection.execute(select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(keys))):
+                    devices[key] = str(json.loads(content).get("device", ""))
+        of_run: dict[str, Run] = {}
+        found: dict[Cell, list[Measured]] = {}
+        for row in rows:
+            run = of_run.get(row[10]) or of_run.setdefault(row[10], Run(*row[10:]))
+            found.setdefault(queries.cell_of(row), []).append(Measured(run, Figure(*row[5:9]), devices[row[9]]))
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:

@@ -30,10 +30,21 @@ KERNELS = {
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 #: The colours of states. The words carry the meaning, and colours repeat it.
-STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "unfinished": "cyan", "excluded": "dim"}
+STYLES = {
+    "passed": "green",
+    "flaky": "magenta",
+    "known": "blue",
+    "failed": "bold red",
+    "not run": "yellow",
+    "unfinished": "cyan",
+    "excluded": "dim",
+}
 
 #: The order in which states and outcomes are counted.
-ORDER = ("passed", "failed", "error", "not run", "skipped", "xfailed", "xpassed", "unfinished", "excluded")
+ORDER = (
+    *("passed", "flaky", "known", "failed", "error", "not run"),
+    *("skipped", "xfailed", "xpassed", "unfinished", "excluded"),
+)
 
 # Terminal control: a sequence with its parameters, a string with its terminator, or a single character.
 # A string contains no other sequence, so that text with a thousand unterminated ones is read once only.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..cells import Cell
 from ..errors import MatrixError
+from ..results import ENDED
 from ..store import Past, Run, Store
 from . import common
 
@@ -111,13 +112,16 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
 
 def _answer(store: Store, cell: Cell, past: Past) -> _Answer | None:
     """The properties of a cell; None if it is excluded or hasn't run."""
-    if past.summary.verdict not in ("passed", "failed"):
+    if past.summary.verdict not in ENDED:
         return None
     found = store.environment(past.run.id, cell).get("shims", {})
     applied = tuple(sorted(name for name, shim in found.items() if shim.get("state") == "applied"))
     if past.summary.verdict == "passed":
         return _Answer("works", applied)
-    return _Answer(f"fails: {past.summary.kind or 'test'}: {common.one_line(past.summary.reason)}", applied)
+    reason = common.one_line(past.summary.reason)
+    if past.summary.verdict != "failed":
+        return _Answer(f"{past.summary.verdict}: {reason}", applied)
+    return _Answer(f"fails: {past.summary.kind or 'test'}: {reason}", applied)
 
 
 def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:

@@ -8,8 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..cells import Cell
+from ..results import ENDED, Figure
 from ..store import Store, Summary
-from . import common
+from . import common, trend
+
+#: The number of runs, up to the old one, from which the noise of figures is known.
+_RUNS = 50
 
 
 class Change(NamedTuple):
@@ -20,16 +24,26 @@ class Change(NamedTuple):
     new: Summary | None
 
 
+class FigureChange(NamedTuple):
+    """A figure whose value in the new run is beyond the noise of the runs up to the old one."""
+
+    cell: Cell
+    figure: Figure
+    noise: trend.Noise
+
+
 class Diff(NamedTuple):
     """The changes between two runs. Cells that ended alike are left out, except for the tests of those that failed both times.
 
     Attributes:
-        broke: cells that passed, and fail now.
-        mended: cells that failed, and pass now.
-        changed: cells that failed, and fail differently now.
-        new: cells that passed or failed in the new run only.
-        gone: cells that passed or failed in the old run only: not planned any more, not finished, or not run.
+        broke: cells that didn't fail, and fail now.
+        mended: cells that failed, were flaky or failed as known, and pass now.
+        changed: cells that failed, and fail differently now; or that are flaky or fail as known now.
+        new: cells that ended in the new run only.
+        gone: cells that ended in the old run only: not planned any more, not finished, or not run.
         tests_broke, tests_mended: for cells that failed both times, the tests that ran both times and failed once.
+        figures: figures that changed.
+        too_few: the number of figures of which too few runs are there to know their noise.
     """
 
     broke: list[Change]
@@ -39,6 +53,8 @@ class Diff(NamedTuple):
     gone: list[Change]
     tests_broke: dict[Cell, list[str]]
     tests_mended: dict[Cell, list[str]]
+    figures: list[FigureChange]
+    too_few: int
 
     @property
     def something_broke(self) -> bool:
@@ -49,7 +65,7 @@ class Diff(NamedTuple):
 TITLES = {
     "broke": "Broke",
     "mended": "Mended",
-    "changed": "Fail in another way",
+    "changed": "Ended in another way",
     "new": "New",
     "gone": "Gone",
 }
@@ -57,31 +73,54 @@ TITLES = {
 
 def compare(store: Store, old: str, new: str) -> Diff:
     """The changes from one run to another, by their ids."""
-    diff = Diff([], [], [], [], [], {}, {})
+    diff = Diff([], [], [], [], [], {}, {}, *_compare_figures(store, old, new))
     both_failed = []
     ends = store.compare(old, new)
     for cell in common.ordered(ends):
         was, now = ends[cell]
         change = Change(cell, was, now)
-        ended = (_ended(was), _ended(now))
-        if ended == ("passed", "failed"):
-            diff.broke.append(change)
-        elif ended == ("failed", "passed"):
-            diff.mended.append(change)
-        elif ended == ("failed", "failed"):
+        before, after = _ended(was), _ended(now)
+        if before is None or after is None:
+            if after:
+                diff.new.append(change)
+            elif before:
+                diff.gone.append(change)
+        elif before == after == "failed":
             both_failed.append(cell)
             if was and now and was.kind != now.kind:
                 diff.changed.append(change)
-        elif ended[0] is None and ended[1]:
-            diff.new.append(change)
-        elif ended[0] and ended[1] is None:
-            diff.gone.append(change)
+        elif before != after:
+            {"failed": diff.broke, "passed": diff.mended}.get(after, diff.changed).append(change)
     _compare_tests(store, old, new, both_failed, diff)
     return diff
 
 
 def _ended(summary: Summary | None) -> str | None:
-    return summary.verdict if summary and summary.verdict in ("passed", "failed") else None
+    return summary.verdict if summary and summary.verdict in ENDED else None
+
+
+def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChange], int]:
+    """The figures that changed, and the number of those whose noise isn't known."""
+    if old == new:
+        return [], 0
+    runs = [one.id for one in store.runs()]
+    place = runs.index(old)
+    past = [one for one in runs[place : place + _RUNS] if one != new]
+    changes, too_few = [], 0
+    measured = store.measured(runs=[*past, new])
+    for cell in common.ordered(measured):
+        now = {one.figure.name: one for one in measured[cell] if one.run.id == new}
+        earlier = [one for one in measured[cell] if one.run.id != new]
+        for _, one in sorted(now.items()):
+            found = trend.level([each.figure.value for each in trend.comparable(earlier, one)])
+            expected = trend.noise(found.values)
+            if expected is None:
+                too_few += 1
+                continue
+            side = expected.side(one.figure.value)
+            if side and side not in map(expected.side, found.outside):  # else an earlier run was the first
+                changes.append(FigureChange(cell, one.figure, expected))
+    return changes, too_few
 
 
 def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Diff) -> None:
@@ -134,7 +173,8 @@ def _lines(diff: Diff) -> Iterator[common.Line]:
             yield line
     yield from _test_lines("Tests that broke in cells that failed both times", diff.tests_broke)
     yield from _test_lines("Tests that were mended in cells that failed both times", diff.tests_mended)
-    if not any([*lists.values(), diff.tests_broke, diff.tests_mended]):
+    yield from _figure_lines(diff)
+    if not any([*lists.values(), diff.tests_broke, diff.tests_mended, diff.figures]):
         yield common.Line("nothing changed")
 
 
@@ -151,6 +191,21 @@ def _test_lines(title: str, tests: Mapping[Cell, list[str]]) -> Iterator[common.
         yield from (common.Line(f"    {common.one_line(name)}") for name in names)
 
 
+def _figure_lines(diff: Diff) -> Iterator[common.Line]:
+    if diff.figures:
+        yield common.Line()
+        yield common.Line(f"Figures beyond the noise of earlier runs: {len(diff.figures)}", "bold")
+    for cell, figure, noise in diff.figures:
+        value, usual = trend.number(figure.value, figure.unit), trend.number(noise.usual, figure.unit)
+        yield common.Line(
+            f"  {cell.name}  {common.one_line(figure.name)}: {trend.changed(noise.usual, figure.value, figure.better)}, "
+            f"{value}; usual is {usual}, from {trend.number(noise.low)} to {trend.number(noise.high)}"
+        )
+    if diff.too_few:
+        yield common.Line()
+        yield common.Line(f"figures with too few earlier runs to know their noise: {diff.too_few}", "dim")
+
+
 def _as_json(diff: Diff) -> dict[str, Any]:
     def state(summary: Summary | None) -> dict[str, Any] | None:
         return summary and {"state": summary.state, "kind": summary.kind, "reason": summary.reason}
@@ -164,4 +219,6 @@ def _as_json(diff: Diff) -> dict[str, Any]:
             "broke": {cell.name: tests for cell, tests in diff.tests_broke.items()},
             "mended": {cell.name: tests for cell, tests in diff.tests_mended.items()},
         },
+        "figures": [{"cell": cell.name, **figure._asdict(), **noise._asdict()} for cell, figure, noise in diff.figures],
+        "figures_with_too_few_runs": diff.too_few,
     }

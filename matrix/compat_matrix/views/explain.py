@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..cells import Cell, parse
-from ..results import CellResult
-from ..store import Past, Store
-from . import common
+from ..results import CellResult, Test
+from ..store import Measured, Past, Store
+from . import common, trend
 
 #: The packages that are shown without `--full`.
 _TELLING = re.compile(
@@ -36,9 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     cell = parse(arguments.cell)
     with common.open_store(arguments.store) as store:
         history = store.history(cell)
+        measured = store.measured(cell=cell).get(cell, [])
         name = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
         lines = [*_explained(store, cell, name, history, arguments)] if name else [*_without(store, cell)]
-    common.show([*lines, *_history(history)])
+    common.show([*lines, *_figures(measured), *_history(history)])
     return 0
 
 
@@ -89,15 +91,17 @@ def _explained(
 
 
 def _tests(found: CellResult, full: bool) -> Iterator[common.Line]:
-    for test in _bad(found):
+    for test in [*_bad(found), *(test for test in found.tests if test.outcome in ("known", "flaky"))]:
         yield common.Line()
-        yield common.Line(common.one_line(test.nodeid, 1000), common.STYLES["failed"])
+        state = "failed" if test.bad else test.outcome
+        shown = common.one_line(test.nodeid, 1000)
+        yield common.Line(shown if test.bad else f"{shown} ({state})", common.STYLES[state])
         lines = common.clean(test.message).splitlines()
         yield from (common.Line(f"    {line}") for line in (lines if full else telling(lines)))
 
 
-def _bad(found: CellResult) -> list[Any]:
-    return [test for test in found.tests if test.outcome in ("failed", "error")]
+def _bad(found: CellResult) -> list[Test]:
+    return [test for test in found.tests if test.bad]
 
 
 def telling(lines: Sequence[str], most: int = 8) -> list[str]:
@@ -141,6 +145,40 @@ def _shims(found: Mapping[str, Any]) -> Iterator[common.Line]:
     if entries:
         said = [f"{name.ljust(width)}  {state.ljust(10)}  {reason}" for name, state, reason, _ in entries]
         yield from _section("shims", [common.clean(line) for line in said])
+
+
+def _figures(measured: Sequence[Measured]) -> Iterator[common.Line]:
+    """The last value of each figure, and its trend."""
+    newest = {one.figure.name: one for one in measured}
+    rows = []
+    for name, last in sorted(newest.items()):
+        series = trend.comparable(measured, last)
+        values = [one.figure.value for one in series]
+        value = trend.number(last.figure.value, last.figure.unit) + trend.direction(last.figure.better)
+        units = {common.one_line(one.figure.unit) for one in measured if one.figure.name == name}
+        others = sorted(units - {common.one_line(last.figure.unit)})
+        said = _trend(series, values) + (f"; values in {', '.join(others)} aren't compared" if others else "")
+        rows.append((common.one_line(name), trend.sparkline(values[-trend.MOST :]), value, said))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if lines:
+        yield from _section("figures", lines)
+
+
+def _trend(series: Sequence[Measured], values: Sequence[float]) -> str:
+    level, last = trend.level(values), series[-1].figure
+    expected = trend.noise(level.values)
+    if expected and level.outside:
+        return (
+            f"{trend.changed(expected.usual, last.value, last.better)} than usual, "
+            f"{trend.number(expected.low)} to {trend.number(expected.high, last.unit)}"
+        )
+    if level.before:
+        before, usual = (statistics.fmean(some[-trend.MOST :]) for some in (level.before, level.values))
+        return f"{trend.changed(before, usual, last.better)} since {common.named(series[level.first].run)}"
+    if expected is None:
+        return f"too few results to know its noise: {len(values)} of {trend.LEAST}"
+    return f"as usual, {trend.number(expected.low)} to {trend.number(expected.high, last.unit)}"
 
 
 def _history(history: Sequence[Past]) -> Iterator[common.Line]:

@@ -26,8 +26,11 @@ MANIFEST = ".kernel-compat-matrix-report"
 _LOG = 200_000
 _MESSAGE = 20_000
 
-_NOT_FAILED = ("passed", "skipped", "xfailed", "xpassed")
-_SYMBOLS = {"passed": "✓", "failed": "✗", "not run": "○", "unfinished": "…", "excluded": "\N{EN DASH}"}
+_NOT_FAILED = ("known", "flaky", "passed", "skipped", "xfailed", "xpassed")
+_SYMBOLS = {
+    **{"passed": "✓", "flaky": "~", "known": "!", "failed": "✗"},
+    **{"not run": "○", "unfinished": "…", "excluded": "\N{EN DASH}"},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from ..cells import Cell
+from ..errors import MatrixError
+from ..results import Figure
 from ..store import Summary
-from . import common
+from . import common, trend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "chosen", metavar="RUN", nargs="?", default="latest", help="a run: an id, a label, latest~1 (default: latest)"
     )
+    parser.add_argument("--figure", metavar="NAME", help="show a figure that tests recorded, instead of the states")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -25,9 +28,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the grid of a run; returns the exit code."""
     with common.open_store(arguments.store) as store:
         name = store.resolve(arguments.chosen)
-        found, summary = store.run(name), store.summary(name)
+        found, summary, figures = store.run(name), store.summary(name), store.figures(name)
     if arguments.json:
-        cells = [common.summary_as_json(cell, summary[cell]) for cell in common.ordered(summary)]
+        cells = [
+            common.summary_as_json(cell, summary[cell]) | {"figures": [one._asdict() for one in figures.get(cell, ())]}
+            for cell in common.ordered(summary)
+        ]
         print(json.dumps({"run": common.as_json(found), "cells": cells}, indent=2))
         return 0
     lines = [
@@ -36,25 +42,55 @@ def run(arguments: argparse.Namespace) -> int:
         ),
         common.Line(f"{len(summary)} cells: {common.counted(one.state for one in summary.values())}"),
     ]
+    words = {cell: (common.word(one), common.style(one)) for cell, one in summary.items()}
+    if arguments.figure is not None:
+        chosen = _chosen(arguments.figure, name, figures)
+        words = {cell: (word, "dim") for cell, (word, _) in words.items()}
+        words |= {cell: (trend.number(one.value, one.unit), "") for cell, one in chosen.items()}
+        better = next(iter(chosen.values())).better
+        lines.append(common.Line(f"{common.one_line(arguments.figure)}{trend.direction(better)}", "bold"))
     blocks = common.blocks(summary)
     for block in blocks:
-        lines += _grid(block, summary, common.width())
-    lines += _reasons(summary)
+        lines += _grid(block, words, common.width())
+    if arguments.figure is None:
+        lines += _reasons(summary)
     if blocks:
         lines += [
             common.Line(),
-            common.Line("ok: passed, CAPITALS: how it failed, open: no result yet, -: excluded", "dim"),
+            common.Line(
+                "ok: passed, flaky: passed when repeated, known: fails for known issues, CAPITALS: how it failed, "
+                "open: no result yet, -: excluded",
+                "dim",
+            ),
         ]
     common.show(lines)
     return 0
 
 
-def _grid(block: common.Block, summary: Mapping[Cell, Summary], width: int) -> Iterator[common.Line]:
-    """The lines of a block, split into parts below each other if the terminal is too narrow for its columns."""
+def _chosen(name: str, run: str, figures: Mapping[Cell, Sequence[Figure]]) -> dict[Cell, Figure]:
+    """The figure of each cell that has it.
+
+    Raises:
+        MatrixError: no cell has it.
+    """
+    chosen = {cell: one for cell, some in figures.items() for one in some if one.name == name}
+    if not chosen:
+        there = sorted({common.one_line(one.name) for some in figures.values() for one in some})
+        names = f"it has {', '.join(there)}" if there else "it has none"
+        raise MatrixError(f"the run {run} has no figure {name!r}: {names}")
+    return chosen
+
+
+def _grid(block: common.Block, words: Mapping[Cell, tuple[str, str]], width: int) -> Iterator[common.Line]:
+    """The lines of a block, split into parts below each other if the terminal is too narrow for its columns.
+
+    Args:
+        words: the text of each cell, and its style.
+    """
     first = max(len("transformers"), *map(len, block.rows))
     each = max(
         *(len(f"torch {column}") for column in block.columns),
-        *(len(common.word(summary[cell])) for cell in block.cells.values()),
+        *(len(words[cell][0]) for cell in block.cells.values()),
     )
     fit = max(1, (width - first) // (each + 2))
     columns = iter(block.columns)
@@ -68,14 +104,14 @@ def _grid(block: common.Block, summary: Mapping[Cell, Summary], width: int) -> I
             line = common.Line(row.ljust(first))
             for column in part:
                 cell = block.cells.get((row, column))
-                shown = summary[cell] if cell else None
-                line.add("  ").add(common.word(shown).ljust(each), common.style(shown))
+                text, style = words[cell] if cell else ("", "")
+                line.add("  ").add(text.ljust(each), style)
             yield line
 
 
 def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
-    """The reasons of failures, the most frequent first."""
-    failed = [cell for cell in common.ordered(summary) if summary[cell].state == "failed"]
+    """The reasons of failures, known ones and flaky tests included, the most frequent first."""
+    failed = [cell for cell in common.ordered(summary) if summary[cell].state in ("failed", "known", "flaky")]
     why = {cell: (common.word(summary[cell]).split(" ")[0], common.one_line(summary[cell].reason)) for cell in failed}
     counts = Counter(why.values())
     example = {reason: cell for cell, reason in reversed(why.items())}
@@ -85,7 +121,9 @@ def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
     for reason, count in counts.most_common(10):
         kind, said = reason
         yield (
-            common.Line(f"{count:5}  ").add(kind, common.STYLES["failed"]).add(f"  {said}  (such as {example[reason]})")
+            common.Line(f"{count:5}  ")
+            .add(kind, common.style(summary[example[reason]]))
+            .add(f"  {said}  (such as {example[reason]})")
         )
     if len(counts) > 10:
         yield common.Line(f"{len(counts) - 10} more reasons: --json has them")
