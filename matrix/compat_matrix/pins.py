@@ -1,7 +1,7 @@
 """Pins: the exact packages in a cell, as requirement files with hashes and without an index.
 
 A cell has two parts, so that few environments serve many cells: the *base* is an environment with torch and
-FlashAttention, the *layer* on top of it has transformers and the packages installed with it. ``py311-torch2.15.txt`` and
+FlashAttention, the *layer* on top of it has transformers, the distributions of the project's own axes, and the packages installed with them. ``py311-torch2.15.txt`` and
 ``py311-tf5.23.txt`` are the pins of ``py311-tf5.23-torch2.15``.
 """
 
@@ -117,7 +117,7 @@ def resolve_parts(
     """Resolve the bases and layers of cells, by name; a part without a solution is mapped to the resolver's message.
 
     A base with FlashAttention contains the one without. A layer fits every base of its Python: versions that these agree on are
-    constraints of the layer, and the requirements of torch are left to the bases.
+    constraints of the layer, and the requirements of torch are left to the bases. The releases of axes in the layer take precedence.
     """
     own = project_requirements(axes)
     found: dict[str, Part | ResolutionError] = {}
@@ -155,37 +155,42 @@ def resolve_parts(
         for cell in cells:
             if cell.layer not in layers:
                 shared = _agreed([p for p in bases.values() if isinstance(p, Part) and p.python == cell.python])
-                layers[cell.layer] = (cell, requirements_of("layer", axes, cell, own), shared)
+                chosen = _chosen("layer", axes, cell)
+                constraints = [f"{name}=={version}" for name, version in shared if name not in chosen]
+                layers[cell.layer] = (cell, requirements_of("layer", axes, cell, own), constraints)
         found |= each({**with_kernel, **layers})
-        for name in layers:
+        for name, (cell, *_) in layers.items():
             part = found[name]
             if isinstance(part, Part):
+                chosen = _chosen("layer", axes, cell)
                 below_names = {
                     pin.name
                     for p in bases.values()
                     if isinstance(p, Part) and p.python == part.python
                     for pin in p.pins
                 }
-                found[name] = Part(name, part.python, tuple(p for p in part.pins if p.name not in below_names))
+                found[name] = Part(
+                    name, part.python, tuple(p for p in part.pins if p.name in chosen or p.name not in below_names)
+                )
     wanted = {name for cell in cells for name in (cell.base, cell.layer)}
     return {name: part for name, part in {**bases, **found}.items() if name in wanted}
 
 
-def _agreed(parts: Sequence[Part]) -> list[str]:
+def _agreed(parts: Sequence[Part]) -> list[tuple[str, str]]:
     """The pins that all bases have in the same version."""
     if not parts:
         return []
     shared = set.intersection(*({(pin.name, pin.version) for pin in part.pins} for part in parts))
-    return sorted(f"{name}=={version}" for name, version in shared)
+    return sorted(shared)
 
 
 def requirements_of(part: Literal["base", "layer"], axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
-    """The requirements of a part of a cell: torch or transformers, the project's requirements, and further packages."""
+    """The requirements of a part of a cell: the releases of its axes, the project's requirements, and further packages."""
     layered = _layered(axes)
-    exactly = _exactly("torch", cell.torch) if part == "base" else _exactly("transformers", cell.transformers)
+    exactly = [_exactly(name, version) for name, version in _chosen(part, axes, cell).items()]
     packages = [text for entry in axes.packages if entry.part == part and entry.holds(cell) for text in entry.requires]
     mine = [str(one) for one in own if (canonicalize_name(one.name) in layered) == (part == "layer")]
-    return [exactly, *mine, *packages]
+    return [*exactly, *mine, *packages]
 
 
 def _layered(axes: Axes) -> set[str]:
@@ -195,7 +200,13 @@ def _layered(axes: Axes) -> set[str]:
         if entry.part == "layer"
         for text in entry.requires
     }
-    return named | {canonicalize_name("transformers")}
+    return named | {"transformers", *axes.distributions.values()}
+
+
+def _chosen(part: Literal["base", "layer"], axes: Axes, cell: Cell) -> dict[str, str]:
+    """The distributions of a part whose releases are values of the cell's axes, with these."""
+    names = {"torch": "torch"} if part == "base" else {"transformers": "transformers", **axes.distributions}
+    return {names[axis]: value for axis, value in cell.axes.items() if axis in names}
 
 
 def _exactly(name: str, version: str) -> str:

@@ -137,6 +137,7 @@ def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> di
         # A cell sees the leased devices only, also on a machine that has more.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "COMPAT_MATRIX_GPUS": ",".join(gpus),
+        "KERNEL_COMPAT_MATRIX_AXES": json.dumps(job.cell.axes),
         "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
         "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
         "TMPDIR": str(folder),

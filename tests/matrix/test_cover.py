@@ -44,6 +44,6 @@ def test_few_cells_are_enough() -> None:
     axes = load(OWN)
     chosen = axes.select(pairwise=True)
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, axes.cells))
-    smallest = len(axes.axes.transformers) * len(axes.axes.torch)  # at least the product of the two largest axes
+    smallest = len(axes.axes[0].transformers) * len(axes.axes[0].torch)  # at least the product of the two largest axes
     assert len(chosen) < 1.6 * smallest < len(axes.cells) / 5
     assert chosen == axes.select(pairwise=True)

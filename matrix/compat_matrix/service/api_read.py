@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from sqlalchemy.exc import SQLAlchemyError
 
 from .. import __version__
-from ..cells import AXES, Cell, parse
+from ..cells import AXES, NAME, Cell, parse
 from ..errors import MatrixError
 from ..results import Kind
 from ..store import State, Store
@@ -96,10 +96,7 @@ Version = Annotated[
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
-_CELL = (
-    r"^py[0-9][0-9]{1,3}-tf[0-9]{1,6}(\.[0-9]{1,6}){0,3}-torch[0-9]{1,6}(\.[0-9]{1,6}){0,3}"
-    r"(-(fa2|fa3|fa4|fatorch))?(-cuda)?$"
-)
+_CELL = f"^{NAME}$"
 CellPath = Annotated[str, Path(pattern=_CELL, description="A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda.")]
 RunPath = Annotated[
     str, Path(min_length=1, max_length=100, description="A run's id or its beginning, its label, latest or latest~1.")

@@ -8,11 +8,12 @@ from typing import Any
 
 from sqlalchemy import Select, and_, case, func, select
 
-from ..cells import Cell
+from ..cells import AXES, Cell, parse_own
 from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Past, Run, Summary
 
-_FIELDS = (CELL.c.python, CELL.c.transformers, CELL.c.torch, CELL.c.flash_attention, CELL.c.device)
+#: The columns of a cell, the first of the rows that `cell_of` and `summary_of` take.
+CELL_FIELDS = (*(CELL.c[axis] for axis in AXES), CELL.c.extra)
 RUN_FIELDS = (
     RUN.c.name,
     RUN.c.started,
@@ -25,6 +26,8 @@ RUN_FIELDS = (
     RUN.c.partial,
 )
 COUNTS = (RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RESULT.c.xfailed, RESULT.c.xpassed)
+#: The number of columns that `summary_of` takes.
+SUMMARY = len(CELL_FIELDS) + 7 + len(COUNTS)
 
 NEWEST_FIRST = (RUN.c.started.desc(), RUN.c.id.desc())
 
@@ -72,7 +75,7 @@ def newest(run_names: Collection[str] | None) -> Select[Any]:
 
 def outcomes(run_name: str) -> Select[Any]:
     """The cell, test and outcome in the latest results of a run."""
-    query = latest(select(*_FIELDS, NODEID.c.name, TEST.c.outcome)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+    query = latest(select(*CELL_FIELDS, NODEID.c.name, TEST.c.outcome)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
     query = query.join(TEST, TEST.c.result_id == RESULT.c.id).join(NODEID, NODEID.c.id == TEST.c.nodeid_id)
     return query.where(RUN.c.name == run_name).order_by(TEST.c.position)
 
@@ -86,7 +89,7 @@ def totals() -> Select[Any]:
 
 def _summarised(*more: Any) -> Select[Any]:
     return select(
-        *_FIELDS,
+        *CELL_FIELDS,
         RESULT.c.verdict,
         RESULT.c.kind,
         func.coalesce(RESULT.c.reason, PLANNED.c.excluded, "").label("reason"),
@@ -101,21 +104,22 @@ def _summarised(*more: Any) -> Select[Any]:
 
 def cell_of(row: Sequence[Any]) -> Cell:
     """The cell in the first fields of a row."""
-    return _cell(row[0], row[1], row[2], row[3], row[4])
+    return _cell(*row[: len(CELL_FIELDS)])
 
 
 @lru_cache(200_000)
-def _cell(*fields: str) -> Cell:
+def _cell(python: str, transformers: str, torch: str, flash_attention: str, device: str, extra: str) -> Cell:
     """The same object for the same cell, which makes creation and comparison fast."""
-    return Cell(*fields)
+    return Cell(python, transformers, torch, flash_attention, device, parse_own(extra))
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
     """The cell in a row, and its summary."""
     found = cell_of(row)
-    if row[5] is None:
-        return found, Summary(reason=row[7], excluded=bool(row[8]))
-    return found, Summary(row[5], row[6], row[7], bool(row[8]), *row[9:18])
+    verdict, kind, reason, excluded, *rest = row[len(CELL_FIELDS) : SUMMARY]
+    if verdict is None:
+        return found, Summary(reason=reason, excluded=bool(excluded))
+    return found, Summary(verdict, kind, reason, bool(excluded), *rest)
 
 
 def past_of(row: Sequence[Any]) -> Past:
@@ -163,11 +167,11 @@ def environment(run_name: str, wanted: Cell) -> Select[Any]:
 
 def planned(run_name: str) -> Select[Any]:
     """The cells of a run, in order, each with the reason if it is excluded."""
-    query = select(*_FIELDS, PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
+    query = select(*CELL_FIELDS, PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
     return query.where(RUN.c.name == run_name).order_by(PLANNED.c.position)
 
 
 def attempts(run_name: str) -> Select[Any]:
     """The cells and attempts of a run's results, oldest first."""
-    query = select(*_FIELDS, RESULT.c.attempt).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
+    query = select(*CELL_FIELDS, RESULT.c.attempt).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
     return query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run_name).order_by(RESULT.c.id)

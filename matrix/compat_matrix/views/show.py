@@ -53,7 +53,7 @@ def _grid(block: common.Block, summary: Mapping[Cell, Summary], width: int) -> I
     """The lines of a block, split into parts below each other if the terminal is too narrow for its columns."""
     first = max(len("transformers"), *map(len, block.rows))
     each = max(
-        *(len(f"torch {column}") for column in block.columns),
+        *(len(f"torch {column or '-'}") for column in block.columns),
         *(len(common.word(summary[cell])) for cell in block.cells.values()),
     )
     fit = max(1, (width - first) // (each + 2))
@@ -62,10 +62,12 @@ def _grid(block: common.Block, summary: Mapping[Cell, Summary], width: int) -> I
     yield common.Line(block.title, "bold")
     while part := [*islice(columns, fit)]:
         yield common.Line(
-            "  ".join(["transformers".ljust(first), *(f"torch {column}".ljust(each) for column in part)]).rstrip()
+            "  ".join(
+                ["transformers".ljust(first), *(f"torch {column or '-'}".ljust(each) for column in part)]
+            ).rstrip()
         )
         for row in block.rows:
-            line = common.Line(row.ljust(first))
+            line = common.Line((row or "-").ljust(first))
             for column in part:
                 cell = block.cells.get((row, column))
                 shown = summary[cell] if cell else None
