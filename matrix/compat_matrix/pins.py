@@ -12,12 +12,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote
 
 import tomli
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.tags import compatible_tags, cpython_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from .axes import Axes
 from .cells import Cell
@@ -248,9 +251,23 @@ def compile_pins(
     before = ANY_DAY if latest else axes.exclude_newer
     pins = []
     for package in lock(requirements, python, axes.folder, before=before, constraints=constraints):
-        files = package.get("wheels") or [package["sdist"]]
+        files = sorted(package.get("wheels", ()), key=lambda wheel: _rank(wheel, python)) or [package["sdist"]]
         pins.append(Pin(canonicalize_name(package["name"]), package["version"], files[0]["hashes"]["sha256"]))
     return tuple(sorted(pins, key=lambda pin: pin.name))
+
+
+def _rank(wheel: Mapping[str, str], python: str) -> int:
+    """The place of a wheel in the order in which installers prefer those for a Python; all of them fit the platform."""
+    order = _preferred(python)
+    name = unquote((wheel.get("url") or wheel["path"]).rpartition("/")[2])
+    return min(order.get((tag.interpreter, tag.abi), len(order)) for tag in parse_wheel_filename(name)[3])
+
+
+@cache
+def _preferred(python: str) -> dict[tuple[str, str], int]:
+    version = [int(part) for part in python.split(".")]
+    every = [*cpython_tags(version, platforms=["any"]), *compatible_tags(version, platforms=["any"])]
+    return {(tag.interpreter, tag.abi): place for place, tag in enumerate(dict.fromkeys(every))}
 
 
 def of_cells(
