@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .axes import Tests
+from .cell.kernel_compat_host import PRELOADED
 from .cells import Cell
 from .environments import Environments, InstallationError
 from .errors import MatrixError
@@ -118,10 +119,15 @@ def _start(job: Job, python: Path, layer: Path, folder: Path, gpus: Sequence[str
     arguments += ["-p", "no:cacheprovider", *rest]
     if len(gpus) > 1:
         arguments += ["-n", str(len(gpus))]
-    if hosts is not None and not gpus:
+    if hosts is not None and not gpus and not _shadows(job):
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts(python).start(arguments, *place)
     return Fresh([str(python), "-m", *arguments], *place)
+
+
+def _shadows(job: Job) -> bool:
+    """Whether the layer has a package that a process to fork from has imported, or missed, without it: torch without numpy."""
+    return not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
 
 
 def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> dict[str, str]:
