@@ -164,8 +164,9 @@ class Values(_Table):
         return self._cells(dict(self))
 
     def _cells(self, values: dict[str, list[str]]) -> Iterator[Cell]:
-        for combination in product(*(values[axis] for axis in [*AXES, *self.own])):
-            yield Cell(*combination[: len(AXES)], extra=tuple(zip(self.own, combination[len(AXES) :], strict=True)))
+        names = [*AXES, *self.own]
+        for combination in product(*(values[axis] for axis in names)):
+            yield Cell.of(dict(zip(names, combination, strict=True)))
 
     @model_validator(mode="after")
     def _names_are_short(self) -> Values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -51,6 +51,13 @@ class Cell:
     flash_attention: str = "none"
     device: str = "cpu"
     extra: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, axes: Mapping[str, str]) -> Cell:
+        """The cell with these values; names that aren't in `AXES` are the project's own axes."""
+        python, transformers, torch, flash_attention, device = (axes[axis] for axis in AXES)
+        extra = tuple(sorted((axis, value) for axis, value in axes.items() if axis not in AXES))
+        return cls(python, transformers, torch, flash_attention, device, extra)
 
     @property
     def axes(self) -> dict[str, str]:

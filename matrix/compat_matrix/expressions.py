@@ -136,7 +136,9 @@ class _Meaning(Transformer_NonRecursive[Token, _Condition]):
     def _compared(self, axis: str, sign: str, value: str) -> _Condition:
         value = value.strip("\"'")
         compare = _COMPARE[sign]
-        value_of = attrgetter(axis) if axis in AXES else lambda cell: dict(cell.extra).get(axis, "")
+        value_of: Callable[[Cell], str] = (
+            attrgetter(axis) if axis in AXES else lambda cell: dict(cell.extra).get(axis, "")
+        )
         words = _WORDS.get(axis) or (self.own or {}).get(axis, ())
         if axis in VERSIONED or all(map(is_release, words or [value])):
             theirs = release(value, axis)
