@@ -37,15 +37,15 @@ def get_peft_model(model, config):
 
 
 class Block(NamedTuple):
-    """A block of code of the page: its language, and the file whose text it is."""
+    """A block of code of the page: the file whose text it is, and its language."""
 
-    language: str
     file: str
+    language: str
     text: str
 
 
 def blocks() -> list[Block]:
-    found = re.findall(r'^```(\w+)(?: title="(.*?)")?\n(.*?)^```$', TEXT, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^(?:`([^`\n]*)`:\n\n)?```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     return [Block(*block) for block in found]
 
 

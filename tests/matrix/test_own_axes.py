@@ -12,6 +12,7 @@ from stored import START
 from compat_matrix import pins
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell, parse
+from compat_matrix.commands.emit import jobs
 from compat_matrix.errors import MatrixError
 from compat_matrix.pins import Part
 from compat_matrix.service import grid
@@ -105,6 +106,11 @@ def test_the_release_of_an_own_axis_that_broke_a_test_is_found(project: Small) -
     for axis in ("backend", "trl"):
         done = project.run(*bisect[:-1], axis)
         assert f"--axis is one of python, transformers, torch, peft, not '{axis}'" in done.stderr
+
+
+def test_jobs_with_several_cells_are_named_by_what_they_share() -> None:
+    cells = [Cell("3.12", f"5.{n}", "2.11", extra=(("peft", f"0.{m}"),)) for n in range(60) for m in range(5)]
+    assert [job["name"] for job in jobs(cells)] == [f"py312-torch2.11-peft=0.{m} (60 cells)" for m in range(5)]
 
 
 def test_tox_runs_one(project: Small) -> None:

@@ -63,7 +63,9 @@ _KEYS: tuple[Callable[[Cell], Hashable], ...] = (
 
 
 def _job(cells: Sequence[Cell], part: str = "") -> dict[str, str | int]:
-    name = cells[0].name if len(cells) == 1 else f"{cells[0].base} ({len(cells)} cells)"
+    own = {cell.own for cell in cells}
+    shared = "-".join(filter(None, [cells[0].base, *own])) if len(own) == 1 else cells[0].base
+    name = cells[0].name if len(cells) == 1 else f"{shared} ({len(cells)} cells)"
     return {
         "name": f"{part} ({len(cells)} cells)" if part else name,
         **{axis: " ".join(values) for axis, values in values_of(cells).items() if axis != "device"},
