@@ -17,15 +17,16 @@ VERSIONED = AXES[:3]
 FLASH_ATTENTION = ("none", "fa2", "fa3", "fa4", "torch")
 DEVICES = ("cpu", "cuda")
 
-_VERSION = r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,4}"
+#: A release as a value of an axis.
+VERSION = r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,4}"
 #: The name of an axis of a project's own, and a value of it that isn't a version.
 WORD = r"[a-z][a-z0-9_]{0,39}"
-_OWN = re.compile(rf"(?:^|-)({WORD})=({_VERSION}|{WORD})(?=-|$)")
+_OWN = re.compile(rf"(?:^|-)({WORD})=({VERSION}|{WORD})(?=-|$)")
 
-#: The form of a cell's name. A name may have it and yet be no cell's, because the own axes aren't in order.
+#: The form of a cell's name, in which the own axes may be in any order: `parse` refuses all but one.
 NAME = (
-    rf"py[0-9][0-9]{{1,3}}(?:-tf{_VERSION})?(?:-torch{_VERSION})?(?:-(?:fa2|fa3|fa4|fatorch))?(?:-cuda)?"
-    rf"(?:-{WORD}=(?:{_VERSION}|{WORD}))*"
+    rf"py[0-9][0-9]{{1,3}}(?:-tf{VERSION})?(?:-torch{VERSION})?(?:-(?:fa2|fa3|fa4|fatorch))?(?:-cuda)?"
+    rf"(?:-{WORD}=(?:{VERSION}|{WORD}))*"
 )
 #: The largest length of a name.
 LONGEST = 150

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from operator import attrgetter
@@ -12,7 +13,7 @@ from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
 from lark.visitors import Transformer_NonRecursive
 
-from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
+from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSION, VERSIONED, Cell
 from .errors import MatrixError
 
 _GRAMMAR = r"""
@@ -41,6 +42,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
+_RELEASE = re.compile(VERSION)
 _WORDS: Mapping[str, Collection[str]] = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
 
 #: The largest number of conditions inside one another.
@@ -69,7 +71,7 @@ class Expression:
     def __init__(self, text: str, own: Mapping[str, Collection[str]] | None = None) -> None:
         meaning = _Meaning(own)
         try:
-            # Not recursive, as an expression from a stranger may be nested without an end.
+            # Not recursive: an expression in the address of a page may be nested to any depth.
             self._holds = meaning.transform(Tree("start", [_parser.parse(text)])).holds
         except UnexpectedInput as error:
             raise MatrixError(_where(text, error)) from None
@@ -173,7 +175,7 @@ def release(text: str, axis: str = "") -> tuple[int, ...]:
 
 def is_release(text: str) -> bool:
     """Whether a text is a release such as ``"5.23"``."""
-    return text.isascii() and all(part.isdecimal() for part in text.split("."))
+    return _RELEASE.fullmatch(text) is not None
 
 
 def _where(text: str, error: UnexpectedInput) -> str:

@@ -126,7 +126,7 @@ def _start(job: Job, python: Path, layer: Path, folder: Path, gpus: Sequence[str
 
 
 def _shadows(job: Job) -> bool:
-    """Whether the layer has a package that a process to fork from has imported, or missed, without it: torch without numpy."""
+    """Whether the layer has a package that the process to fork from imports, or misses, before the layer is on its path."""
     return not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
 
 
