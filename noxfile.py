@@ -65,16 +65,6 @@ NIGHTLY = [
     *(nox.param("3.11", release) for release, tested in RELEASES["TRANSFORMERS"].items() if tested),
 ]
 
-#: The frameworks of the session `downstream`, their releases and those of transformers.
-FRAMEWORKS = [
-    nox.param(framework, release, transformers, id=f"{framework}={release}, transformers={transformers}")
-    for framework, releases in RELEASES["FRAMEWORKS"].items()
-    for transformers, release in releases.items()
-]
-
-#: What a framework imports and doesn't require: trl 1.0 in GRPO's module.
-UNDECLARED = {"trl": ["requests"]}
-
 #: The dependencies of the tests of the library and of the matrix.
 GROUPS = ("--group", "test", "--group", "matrix")
 
@@ -185,19 +175,10 @@ def nightly(session: nox.Session, transformers: str) -> None:
 
 
 @nox.session
-@nox.parametrize("framework, release, transformers", FRAMEWORKS)
-def downstream(session: nox.Session, framework: str, release: str, transformers: str) -> None:
-    """The suite of one framework on its real package: losses and embeddings are eager's. Arguments after -- go to pytest."""
-    session.install(
-        *("--editable", ".", f"transformers=={transformers}", f"torch=={TORCH}", "--group", "pytest"),
-        *UNDECLARED.get(framework, ()),
-        *([] if framework == "deepspeed" else [f"{framework}=={release}"]),
-        *(["accelerate>=1.1", "setuptools>=75", "wheel"] if framework == "deepspeed" else []),
-    )
-    if framework == "deepspeed":  # a source distribution whose build imports torch
-        session.install("--no-build-isolation", f"deepspeed=={release}", env={"DS_BUILD_OPS": "0"})
-    suite = f"tests/downstream/test_{framework.replace('-', '_')}.py"
-    session.run("pytest", "-m", "", suite, *session.posargs, env={**ENVIRONMENT, "DS_ACCELERATOR": "cpu"})
+def downstream(session: nox.Session) -> None:
+    """The frameworks on their published packages, cells of tests/downstream/axes.toml. Arguments after -- go to `kernel-compat-matrix run`."""
+    session.install("--editable", ".", "--editable", "matrix")
+    session.run("kernel-compat-matrix", "run", "--axes", "tests/downstream/axes.toml", *session.posargs)
 
 
 @nox.session

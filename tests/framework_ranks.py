@@ -6,6 +6,7 @@ The folder has the tiny model of `frameworks.saved_model` in ``model``.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -148,7 +149,7 @@ CASES: dict[str, Callable[[Path], Any]] = {"ulysses": ulysses, "with_trainer": w
 
 def work(rank: int, case: str, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29611")}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -165,7 +166,10 @@ def work(rank: int, case: str, folder: Path) -> None:
 def run(case: str, folder: Path) -> Any:
     """What a case finds on two ranks, in processes of its own."""
     command = [sys.executable, __file__, case, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    with socket.socket() as free:  # other suites may run at the same time
+        free.bind(("127.0.0.1", 0))
+        environment = {**os.environ, "MASTER_PORT": str(free.getsockname()[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / f"{case}.pt")
 

@@ -24,6 +24,7 @@ EVIDENCE = {
     "transformers": "5.9.0",
     "torch": "2.11.0",
     "flash_attention": "none",
+    "extra": {},
     "device": "cpu",
     "run": "20261121-114502-7f3a",
     "run_label": "nightly",

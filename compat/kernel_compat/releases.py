@@ -47,18 +47,6 @@ TORCH = {
     "2.15.0": "torches",
 }
 
-#: The frameworks that tests/downstream runs on: by distribution, the release for each release of transformers (`nox -s downstream`).
-#: Each shim of theirs is needed on one of them.
-FRAMEWORKS = {
-    "trl": {"4.55.4": "0.20.0", "4.56.2": "0.22.2", "4.57.6": "0.24.0", "5.4.0": "1.0.0", "5.23.0": "1.16.0"},
-    "accelerate": {"4.57.6": "1.12.0", "5.4.0": "1.13.0", "5.23.0": "1.15.0"},
-    "deepspeed": {"4.57.6": "0.18.9", "5.4.0": "0.19.0", "5.23.0": "0.19.8"},
-    "peft": {"4.57.6": "0.17.1", "5.4.0": "0.18.1", "5.23.0": "0.21.2"},
-    "sentence-transformers": {"4.57.6": "5.1.2", "5.4.0": "5.3.0", "5.23.0": "6.2.0"},
-    "ms-swift": {"4.57.6": "4.6.0", "5.4.0": "4.6.0", "5.17.0": "4.6.0"},
-    "axolotl": {"5.16.1": "0.19.0"},
-}
-
 
 def minors(releases: dict[str, str]) -> list[str]:
     """The minor releases of a list, such as ``"5.23"`` of ``"5.23.0"``, in its order."""

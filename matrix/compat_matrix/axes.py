@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import combinations, product
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 import packaging.requirements
 import tomli
 from allpairspy import AllPairs
+from packaging.utils import canonicalize_name
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -20,14 +22,16 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
 from kernel_compat import releases
 
-from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
+from .cells import AXES, LONGEST, WORD, Cell, values_of
 from .errors import MatrixError
-from .expressions import Expression, release
+from .expressions import Expression, is_release, release
 
 #: This project's file, the default.
 OWN = Path(__file__).parent.parent / "axes.toml"
@@ -48,9 +52,9 @@ def _day(text: str) -> str:
     return text
 
 
-def _condition(text: str) -> str:
+def _condition(text: str, info: ValidationInfo) -> str:
     try:
-        Expression(text)
+        Expression(text, info.context)
     except MatrixError as error:
         raise ValueError(str(error)) from None
     return text
@@ -80,16 +84,51 @@ def _requirement(text: str) -> str:
     return text
 
 
-#: The axes that determine the packages of a part.
-PART_AXES = {
-    "base": frozenset({"python", "torch", "flash_attention"}),
-    "layer": frozenset({"python", "transformers"}),
+#: The axes that determine the packages of the base. The others do so for the layer, except the device, which does for none.
+_BASE = ("python", "torch", "flash_attention")
+_NOT_OF_LAYER = ("torch", "flash_attention", "device")
+
+#: Words of expressions, and the names of other fields and filters where results are written or queried by axis.
+_RESERVED = {
+    *("and", "fa", "in", "not", "or"),
+    *("arguments", "attempt", "cell", "cells", "cursor", "kind", "limit", "name", "only", "reason", "run", "seconds"),
+    *("started", "state", "tests"),
 }
+
+
+def _axis(name: str) -> str:
+    near = get_close_matches(name, AXES, 1, 0.9)
+    if near:
+        raise ValueError(f"there is no such axis; is it {near[0]}?")
+    if not re.fullmatch(WORD, name) or name in _RESERVED:
+        raise ValueError(
+            "the name of an axis is a word of at most 40 lower-case letters, digits and underscores, such as peft, and none of "
+            + ", ".join(sorted(_RESERVED))
+        )
+    return name
+
+
+def _alike(values: list[str]) -> list[str]:
+    words = [value for value in values if not is_release(value)]
+    if words and len(words) < len(values):
+        raise ValueError(f"the values of an axis are releases, or words, not both: {', '.join(values)}")
+    for word in words:
+        if not re.fullmatch(WORD, word):
+            raise ValueError(
+                f"a value is a release such as 0.17, or a word of lower-case letters, digits and underscores, not {word!r}"
+            )
+    return values
+
 
 Requirement = Annotated[str, AfterValidator(_requirement)]
 Condition = Annotated[str, AfterValidator(_condition)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")]
 Releases = Annotated[list[Annotated[str, AfterValidator(_release)]], Field(min_length=1), AfterValidator(_distinct)]
+Pythons = Annotated[
+    list[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]], Field(min_length=1), AfterValidator(_distinct)
+]
+OwnAxis = Annotated[str, AfterValidator(_axis)]
+OwnValues = Annotated[list[str], Field(min_length=1), AfterValidator(_distinct), AfterValidator(_alike)]
 
 
 class _Table(BaseModel):
@@ -103,16 +142,42 @@ class _Table(BaseModel):
 class Values(_Table):
     """The values of each axis, in the order in which they are run and shown.
 
-    ``transformers = "supported"`` and ``torch = "supported"`` are the lists of `kernel_compat.releases`.
+    ``transformers = "supported"`` and ``torch = "supported"`` are the lists of `kernel_compat.releases`. Cells have no
+    transformers or torch if it is left out. All other names are axes of the project's own.
     """
 
-    python: Releases
-    transformers: Annotated[Releases, _supported(releases.TRANSFORMERS)]
-    torch: Annotated[Releases, _supported(releases.TORCH)]
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    __pydantic_extra__: dict[OwnAxis, OwnValues] = Field(init=False)
+
+    python: Pythons
+    transformers: Annotated[Releases, _supported(releases.TRANSFORMERS)] = [""]
+    torch: Annotated[Releases, _supported(releases.TORCH)] = [""]
     flash_attention: Annotated[
         list[Literal["none", "fa2", "fa3", "fa4", "torch"]], Field(min_length=1), AfterValidator(_distinct)
     ] = ["none"]
     device: Annotated[list[Literal["cpu", "cuda"]], Field(min_length=1), AfterValidator(_distinct)] = ["cpu"]
+
+    @property
+    def own(self) -> dict[str, list[str]]:
+        """The project's own axes and their values."""
+        return dict(sorted((self.model_extra or {}).items()))
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        """Every combination of the values."""
+        return self._cells(dict(self))
+
+    def _cells(self, values: dict[str, list[str]]) -> Iterator[Cell]:
+        names = [*AXES, *self.own]
+        for combination in product(*(values[axis] for axis in names)):
+            yield Cell.of(dict(zip(names, combination, strict=True)))
+
+    @model_validator(mode="after")
+    def _names_are_short(self) -> Values:
+        (cell,) = self._cells({axis: [max(values, key=len)] for axis, values in self})
+        if len(cell.name) > LONGEST:
+            raise ValueError(f"the names of cells would be longer than {LONGEST} characters: {cell}")
+        return self
 
 
 class Exclude(_Table):
@@ -138,8 +203,8 @@ class Packages(_Table):
     """Requirements of the cells that match a condition.
 
     Attributes:
-        part: ``"base"``, with torch, or ``"layer"``, with transformers: required if it depends on transformers or on one of its
-            requirements.
+        part: ``"base"``, with torch, or ``"layer"``, with transformers and the distributions of own axes: required if it depends on
+            one of these or on one of their requirements.
     """
 
     requires: Annotated[list[Requirement], Field(min_length=1)]
@@ -150,11 +215,12 @@ class Packages(_Table):
     def _part_is_known(self) -> Packages:
         """The condition may only use the part's axes, as all cells with the same values of these share the part."""
         if self.when is not None:
-            allowed = PART_AXES[self.part]
-            others = sorted(_expression(self.when).axes - allowed)
+            axes = _expression(self.when).axes
+            others = sorted(axes - {*_BASE} if self.part == "base" else axes & {*_NOT_OF_LAYER})
             if others:
+                rest = "torch and flash_attention" if self.part == "base" else "transformers and the project's own axes"
                 raise ValueError(
-                    f"the {self.part} of a cell depends on {', '.join(sorted(allowed))} only, not on {', '.join(others)}"
+                    f"the {self.part} of a cell depends on python, {rest} only, not on {', '.join(others)}"
                 )
         return self
 
@@ -170,7 +236,7 @@ class Tests(_Table):
         memory: the memory in GiB, for schedulers.
         labels: the labels that a worker of the service must have.
         environment: environment variables in addition to the runner's.
-        watch: an axis; on its new releases `watch` runs this suite too, in the last cell of each release.
+        watch: an axis of releases; on its new ones `watch` runs this suite too, in the last cell of each release.
     """
 
     __test__ = False
@@ -183,7 +249,15 @@ class Tests(_Table):
     memory: Annotated[float, Field(gt=0, strict=False)] = 4
     labels: Annotated[list[Label], AfterValidator(_distinct)] = []
     environment: dict[str, str] = {}
-    watch: Literal["transformers", "torch"] | None = None
+    watch: str | None = None
+
+    @field_validator("watch")
+    @classmethod
+    def _watched_axis_is_known(cls, axis: str | None, info: ValidationInfo) -> str | None:
+        own = [name for name, values in (info.context or {}).items() if all(map(is_release, values))]
+        if axis not in (None, "transformers", "torch", *own):
+            raise ValueError(f"an axis of releases: {', '.join(['transformers', 'torch', *own])}, not {axis!r}")
+        return axis
 
 
 class Known(_Table):
@@ -222,6 +296,8 @@ class Axes(_Table):
 
     Attributes:
         version: the version of the file format: 1.
+        axes: one table of values or several, whose cells are joined.
+        not_installed: own axes of releases that aren't distributions.
         exclude_newer: a day such as ``"2026-11-15"``; pins are resolved from the releases that existed at its start.
         path: the path of the file.
     """
@@ -229,24 +305,53 @@ class Axes(_Table):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,))
 
     version: Literal[1]
-    axes: Values
+    axes: Annotated[
+        list[Values], Field(min_length=1), BeforeValidator(lambda given: given if isinstance(given, list) else [given])
+    ]
     tests: Annotated[list[Tests], Field(min_length=1)]
     exclude: list[Exclude] = []
     packages: list[Packages] = []
     known: list[Known] = []
     project: Project = Project()
     exclude_newer: Annotated[str, AfterValidator(_day)] | None = None
+    not_installed: list[str] = []
     path: Path = Field(default=OWN, exclude=True)
 
     @cached_property
     def all_cells(self) -> dict[Cell, str]:
         """Every combination, with the reason if it is excluded, else an empty string."""
         conditions = [(_expression(rule.when), rule.because) for rule in self.exclude]
-        values = (getattr(self.axes, axis) for axis in AXES)
         return {
             cell: next((because for condition, because in conditions if condition(cell)), "")
-            for cell in (Cell(*combination) for combination in product(*values))
+            for table in self.axes
+            for cell in table.cells
         }
+
+    @cached_property
+    def own(self) -> dict[str, list[str]]:
+        """The project's own axes and their values."""
+        return _joined([table.own for table in self.axes])
+
+    @cached_property
+    def distributions(self) -> dict[str, str]:
+        """The own axes whose values are releases of a distribution, with the names of the distributions."""
+        return {
+            axis: canonicalize_name(axis)
+            for axis, values in self.own.items()
+            if is_release(values[0]) and axis not in self.not_installed
+        }
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> Axes:
+        """An axis has releases in all tables, or words."""
+        for axis, values in self.own.items():
+            try:
+                _alike(values)
+            except ValueError as error:
+                raise ValueError(f"{axis}: {error}") from None
+        if unknown := sorted({*self.not_installed} - self.own.keys()):
+            raise ValueError(f"not_installed: there is no axis {', '.join(unknown)}")
+        return self
 
     @property
     def cells(self) -> list[Cell]:
@@ -274,7 +379,7 @@ class Axes(_Table):
                     raise MatrixError(f"{name} is excluded: {known[name]}")
             cells = [cell for cell in cells if cell.name in names]
         if only is not None:
-            condition = Expression(only)
+            condition = Expression(only, self.own)
             cells = [cell for cell in cells if condition(cell)]
             if not cells:
                 refused = [because for cell, because in self.all_cells.items() if because and condition(cell)]
@@ -287,7 +392,7 @@ class Axes(_Table):
 
     def excluded(self, only: str | None = None) -> dict[Cell, str]:
         """The excluded cells of a selection, with the reasons."""
-        wanted = Expression(only) if only else None
+        wanted = Expression(only, self.own) if only else None
         return {cell: why for cell, why in self.all_cells.items() if why and (wanted is None or wanted(cell))}
 
     def tests_of(self, cell: Cell, suite: str = "default") -> Tests | None:
@@ -311,6 +416,15 @@ class Axes(_Table):
         return (self.path.parent / self.project.path).resolve()
 
 
+def _joined(tables: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
+    """The values of each axis in any of the tables."""
+    found: dict[str, dict[str, None]] = {}
+    for table in tables:
+        for axis, values in table.items():
+            found.setdefault(axis, {}).update(dict.fromkeys(values))
+    return {axis: [*values] for axis, values in found.items()}
+
+
 _expressions: dict[str, Expression] = {}
 
 
@@ -324,11 +438,13 @@ def cover(cells: Sequence[Cell]) -> list[Cell]:
     """A small subset of the cells: every two values of different axes that share a cell also share one of the subset."""
     if not cells:
         return []
-    fields = [list(dict.fromkeys(getattr(cell, axis) for cell in cells)) for axis in AXES]
+    axes = values_of(cells)
+    rows_of = {cell: tuple(cell.axes.get(axis, "") for axis in axes) for cell in cells}
+    fields = [list(dict.fromkeys(values)) for values in zip(*rows_of.values(), strict=True)]
     varied = [i for i, values in enumerate(fields) if len(values) > 1]
     if len(varied) < 2:
         return list(cells)  # each value needs its own cell
-    there = {_values(cell) for cell in cells}
+    there = {*rows_of.values()}
     fixed = tuple(values[0] for values in fields)
 
     def complete(row: Sequence[str]) -> tuple[str, ...]:
@@ -341,17 +457,13 @@ def cover(cells: Sequence[Cell]) -> list[Cell]:
     rows = AllPairs([fields[i] for i in varied], filter_func=lambda row: tuple(row) in prefixes)
     chosen = {complete(row.pairs if hasattr(row, "pairs") else row) for row in rows}
     # allpairspy gives up on a pair if every third value that it tries is excluded.
-    pairs = {cell: set(combinations(enumerate(_values(cell)), 2)) for cell in cells}
-    missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if _values(cell) in chosen))
+    pairs = {cell: set(combinations(enumerate(rows_of[cell]), 2)) for cell in cells}
+    missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if rows_of[cell] in chosen))
     while missing:
         best = max(cells, key=lambda cell: len(pairs[cell] & missing))
-        chosen.add(_values(best))
+        chosen.add(rows_of[best])
         missing -= pairs[best]
-    return [cell for cell in cells if _values(cell) in chosen]
-
-
-def _values(cell: Cell) -> tuple[str, ...]:
-    return tuple(getattr(cell, axis) for axis in AXES)
+    return [cell for cell in cells if rows_of[cell] in chosen]
 
 
 def load(path: Path) -> Axes:
@@ -370,14 +482,28 @@ def load(path: Path) -> Axes:
     except tomli.TOMLDecodeError as error:
         raise MatrixError(f"{path}: {error}") from None
     try:
-        return Axes.model_validate({**found, "path": path.resolve()})
+        return Axes.model_validate({**found, "path": path.resolve()}, context=_own_axes(found.get("axes")))
     except ValidationError as error:
         problems = []
         for problem in error.errors():
             message = problem["msg"].removeprefix("Value error, ")
-            where = ".".join(str(part) for part in problem["loc"])
-            problems.append(f"{path}:{line_of(text, problem['loc'])}: {where}: {message}")
+            place = problem["loc"]
+            shown = (
+                place[:1] + place[2:] if place[:1] == ("axes",) and not isinstance(found.get("axes"), list) else place
+            )
+            where = ".".join(str(part) for part in shown)
+            problems.append(f"{path}:{line_of(text, place)}: {where}{': ' if where else ''}{message}")
         raise MatrixError("\n".join(problems)) from None
+
+
+def _own_axes(given: Any) -> dict[str, list[str]]:
+    """The own axes in tables that aren't validated yet, with their values."""
+    tables = given if isinstance(given, list) else [given]
+    return _joined(
+        {axis: [*map(str, values)] for axis, values in table.items() if axis not in AXES and isinstance(values, list)}
+        for table in tables
+        if isinstance(table, dict)
+    )
 
 
 def line_of(text: str, location: tuple[Any, ...]) -> int:
@@ -407,22 +533,7 @@ def line_of(text: str, location: tuple[Any, ...]) -> int:
             seen = -1
             for i in range(found, end):
                 code = re.split(r"=", lines[i], maxsplit=1)[-1] if i == found else lines[i]
-                seen += len(re.findall(r"\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?", code.split("#")[0]))
+                seen += len(re.findall(r"\{[^}]*\}|\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?", code.split("#")[0]))
                 if seen >= rest[1]:
                     return i + 1
     return best
-
-
-__all__ = [
-    "AXES",
-    "DEVICES",
-    "FLASH_ATTENTION",
-    "OWN",
-    "VERSIONED",
-    "Axes",
-    "Known",
-    "Tests",
-    "cover",
-    "line_of",
-    "load",
-]

@@ -103,7 +103,7 @@ class BasePython:
             )
 
     def _fits(self, cell: Cell) -> bool:
-        wanted = release(cell.torch)
+        wanted = release(cell.torch) if cell.torch else ()
         return cell.python == self.python and self.torch.release[: len(wanted)] == wanted
 
     def without_installed(self, base: Part, needless: Collection[str]) -> Part:
@@ -138,7 +138,8 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) ->
         # shared by all of them, so any release will do.
         wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
         without = [text for text in wanted if canonicalize_name(Requirement(text).name) != "torch"]
-        limits = [f"{pin.name}=={pin.version}" for name in (cell.base, cell.layer) for pin in parts[name].pins]
+        versions = parts[cell.base].versions | parts[cell.layer].versions
+        limits = [f"{name}=={version}" for name, version in versions.items()]
         packages = lock(without, cell.python, axes.folder, before=ANY_DAY, constraints=limits, excluded=["torch"])
         needed = {canonicalize_name(package["name"]) for package in packages}
         found[base.name] = frozenset(pin.name for pin in base.pins if pin.name not in needed)

@@ -1,26 +1,35 @@
-"""A cell: one combination of Python, transformers, torch, FlashAttention and device, and its name."""
+"""A cell: one combination of Python, transformers, torch, FlashAttention, device and a project's own axes, and its name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from .errors import MatrixError
 
-#: The axes in the order of a cell's fields. The values of the first three are versions, those of the others words.
+#: The axes that every matrix may have, in the order of a cell's fields. The values of the first three are versions, those of the
+#: others words. A project's own axes follow them.
 AXES = ("python", "transformers", "torch", "flash_attention", "device")
 VERSIONED = AXES[:3]
 
 FLASH_ATTENTION = ("none", "fa2", "fa3", "fa4", "torch")
 DEVICES = ("cpu", "cuda")
 
-_NAME = re.compile(
-    r"py(?P<major>\d)(?P<minor>\d+)-tf(?P<transformers>\d+(?:\.\d+)*)-torch(?P<torch>\d+(?:\.\d+)*)"
-    r"(?:-(?P<flash_attention>fa2|fa3|fa4|fatorch))?(?:-(?P<device>cuda))?",
-    re.ASCII,
+#: A release as a value of an axis.
+VERSION = r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,4}"
+#: The name of an axis of a project's own, and a value of it that isn't a version.
+WORD = r"[a-z][a-z0-9_]{0,39}"
+_OWN = re.compile(rf"(?:^|-)({WORD})=({VERSION}|{WORD})(?=-|$)")
+
+#: The form of a cell's name, in which the own axes may be in any order: `parse` refuses all but one.
+NAME = (
+    rf"py[0-9][0-9]{{1,3}}(?:-tf{VERSION})?(?:-torch{VERSION})?(?:-(?:fa2|fa3|fa4|fatorch))?(?:-cuda)?"
+    rf"(?:-{WORD}=(?:{VERSION}|{WORD}))*"
 )
+#: The largest length of a name.
+LONGEST = 150
 
 T = TypeVar("T")
 
@@ -31,37 +40,73 @@ class Cell:
 
     Attributes:
         python, transformers, torch: versions as in the axes file: ``"5.23"`` is the newest patch of that minor release, which
-            the pins name; ``"5.23.0"`` is exactly that release.
+            the pins name; ``"5.23.0"`` is exactly that release. Without the axis, transformers and torch are empty.
         flash_attention: ``"none"``, ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``.
         device: ``"cpu"`` or ``"cuda"``.
+        extra: the project's own axes and their values, sorted by axis.
     """
 
     python: str
-    transformers: str
-    torch: str
+    transformers: str = ""
+    torch: str = ""
     flash_attention: str = "none"
     device: str = "cpu"
+    extra: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, axes: Mapping[str, str]) -> Cell:
+        """The cell with these values; names that aren't in `AXES` are the project's own axes."""
+        python, transformers, torch, flash_attention, device = (axes[axis] for axis in AXES)
+        extra = tuple(sorted((axis, value) for axis, value in axes.items() if axis not in AXES))
+        return cls(python, transformers, torch, flash_attention, device, extra)
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The cell's axes and their values, without those that it lacks."""
+        return {axis: value for axis in AXES if (value := getattr(self, axis))} | dict(self.extra)
 
     @property
     def base(self) -> str:
         """The name of the base: the environment without transformers and the packages installed with it."""
         kernel = "" if self.flash_attention == "torch" else self._kernel
-        return f"py{self.python.replace('.', '')}-torch{self.torch}{kernel}"
+        return f"{self._python}{f'-torch{self.torch}' if self.torch else '-base'}{kernel}"
 
     @property
     def layer(self) -> str:
-        """The name of the layer on top of the base: transformers and the packages installed with it."""
-        return f"py{self.python.replace('.', '')}-tf{self.transformers}"
+        """The name of the layer on top of the base: transformers, the own axes, and the packages installed with them."""
+        return (
+            f"{self._python}{self._transformers}{self._extra}"
+            if self.transformers or self.extra
+            else f"{self._python}-layer"
+        )
 
     @property
     def name(self) -> str:
-        """``py311-tf5.23-torch2.15-fa4-cuda``; without FlashAttention and on a CPU ``py311-tf5.23-torch2.15``."""
+        """``py311-tf5.23-torch2.15-fa4-cuda-peft=0.18``; without FlashAttention and on a CPU ``py311-tf5.23-torch2.15``."""
+        torch = f"-torch{self.torch}" if self.torch else ""
         device = "" if self.device == "cpu" else f"-{self.device}"
-        return f"{self.layer}-torch{self.torch}{self._kernel}{device}"
+        return f"{self._python}{self._transformers}{torch}{self._kernel}{device}{self._extra}"
+
+    @property
+    def _python(self) -> str:
+        return f"py{self.python.replace('.', '')}"
+
+    @property
+    def _transformers(self) -> str:
+        return f"-tf{self.transformers}" if self.transformers else ""
 
     @property
     def _kernel(self) -> str:
         return {"none": "", "torch": "-fatorch"}.get(self.flash_attention, f"-{self.flash_attention}")
+
+    @property
+    def own(self) -> str:
+        """The project's own axes as in the name: ``backend=gloo-peft=0.18``; empty without any."""
+        return "-".join(f"{axis}={value}" for axis, value in self.extra)
+
+    @property
+    def _extra(self) -> str:
+        return f"-{self.own}" if self.extra else ""
 
     def __str__(self) -> str:
         return self.name
@@ -73,17 +118,34 @@ def parse(name: str) -> Cell:
     Raises:
         MatrixError: it isn't the name of a cell.
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise MatrixError(f"{name!r} isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
-    kernel = match["flash_attention"] or "none"
-    return Cell(
-        python=f"{match['major']}.{match['minor']}",
-        transformers=match["transformers"],
-        torch=match["torch"],
-        flash_attention="torch" if kernel == "fatorch" else kernel,
-        device=match["device"] or "cpu",
-    )
+    refused = MatrixError(f"{name[:200]!r} isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
+    if len(name) > LONGEST or not re.fullmatch(NAME, name):
+        raise refused
+    python, *parts = name.split("-")
+    fields = {"python": f"{python[2]}.{python[3:]}"}
+    for part in parts:
+        if match := re.fullmatch(r"(tf|torch)([0-9].*)", part):
+            fields["transformers" if match[1] == "tf" else "torch"] = match[2]
+        elif "=" not in part:
+            fields["device" if part == "cuda" else "flash_attention"] = part.replace("fatorch", "torch")
+    cell = Cell(**fields, extra=parse_own(name))
+    if cell.name != name:  # the own axes aren't in order, or one of them is there twice
+        raise refused
+    return cell
+
+
+def parse_own(text: str) -> tuple[tuple[str, str], ...]:
+    """The project's own axes in a cell's name, or in `Cell.own`."""
+    return tuple(sorted(dict(_OWN.findall(text)).items()))
+
+
+def values_of(cells: Iterable[Cell]) -> dict[str, list[str]]:
+    """The axes of cells, each with the values that occur."""
+    found: dict[str, dict[str, None]] = {axis: {} for axis in AXES}
+    for cell in cells:
+        for axis, value in cell.axes.items():
+            found.setdefault(axis, {})[value] = None
+    return {axis: [*values] for axis, values in found.items()}
 
 
 def one_and_more(names: Sequence[str]) -> str:

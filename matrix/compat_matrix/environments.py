@@ -103,7 +103,8 @@ class Environments:
         Raises:
             InstallationError: it can't be made; nothing of it stays.
         """
-        folder = self.root / "layer" / f"{part.name}-{part.key}"
+        # dill, for one, tells installed modules from a project's own by this word in their paths.
+        folder = self.root / "site-packages" / f"{part.name}-{part.key}"
         self._whole(folder, lambda: self._install(part, python, "--target", str(folder)))
         return folder
 

@@ -1,17 +1,19 @@
-"""Conditions on cells: ``transformers>=5.4 and torch==2.11``, ``flash_attention in (fa2, fa4) and not device==cpu``."""
+"""Conditions on cells: ``transformers>=5.4 and torch==2.11``, ``flash_attention in (fa2, fa4) and not device==cpu``, ``peft``."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
-from lark.visitors import Interpreter
+from lark.visitors import Transformer_NonRecursive
 
-from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
+from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSION, VERSIONED, Cell
 from .errors import MatrixError
 
 _GRAMMAR = r"""
@@ -20,12 +22,13 @@ _GRAMMAR = r"""
 ?both: one ("and" one)*
 ?one: "not" one -> negation
     | "(" either ")"
+    | AXIS -> presence
     | AXIS COMPARISON VALUE -> comparison
     | AXIS MEMBER "(" VALUE ("," VALUE)* ","? ")" -> membership
 
 COMPARISON: ">=" | "<=" | "==" | "!=" | ">" | "<"
 MEMBER.2: /not\s+in\b/ | /in\b/
-AXIS.1: /python\b|transformers\b|torch(?=\s*([<>=!]|in\b|not\b))|flash_attention\b|fa\b|device\b/
+AXIS: /[a-z][a-z0-9_]*/
 VALUE: /"[^"]*"|'[^']*'|[A-Za-z0-9_.]+/
 %ignore /\s+/
 """
@@ -39,76 +42,123 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-_WORDS = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
+_RELEASE = re.compile(VERSION)
+_WORDS: Mapping[str, Collection[str]] = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
+
+#: The largest number of conditions inside one another.
+_DEEPEST = 100
 
 
 class Expression:
     """A condition on cells.
 
-    Versions are compared in the components that the condition has: 5.3.1 ``== 5.3``, is not ``> 5.3``, and is ``< 5.10``.
+    Versions are compared in the components that the condition has: 5.3.1 ``== 5.3``, is not ``> 5.3``, and is ``< 5.10``. A cell
+    that lacks an axis has no value on it, so that only ``!=`` and ``not in`` hold.
 
     Args:
-        text: comparisons of an axis (python, transformers, torch, flash_attention or fa, device) with a value by ``==``, ``!=``,
-            ``<``, ``<=``, ``>``, ``>=``, or ``in`` and ``not in`` a list in parentheses; joined by ``and``, ``or``, ``not``.
+        text: comparisons of an axis (python, transformers, torch, flash_attention or fa, device, or one of the project's own) with a
+            value by ``==``, ``!=``, ``<``, ``<=``, ``>``, ``>=``, or ``in`` and ``not in`` a list in parentheses, or the name of an
+            axis alone, which the cells that have it meet; joined by ``and``, ``or``, ``not``.
+        own: the project's own axes and their values; None allows any.
+
+    Attributes:
+        axes: the axes that it names.
 
     Raises:
-        MatrixError: it doesn't parse, or it compares with a value that the axis can't have; the message shows the place.
+        MatrixError: it doesn't parse, it is nested too deeply, there is no such axis, or an axis can't have such a value.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, own: Mapping[str, Collection[str]] | None = None) -> None:
+        meaning = _Meaning(own)
         try:
-            self._tree = _parser.parse(text)
-            self.axes = frozenset(
-                _axis(token) for token in self._tree.scan_values(lambda t: isinstance(t, Token) and t.type == "AXIS")
-            )
-            self(Cell("3.11", "5.0", "2.11"))  # checks its values as well: now, and not in the middle of a run
+            # Not recursive: an expression in the address of a page may be nested to any depth.
+            self._holds = meaning.transform(Tree("start", [_parser.parse(text)])).holds
         except UnexpectedInput as error:
             raise MatrixError(_where(text, error)) from None
         except VisitError as error:
             raise error.orig_exc from None
+        self.axes = frozenset(meaning.axes)
 
     def __call__(self, cell: Cell) -> bool:
         """Whether a cell meets the condition."""
-        return _Evaluation(cell).visit(self._tree) is True
+        return self._holds(cell)
 
 
-class _Evaluation(Interpreter[Token, bool]):
-    """Evaluates both sides always, so that an invalid value is found on either side."""
+class _Condition(NamedTuple):
+    holds: Callable[[Cell], bool]
+    depth: int = 0
 
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
 
-    def either(self, tree: Tree[Token]) -> bool:
-        return any(self.visit_children(tree))
+class _Meaning(Transformer_NonRecursive[Token, _Condition]):
+    """Turns the tree of an expression into functions, and checks its axes and values."""
 
-    def both(self, tree: Tree[Token]) -> bool:
-        return all(self.visit_children(tree))
+    def __init__(self, own: Mapping[str, Collection[str]] | None) -> None:
+        super().__init__()
+        self.own = own
+        self.axes: set[str] = set()
 
-    def negation(self, tree: Tree[Token]) -> bool:
-        return not self.visit_children(tree)[0]
+    def start(self, parts: list[_Condition]) -> _Condition:
+        return parts[0]
 
-    def comparison(self, tree: Tree[Token]) -> bool:
-        axis, sign, value = (str(child) for child in tree.children)
-        return self._holds(_axis(axis), sign, value)
+    def either(self, parts: list[_Condition]) -> _Condition:
+        return self._joined(parts, lambda cell: any(part.holds(cell) for part in parts))
 
-    def membership(self, tree: Tree[Token]) -> bool:
-        axis, member, *values = (str(child) for child in tree.children)
-        found = [self._holds(_axis(axis), "==", value) for value in values]
-        return any(found) is (member == "in")
+    def both(self, parts: list[_Condition]) -> _Condition:
+        return self._joined(parts, lambda cell: all(part.holds(cell) for part in parts))
 
-    def _holds(self, axis: str, sign: str, value: str) -> bool:
+    def negation(self, parts: list[_Condition]) -> _Condition:
+        return self._joined(parts, lambda cell: not parts[0].holds(cell))
+
+    def presence(self, parts: list[Token]) -> _Condition:
+        axis = self._axis(parts[0])
+        return _Condition(lambda cell: axis in cell.axes)
+
+    def comparison(self, parts: list[Token]) -> _Condition:
+        return self._compared(self._axis(parts[0]), str(parts[1]), str(parts[2]))
+
+    def membership(self, parts: list[Token]) -> _Condition:
+        axis = self._axis(parts[0])
+        equal = [self._compared(axis, "==", str(value)) for value in parts[2:]]
+        wanted = parts[1] == "in"
+        return _Condition(lambda cell: any(one.holds(cell) for one in equal) is wanted)
+
+    def _joined(self, parts: list[_Condition], holds: Callable[[Cell], bool]) -> _Condition:
+        depth = 1 + max(part.depth for part in parts)
+        if depth > _DEEPEST:
+            raise MatrixError(f"this condition has more than {_DEEPEST} conditions inside one another")
+        return _Condition(holds, depth)
+
+    def _axis(self, token: Token) -> str:
+        axis = "flash_attention" if token == "fa" else str(token)
+        if self.own is not None and axis not in AXES and axis not in self.own:
+            raise MatrixError(f"there is no axis {axis!r}: the axes are {', '.join(dict.fromkeys([*AXES, *self.own]))}")
+        self.axes.add(axis)
+        return axis
+
+    def _compared(self, axis: str, sign: str, value: str) -> _Condition:
         value = value.strip("\"'")
-        mine = getattr(self.cell, axis)
-        if axis in VERSIONED:
+        compare = _COMPARE[sign]
+        value_of: Callable[[Cell], str] = (
+            attrgetter(axis) if axis in AXES else lambda cell: dict(cell.extra).get(axis, "")
+        )
+        words = _WORDS.get(axis) or (self.own or {}).get(axis, ())
+        if axis in VERSIONED or all(map(is_release, words or [value])):
             theirs = release(value, axis)
-            own = release(mine, axis)
-            own += (0,) * (len(theirs) - len(own))
-            return _COMPARE[sign](own[: len(theirs)], theirs)
-        if value not in _WORDS[axis]:
-            raise MatrixError(f"{axis} is one of {', '.join(_WORDS[axis])}, not {value!r}")
+
+            def holds(cell: Cell) -> bool:
+                mine = value_of(cell)
+                if not is_release(mine):
+                    return sign == "!="
+                own = release(mine)
+                own += (0,) * (len(theirs) - len(own))
+                return compare(own[: len(theirs)], theirs)
+
+            return _Condition(holds)
+        if words and value not in words:
+            raise MatrixError(f"{axis} is one of {', '.join(words)}, not {value!r}")
         if sign not in ("==", "!="):
             raise MatrixError(f"{axis} has no order: use == or !=, not {sign}")
-        return _COMPARE[sign](mine, value)
+        return _Condition(lambda cell: compare(value_of(cell), value))
 
 
 @lru_cache(maxsize=4096)
@@ -118,16 +168,14 @@ def release(text: str, axis: str = "") -> tuple[int, ...]:
     Raises:
         MatrixError: it isn't a release.
     """
-    parts = text.split(".")
-    if not all(part.isdecimal() for part in parts):
+    if not is_release(text):
         raise MatrixError(f"{axis or 'a version'} is a release such as 5.4 or 5.4.0, not {text!r}")
-    return tuple(int(part) for part in parts)
+    return tuple(map(int, text.split(".")))
 
 
-def _axis(name: str) -> str:
-    name = "flash_attention" if name == "fa" else name
-    assert name in AXES
-    return name
+def is_release(text: str) -> bool:
+    """Whether a text is a release such as ``"5.23"``."""
+    return _RELEASE.fullmatch(text) is not None
 
 
 def _where(text: str, error: UnexpectedInput) -> str:
@@ -135,6 +183,6 @@ def _where(text: str, error: UnexpectedInput) -> str:
     position = len(text) if ended else (error.pos_in_stream or 0)
     return (
         f"this isn't a condition on cells:\n  {text}\n  {' ' * position}^\n"
-        "It compares python, transformers, torch, flash_attention or device with a value, as in "
+        "It compares python, transformers, torch, flash_attention, device or one of the project's own axes with a value, as in "
         "transformers>=5.4 and torch==2.11"
     )

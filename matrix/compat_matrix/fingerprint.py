@@ -41,7 +41,9 @@ def of_axes(axes: Axes) -> str:
     try:
         digest = hashlib.sha256(fingerprint(axes.folder).encode())
         digest.update(axes.path.read_bytes())
-        digest.update(axes.axes.model_dump_json().encode())  # "supported" depends on the installed kernel-compat
+        digest.update(
+            axes.model_dump_json(include={"axes"}).encode()
+        )  # "supported" depends on the installed kernel-compat
     except OSError as error:
         raise MatrixError(f"the project of {axes.path} can't be read: {error}") from None
     return digest.hexdigest()

@@ -23,7 +23,7 @@ _TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select cells."""
     parser.add_argument("cells", nargs="*", metavar="CELL", help="names of cells (default: all cells)")
-    parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file ({AXES})")
+    parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file (default: {AXES} or {AXES.name})")
     parser.add_argument(
         "--only", metavar="EXPRESSION", help='only cells that match, such as "transformers>=5.4 and torch==2.11"'
     )
@@ -92,9 +92,12 @@ def positive(text: str) -> int:
 
 def axes_of(options: argparse.Namespace) -> Axes:
     """The axes in ``--axes``, or in the first default file that exists."""
-    if options.axes is not None:
-        return load(options.axes)
-    return load(next((path for path in (AXES, Path("axes.toml"), OWN) if path.exists()), AXES))
+    return load(options.axes or axes_in(Path()) or (OWN if OWN.exists() else AXES))
+
+
+def axes_in(folder: Path) -> Path | None:
+    """The axes file of a project in a folder; None if it has none."""
+    return next((path for path in (folder / AXES, folder / AXES.name) if path.is_file()), None)
 
 
 def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:

@@ -1,7 +1,7 @@
 """Pins: the exact packages in a cell, as requirement files with hashes and without an index.
 
 A cell has two parts, so that few environments serve many cells: the *base* is an environment with torch and
-FlashAttention, the *layer* on top of it has transformers and the packages installed with it. ``py311-torch2.15.txt`` and
+FlashAttention, the *layer* on top of it has transformers, the distributions of the project's own axes, and the packages installed with them. ``py311-torch2.15.txt`` and
 ``py311-tf5.23.txt`` are the pins of ``py311-tf5.23-torch2.15``.
 """
 
@@ -12,12 +12,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote
 
 import tomli
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.tags import compatible_tags, cpython_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from .axes import Axes
 from .cells import Cell
@@ -117,7 +120,7 @@ def resolve_parts(
     """Resolve the bases and layers of cells, by name; a part without a solution is mapped to the resolver's message.
 
     A base with FlashAttention contains the one without. A layer fits every base of its Python: versions that these agree on are
-    constraints of the layer, and the requirements of torch are left to the bases.
+    constraints of the layer, and the requirements of torch are left to the bases. The releases of axes in the layer take precedence.
     """
     own = project_requirements(axes)
     found: dict[str, Part | ResolutionError] = {}
@@ -155,37 +158,42 @@ def resolve_parts(
         for cell in cells:
             if cell.layer not in layers:
                 shared = _agreed([p for p in bases.values() if isinstance(p, Part) and p.python == cell.python])
-                layers[cell.layer] = (cell, requirements_of("layer", axes, cell, own), shared)
+                chosen = _chosen("layer", axes, cell)
+                constraints = [f"{name}=={version}" for name, version in shared if name not in chosen]
+                layers[cell.layer] = (cell, requirements_of("layer", axes, cell, own), constraints)
         found |= each({**with_kernel, **layers})
-        for name in layers:
+        for name, (cell, *_) in layers.items():
             part = found[name]
             if isinstance(part, Part):
+                chosen = _chosen("layer", axes, cell)
                 below_names = {
                     pin.name
                     for p in bases.values()
                     if isinstance(p, Part) and p.python == part.python
                     for pin in p.pins
                 }
-                found[name] = Part(name, part.python, tuple(p for p in part.pins if p.name not in below_names))
+                found[name] = Part(
+                    name, part.python, tuple(p for p in part.pins if p.name in chosen or p.name not in below_names)
+                )
     wanted = {name for cell in cells for name in (cell.base, cell.layer)}
     return {name: part for name, part in {**bases, **found}.items() if name in wanted}
 
 
-def _agreed(parts: Sequence[Part]) -> list[str]:
+def _agreed(parts: Sequence[Part]) -> list[tuple[str, str]]:
     """The pins that all bases have in the same version."""
     if not parts:
         return []
     shared = set.intersection(*({(pin.name, pin.version) for pin in part.pins} for part in parts))
-    return sorted(f"{name}=={version}" for name, version in shared)
+    return sorted(shared)
 
 
 def requirements_of(part: Literal["base", "layer"], axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
-    """The requirements of a part of a cell: torch or transformers, the project's requirements, and further packages."""
+    """The requirements of a part of a cell: the releases of its axes, the project's requirements, and further packages."""
     layered = _layered(axes)
-    exactly = _exactly("torch", cell.torch) if part == "base" else _exactly("transformers", cell.transformers)
+    exactly = [_exactly(name, version) for name, version in _chosen(part, axes, cell).items()]
     packages = [text for entry in axes.packages if entry.part == part and entry.holds(cell) for text in entry.requires]
     mine = [str(one) for one in own if (canonicalize_name(one.name) in layered) == (part == "layer")]
-    return [exactly, *mine, *packages]
+    return [*exactly, *mine, *packages]
 
 
 def _layered(axes: Axes) -> set[str]:
@@ -195,7 +203,13 @@ def _layered(axes: Axes) -> set[str]:
         if entry.part == "layer"
         for text in entry.requires
     }
-    return named | {canonicalize_name("transformers")}
+    return named | {"transformers", *axes.distributions.values()}
+
+
+def _chosen(part: Literal["base", "layer"], axes: Axes, cell: Cell) -> dict[str, str]:
+    """The distributions of a part whose releases are values of the cell's axes, with these."""
+    names = {"torch": "torch"} if part == "base" else {"transformers": "transformers", **axes.distributions}
+    return {names[axis]: value for axis, value in cell.axes.items() if axis in names}
 
 
 def _exactly(name: str, version: str) -> str:
@@ -237,9 +251,23 @@ def compile_pins(
     before = ANY_DAY if latest else axes.exclude_newer
     pins = []
     for package in lock(requirements, python, axes.folder, before=before, constraints=constraints):
-        files = package.get("wheels") or [package["sdist"]]
+        files = sorted(package.get("wheels", ()), key=lambda wheel: _rank(wheel, python)) or [package["sdist"]]
         pins.append(Pin(canonicalize_name(package["name"]), package["version"], files[0]["hashes"]["sha256"]))
     return tuple(sorted(pins, key=lambda pin: pin.name))
+
+
+def _rank(wheel: Mapping[str, str], python: str) -> int:
+    """The place of a wheel in the order in which installers prefer those for a Python; all of them fit the platform."""
+    order = _preferred(python)
+    name = unquote((wheel.get("url") or wheel["path"]).rpartition("/")[2])
+    return min(order.get((tag.interpreter, tag.abi), len(order)) for tag in parse_wheel_filename(name)[3])
+
+
+@cache
+def _preferred(python: str) -> dict[tuple[str, str], int]:
+    version = [int(part) for part in python.split(".")]
+    every = [*cpython_tags(version, platforms=["any"]), *compatible_tags(version, platforms=["any"])]
+    return {(tag.interpreter, tag.abi): place for place, tag in enumerate(dict.fromkeys(every))}
 
 
 def of_cells(

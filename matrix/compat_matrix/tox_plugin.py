@@ -29,6 +29,7 @@ from tox.tox_env.runner import RunToxEnv
 
 from .axes import Axes, load
 from .errors import MatrixError
+from .options import axes_in
 
 _RUNNER = "kernel-compat-matrix"
 
@@ -117,7 +118,7 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
             runner=_RUNNER,
             description="a cell of the matrix",
             commands=[Command(command)],
-            change_dir=axes.path.parent.parent,
+            change_dir=axes.folder,
             pass_env=["*"],
             allowlist_externals=[sys.executable],
         )
@@ -137,11 +138,7 @@ def _configured(core_conf: ConfigSet, state: State) -> list[str]:
 def axes_of() -> Axes | None:
     """The axes of the project around the current folder; None if there are none."""
     here = Path.cwd()
-    for folder in (here, *here.parents):
-        path = folder / "matrix" / "axes.toml"
-        if path.is_file():
-            try:
-                return load(path)
-            except MatrixError as error:
-                raise HandledError(str(error)) from None
-    return None
+    try:
+        return next((load(path) for folder in (here, *here.parents) if (path := axes_in(folder))), None)
+    except MatrixError as error:
+        raise HandledError(str(error)) from None

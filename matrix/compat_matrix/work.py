@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .axes import Known, Tests
+from .cell.kernel_compat_host import PRELOADED
 from .cells import Cell
 from .environments import Environments, InstallationError
 from .errors import MatrixError
@@ -149,10 +150,15 @@ def _start(
     arguments += [*rest, *(["--last-failed"] if again else [])]
     if len(gpus) > 1:
         arguments += ["-n", str(len(gpus))]
-    if hosts is not None and not gpus:
+    if hosts is not None and not gpus and not _shadows(job):
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts(python).start(arguments, *place)
     return Fresh([str(python), "-m", *arguments], *place)
+
+
+def _shadows(job: Job) -> bool:
+    """Whether the layer has a package that the process to fork from imports, or misses, before the layer is on its path."""
+    return not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
 
 
 def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> dict[str, str]:
@@ -168,6 +174,7 @@ def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> di
         # A cell sees the leased devices only, also on a machine that has more.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "COMPAT_MATRIX_GPUS": ",".join(gpus),
+        "KERNEL_COMPAT_MATRIX_AXES": json.dumps(job.cell.axes),
         "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
         "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
         "TMPDIR": str(folder),

@@ -113,8 +113,31 @@ def line(text: str, part: str) -> int:
         ('"2.10", "2.11"', '"2.10", "2.10"', 'torch = ["2.10"', "axes.torch: 2.10 is listed twice"),
         ('"none", "fa4"', '"none", "fa5"', '"fa5"', "axes.flash_attention.1: Input should be 'none', 'fa2'"),
         ('"cpu", "cuda"', '"cpu", "rocm"', '"rocm"', "axes.device.1: Input should be 'cpu' or 'cuda'"),
-        ("python =", "pyton =", "pyton =", "axes.pyton: Extra inputs are not permitted"),
-        ('torch = ["2.10", "2.11"]\n', "", "[axes]", "axes.torch: Field required"),
+        ("python =", "pyton =", "pyton =", "axes.pyton: there is no such axis; is it python?"),
+        ('python = ["3.10", "3.11"]\n', "", "[axes]", "axes.python: Field required"),
+        ('["3.10", "3.11"]', '["3.10.1"]', '"3.10.1"', "axes.python.0: String should match pattern"),
+        ("device =", "Peft =", "Peft =", "axes.Peft: the name of an axis is a word of at most 40 lower-case letters"),
+        ("device =", "only =", "only =", "axes.only: the name of an axis is a word"),
+        (
+            'device = ["cpu", "cuda"]',
+            'peft = ["none", "0.17"]',
+            "peft =",
+            "axes.peft: the values of an axis are releases",
+        ),
+        (
+            'device = ["cpu", "cuda"]',
+            'mode = ["zero-3"]',
+            "mode =",
+            "axes.mode: a value is a release such as 0.17, or a w",
+        ),
+        ('device = ["cpu", "cuda"]', "mode = []", "mode =", "axes.mode: List should have at least 1 item"),
+        (
+            'device = ["cpu", "cuda"]',
+            f'{"m" * 40} = ["{"n" * 40}"]\n{"o" * 40} = ["{"p" * 40}"]',
+            "[axes]",
+            "axes: the names of cells",
+        ),
+        ("version = 1", 'version = 1\nnot_installed = ["cuda"]', "version = 1", "not_installed: there is no axis cuda"),
         ('because = "transformers 5.21', 'why = "transformers 5.21', 'why = "tr', "exclude.0.why: Extra inputs"),
         ('because = "no kernel"', 'because = ""', 'because = ""', "exclude.1.because: String should have at least"),
         ('"python<3.11 and', '"python<<3.11 and', '"python<<', "exclude.0.when: this isn't a condition on cells"),
@@ -252,8 +275,8 @@ def test_a_cell_has_the_known_failures_that_fit(axes: Axes) -> None:
 def test_supported_stands_for_the_releases_of_the_library(tmp_path: Path) -> None:
     text = GOOD.replace('torch = ["2.10", "2.11"]', 'torch = "supported"')
     axes = load(written(tmp_path, text))
-    assert axes.axes.torch == releases.minors(releases.TORCH)
-    assert axes.axes.transformers == ["4.57", "5.20", "5.21"]
+    assert axes.axes[0].torch == releases.minors(releases.TORCH)
+    assert axes.axes[0].transformers == ["4.57", "5.20", "5.21"]
 
 
 def test_the_committed_file_is_right() -> None:
@@ -269,5 +292,114 @@ def test_the_committed_file_is_right() -> None:
     extended, touches = watch.touched(axes, new, print)
     suites = watch.suites(extended, [cell for cell in extended.cells if touches(cell)], new)
     assert {suite: [cell.name for cell in cells] for suite, cells in suites.items()} == {
-        "prove": [f"py313-tf5.99.0-torch{axes.axes.torch[-1]}"]
+        "prove": [f"py313-tf5.99.0-torch{axes.axes[0].torch[-1]}"]
     }
+
+
+OWN_AXES = """\
+version = 1
+
+[[axes]]
+python = ["3.11"]
+transformers = ["5.4", "5.23"]
+peft = ["0.17", "0.18"]
+backend = ["gloo", "nccl"]
+
+[[axes]]
+python = ["3.11"]
+trl = ["1.0"]
+cuda = ["12.8"]
+
+[[exclude]]
+when = "peft==0.17 and transformers>=5.20 or backend==nccl and peft>=0.18"
+because = "no such combination"
+
+[[packages]]
+part = "layer"
+when = "backend==nccl and peft"
+requires = ["deepspeed"]
+
+[[tests]]
+when = "trl and cuda>=12"
+command = ["pytest", "tests/trl"]
+
+[[tests]]
+command = ["pytest"]
+"""
+OWN_AXES = OWN_AXES.replace("version = 1", 'version = 1\nnot_installed = ["cuda"]')
+
+
+def test_a_project_has_axes_of_its_own(tmp_path: Path) -> None:
+    axes = load(written(tmp_path, OWN_AXES))
+    assert [cell.name for cell in axes.cells] == [
+        "py311-tf5.4-backend=gloo-peft=0.17",
+        "py311-tf5.4-backend=gloo-peft=0.18",
+        "py311-tf5.4-backend=nccl-peft=0.17",
+        "py311-tf5.23-backend=gloo-peft=0.18",
+        "py311-cuda=12.8-trl=1.0",
+    ]
+    assert axes.own == {"backend": ["gloo", "nccl"], "peft": ["0.17", "0.18"], "cuda": ["12.8"], "trl": ["1.0"]}
+    assert axes.distributions == {"peft": "peft", "trl": "trl"}
+    assert [cell.name for cell in axes.select("trl")] == ["py311-cuda=12.8-trl=1.0"]
+    assert [cell.name for cell in axes.select("peft<=0.17", pairwise=True)] == [
+        "py311-tf5.4-backend=gloo-peft=0.17",
+        "py311-tf5.4-backend=nccl-peft=0.17",
+    ]
+    assert axes.tests_of(axes.select("trl")[0]) == axes.tests[0]
+    assert axes.tests_of(axes.select("peft")[0]) == axes.tests[1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at", "says"),
+    [
+        (
+            "backend==nccl and peft>=",
+            "backend==ncl and peft>=",
+            "ncl and peft>=",
+            "exclude.0.when: backend is one of gloo",
+        ),
+        ('"trl and', '"tlr and', '"tlr', "tests.0.when: there is no axis 'tlr': the axes are python"),
+        ('backend==nccl and peft"', 'backend>nccl"', "backend>", "packages.0.when: backend has no order"),
+        ('nccl and peft"', 'nccl and torch==2.11"', "[[packages", "packages.0: the layer of a cell depends on"),
+        ('part = "layer"', 'part = "base"', "[[packages", "packages.0: the base of a cell depends on"),
+        (
+            'trl = ["1.0"]',
+            'trl = ["1.0"]\nbackend = ["1.0"]',
+            "version",
+            "backend: the values of an axis are releases, or",
+        ),
+        ('trl = ["1.0"]', 'trl = ["1.x"]', 'trl = ["1.x"]', "axes.1.trl: a value is a release such as 0.17"),
+        (
+            'command = ["pytest"]',
+            'command = ["pytest"]\nwatch = "backend"',
+            "watch",
+            "tests.1.watch: an axis of releases",
+        ),
+    ],
+)
+def test_a_problem_of_an_own_axis_is_pointed_at(tmp_path: Path, old: str, new: str, at: str, says: str) -> None:
+    assert old in OWN_AXES
+    text = OWN_AXES.replace(old, new, 1)
+    assert f"{tmp_path / 'axes.toml'}:{line(text, at)}: {says}" in problem(tmp_path, text)
+
+
+def test_tables_of_one_line_each_are_counted(tmp_path: Path) -> None:
+    text = """\
+version = 1
+axes = [
+    { python = ["3.11"], trl = ["1.0"] },
+    { python = ["3.11", "3.12"], trl = ["1.x"] },
+]
+tests = [{ command = ["pytest"] }]
+"""
+    assert f"{tmp_path / 'axes.toml'}:4: axes.1.trl: " in problem(tmp_path, text)
+
+
+def test_a_new_release_of_an_own_axis_is_a_value_of_it(tmp_path: Path) -> None:
+    axes = load(written(tmp_path, OWN_AXES.replace('command = ["pytest"]', 'command = ["pytest"]\nwatch = "peft"')))
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n')
+    new = {"peft": [Version("0.19.0")], "cuda": [Version("13.0")], "torch": [Version("2.99")]}
+    extended, touches = watch.touched(axes, new, print)
+    cells = [cell for cell in extended.cells if touches(cell)]
+    assert [cell.name for cell in cells] == [f"py311-tf{tf}-backend=gloo-peft=0.19.0" for tf in ("5.4", "5.23")]
+    assert watch.suites(extended, cells, new) == {"default": cells[-1:]}

@@ -228,7 +228,7 @@ def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
         ("--test x --good 5.3 --bad 5.3", "the good transformers must be older than the bad one"),
         ("--test x --good 6.0", "transformers 6.0 isn't selected; the selected values are 5.0, 5.1"),
         ("--test x --axis torch", "several values of transformers are selected; choose one with --only: 5.0, 5.1, 5.2"),
-        ("--test x --axis device", "invalid choice: 'device'"),
+        ("--test x --axis device", "--axis is one of python, transformers, torch, not 'device'"),
         ("--test x --seam y", "not allowed with argument"),
         ("", "one of the arguments --test --seam is required"),
     ],

@@ -1,16 +1,29 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compat_matrix.cells import DEVICES, FLASH_ATTENTION, Cell, parse, shard
+from compat_matrix.cells import DEVICES, FLASH_ATTENTION, NAME, WORD, Cell, parse, shard
 from compat_matrix.errors import MatrixError
 
 minors = st.builds("{}.{}".format, st.integers(0, 9), st.integers(0, 40))
 releases = st.one_of(minors, st.builds("{}.{}".format, minors, st.integers(0, 20)))
 pythons = st.builds("{}.{}".format, st.integers(2, 4), st.integers(0, 40))
-every_cell = st.builds(Cell, pythons, releases, releases, st.sampled_from(FLASH_ATTENTION), st.sampled_from(DEVICES))
+words = st.from_regex(WORD, fullmatch=True)
+own = st.dictionaries(words, st.one_of(releases, words), max_size=2).map(lambda axes: tuple(sorted(axes.items())))
+missing = st.just("")
+every_cell = st.builds(
+    Cell,
+    pythons,
+    releases | missing,
+    releases | missing,
+    st.sampled_from(FLASH_ATTENTION),
+    st.sampled_from(DEVICES),
+    own,
+)
 
 
 @given(every_cell)
@@ -21,11 +34,22 @@ def test_a_name_says_which_cell_it_is(cell: Cell) -> None:
 @given(st.sets(every_cell, max_size=20))
 def test_no_two_cells_share_a_name(cells: set[Cell]) -> None:
     assert len({cell.name for cell in cells}) == len(cells)
+    assert not {cell.base for cell in cells} & {cell.layer for cell in cells}
+
+
+@given(every_cell)
+def test_a_name_is_that_of_a_file_and_of_a_tox_environment(cell: Cell) -> None:
+    assert re.fullmatch(r"[a-z0-9._=-]+", cell.name)
+    assert re.fullmatch(NAME, cell.name)
 
 
 def test_names_are_short_where_nothing_is_special() -> None:
     assert Cell("3.11", "5.23", "2.15", "fa4", "cuda").name == "py311-tf5.23-torch2.15-fa4-cuda"
     assert Cell("3.11", "5.23", "2.15").name == "py311-tf5.23-torch2.15"
+    own = Cell("3.11", "5.23", "2.15", "none", "cuda", (("backend", "gloo"), ("peft", "0.18")))
+    assert own.name == "py311-tf5.23-torch2.15-cuda-backend=gloo-peft=0.18"
+    assert (own.base, own.layer) == ("py311-torch2.15", "py311-tf5.23-backend=gloo-peft=0.18")
+    assert (Cell("3.11").name, Cell("3.11").base, Cell("3.11").layer) == ("py311", "py311-base", "py311-layer")
 
 
 def test_torchs_own_flash_attention_needs_no_environment_of_its_own() -> None:
@@ -39,8 +63,16 @@ def test_torchs_own_flash_attention_needs_no_environment_of_its_own() -> None:
     "name",
     [
         "",
-        "py311",
-        "py311-tf5.23",
+        "py3",
+        "py311-peft",
+        "py311-peft=",
+        "py311-peft=0.18-backend=gloo",
+        "py311-peft=0.17-peft=0.18",
+        "py311-peft=0.x",
+        "py311-peft=../../etc",
+        "py311-Peft=0.18",
+        "py311-peft=0.18-cuda",
+        f"py311-peft={'1' * 200}",
         "tf5.23-torch2.15",
         "py311-tf5.23-torch2.15-fa5",
         "py311-tf5.23-torch2.15-cuda-fa4",

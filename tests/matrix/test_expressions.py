@@ -19,6 +19,7 @@ versions = st.one_of(
     st.builds("{}.{}".format, numbers, numbers),
     st.builds("{}.{}.{}".format, numbers, numbers, numbers),
 )
+OWN = {"backend": ["gloo", "nccl"], "peft": ["0.17", "0.18"]}
 full = st.builds("{}.{}.{}".format, numbers, numbers, numbers)
 cells = st.builds(Cell, full, full, full, st.sampled_from(FLASH_ATTENTION), st.sampled_from(DEVICES))
 
@@ -96,17 +97,17 @@ def test_versions_compare_with_as_many_components_as_are_written(transformers: s
     ("text", "position"),
     [
         ("", 0),
-        ("transformers", 12),
+        ("peft peft", 5),
         ("transformers=5.4", 12),
         ("transformers>=", 14),
         ("transformers>=5.4 and", 21),
         ("transformers>=5.4 torch==2.11", 18),
         ("transformers>=5.4 & torch==2.11", 18),
         ("(transformers>=5.4", 18),
-        ("transfomers>=5.4", 0),
         ("torch in 2.11", 9),
         ("torch in ()", 10),
         ("__import__('os')", 0),
+        ("Peft==1", 0),
     ],
 )
 def test_what_does_not_parse_is_pointed_at(text: str, position: int) -> None:
@@ -128,6 +129,13 @@ def test_what_does_not_parse_is_pointed_at(text: str, position: int) -> None:
         ("device==gpu", "device is one of cpu, cuda, not 'gpu'"),
         ("device>=cpu", "device has no order: use == or !=, not >="),
         # Refused even if the part before it decides the result.
+        ("backend==glo", "backend is one of gloo, nccl, not 'glo'"),
+        ("backend>gloo", "backend has no order: use == or !=, not >"),
+        ("peft==newest", "peft is a release such as 5.4 or 5.4.0, not 'newest'"),
+        (
+            "pfet>=0.17",
+            "there is no axis 'pfet': the axes are python, transformers, torch, flash_attention, device, backend, peft",
+        ),
         ("python==2.7 and device==gpu", "device is one of cpu, cuda, not 'gpu'"),
         ("python==3.11 or torch==new", "torch is a release such as 5.4 or 5.4.0, not 'new'"),
         ("torch in (2.11, new)", "torch is a release such as 5.4 or 5.4.0, not 'new'"),
@@ -135,5 +143,49 @@ def test_what_does_not_parse_is_pointed_at(text: str, position: int) -> None:
 )
 def test_a_value_that_an_axis_never_has_is_refused(text: str, message: str) -> None:
     with pytest.raises(MatrixError) as raised:
-        Expression(text)
+        Expression(text, OWN)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("peft==0.17", True),
+        ("peft>=0.9", True),
+        ("peft<0.17.1", True),
+        ("peft", True),
+        ("not peft", False),
+        ("backend==gloo and peft", True),
+        ("backend in (nccl,)", False),
+        # An axis that the cell lacks.
+        ("trl", False),
+        ("trl>=0.1", False),
+        ("trl!=0.1", True),
+        ("trl not in (0.1, 0.2)", True),
+        ("not trl>=0.1", True),
+        ("colour==red or colour!=red", True),
+        ("torch==2.11", False),
+        ("transformers", True),
+        ("torch", False),
+    ],
+)
+def test_own_axes_are_compared_like_the_others(text: str, fits: bool) -> None:
+    cell = Cell("3.12", "5.4", extra=(("backend", "gloo"), ("peft", "0.17")))
+    assert Expression(text)(cell) is fits
+    assert Expression(text, {**OWN, "trl": ["0.1", "0.2"], "colour": ["red"]})(cell) is fits
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not " * 300 + "device==cpu",
+        "not " * 100_000 + "device==cpu",
+        "not (" * 300 + "device==cpu" + ")" * 300,
+        "(device==cpu and (device==cpu or " * 60 + "device==cpu" + "))" * 60,
+    ],
+)
+def test_a_condition_that_is_nested_too_deeply_is_refused(text: str) -> None:
+    with pytest.raises(MatrixError, match="more than 100 conditions inside one another"):
+        Expression(text)
+    assert Expression("not " * 100 + "device==cpu")(Cell("3.11")) is True
+    assert Expression("(" * 1000 + "device==cpu" + ")" * 1000)(Cell("3.11")) is True

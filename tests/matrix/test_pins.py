@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -153,6 +154,17 @@ def test_a_layer_has_what_no_base_brings(axes: Axes) -> None:
         f"{TAG}-tf5.0": {"tokenizers": "1.0", "transformers": "5.0.0"},
     }
     assert all(part.python == PYTHON for part in found.values() if isinstance(part, Part))
+
+
+def test_the_wheel_that_installers_prefer_is_pinned(project: Small, axes: Axes) -> None:
+    old = project.folder / "wheels" / "tokenizers-1.0-py3-none-any.whl"
+    for tag in ("py30", TAG, "py31"):
+        project.wheel("tokenizers", "1.0", {"tokenizers.py": f"# {tag}"})
+        old.rename(project.folder / "wheels" / f"tokenizers-2.0-{tag}-none-any.whl")
+    layer = pins.resolve_parts(axes, axes.select("transformers==5.0"))[f"{TAG}-tf5.0"]
+    assert isinstance(layer, Part)
+    wheel = (project.folder / "wheels" / f"tokenizers-2.0-{TAG}-none-any.whl").read_bytes()
+    assert {pin.sha256 for pin in layer.pins if pin.name == "tokenizers"} == {hashlib.sha256(wheel).hexdigest()}
 
 
 def test_what_can_not_be_resolved_has_the_resolvers_reason(axes: Axes) -> None:

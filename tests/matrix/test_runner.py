@@ -78,6 +78,7 @@ def test_a_cell_runs_in_its_own_environment(small: Small, how: tuple[str, ...]) 
 
         def test_versions():
             assert "-tf5.1-" in find_spec("transformers").origin
+            assert "site-packages" in find_spec("transformers").origin  # installed, and not the project's own
             assert "-torch2.11-" in find_spec("torch").origin
             assert (version("transformers"), version("torch")) == ("5.1.3", "2.11.0")
 
@@ -120,7 +121,7 @@ def test_what_can_not_be_installed_fails_alone(small: Small) -> None:
     }
     assert "transformers" in found["tf5.1"].reason
     assert "hash" in found["tf5.2"].reason.lower()
-    assert not [*(small.folder / "cache" / "layer").glob("*tf5.[12]*/*")]
+    assert not [*(small.folder / "cache" / "site-packages").glob("*tf5.[12]*/*")]
 
 
 def test_a_command_need_not_be_pytest(small: Small) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from importlib.metadata import EntryPoint, entry_points
@@ -10,13 +11,25 @@ from packaging.specifiers import SpecifierSet
 
 from kernel_compat import Shim
 from kernel_compat.patching.shim import discover
-from kernel_compat.releases import FRAMEWORKS, TORCH, TRANSFORMERS
+from kernel_compat.releases import TORCH, TRANSFORMERS
 
 GENERATE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
 SHIMS: list[Shim] = GENERATE["shims"]()
 RELEASES = {"transformers": TRANSFORMERS, "torch": TORCH}
+DOWNSTREAM = Path(__file__).parents[1] / "downstream"
+
+
+def frameworks() -> dict[str, list[str]]:
+    """The releases that the cells of tests/downstream/axes.toml pin, by framework."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((DOWNSTREAM / "pins").glob("*=*.txt")):
+        name = path.stem.rpartition("-")[2].partition("=")[0].replace("_", "-")
+        found.setdefault(name, []).extend(re.findall(rf"^{name}==(\S+)", path.read_text(), re.MULTILINE))
+    return found
+
+
 #: The releases that tests run on, by distribution.
-TESTED = {**RELEASES, **{name: list(releases.values()) for name, releases in FRAMEWORKS.items()}}
+TESTED = RELEASES | frameworks()
 
 
 def test_every_shim_is_an_entry_point() -> None:

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from .. import gpus, runner
 from ..axes import Axes
-from ..cells import AXES, VERSIONED, Cell
+from ..cells import Cell, values_of
 from ..errors import MatrixError
-from ..expressions import release
+from ..expressions import is_release, release
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, revision
 from ..outcomes import NO_TEST
 from ..progress import Progress
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seam", metavar="NAME", help="a shim by its name in `kernel-compat status`; it is bad if it isn't applied"
     )
     parser.add_argument(
-        "--axis", choices=VERSIONED, default="transformers", help="the axis to search (default: transformers)"
+        "--axis", metavar="AXIS", default="transformers", help="the axis of releases to search (default: transformers)"
     )
     parser.add_argument("--good", metavar="VERSION", help="a good value (default: the oldest)")
     parser.add_argument("--bad", metavar="VERSION", help="a bad value (default: the newest)")
@@ -110,12 +110,17 @@ def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) ->
     Raises:
         MatrixError: they differ on other axes too, or a value doesn't exist, or the good one isn't older.
     """
-    for other in AXES:
-        values = list(dict.fromkeys(getattr(cell, other) for cell in cells))
+    there = values_of(cells)
+    if axis not in there or not all(map(is_release, there[axis])):
+        releases = [name for name, values in there.items() if values and all(map(is_release, values))]
+        raise MatrixError(f"--axis is one of {', '.join(releases)}, not {axis!r}")
+    having = [cell for cell in cells if axis in cell.axes]
+    for other in there:
+        values = list(dict.fromkeys(cell.axes.get(other, "none") for cell in having))
         if other != axis and len(values) > 1:
             said = f"{', '.join(values[:8])}{' ...' if len(values) > 8 else ''}"
             raise MatrixError(f"several values of {other} are selected; choose one with --only: {said}")
-    found = {getattr(cell, axis): cell for cell in sorted(cells, key=lambda cell: release(getattr(cell, axis)))}
+    found = {cell.axes[axis]: cell for cell in sorted(having, key=lambda cell: release(cell.axes[axis]))}
     every = list(found)
     for value in (good, bad):
         if value is not None and value not in found:

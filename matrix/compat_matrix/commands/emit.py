@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
-from ..cells import DEVICES, Cell, shard
+from ..cells import DEVICES, Cell, shard, values_of
 from ..options import add_selection, axes_of, cells_of, positive
 
 #: GitHub's limit on the jobs of one matrix.
@@ -56,23 +56,19 @@ def jobs(cells: Sequence[Cell], shards: int | None = None) -> list[dict[str, str
 #: Ways to group cells into jobs, smallest groups first; a job creates each environment once.
 _KEYS: tuple[Callable[[Cell], Hashable], ...] = (
     lambda cell: cell,
+    lambda cell: (cell.base, cell.flash_attention, cell.extra),
     lambda cell: (cell.base, cell.flash_attention),
     lambda cell: cell.base,
 )
 
 
 def _job(cells: Sequence[Cell], part: str = "") -> dict[str, str | int]:
-    name = cells[0].name if len(cells) == 1 else f"{cells[0].base} ({len(cells)} cells)"
+    own = {cell.own for cell in cells}
+    shared = "-".join(filter(None, [cells[0].base, *own])) if len(own) == 1 else cells[0].base
+    name = cells[0].name if len(cells) == 1 else f"{shared} ({len(cells)} cells)"
     return {
         "name": f"{part} ({len(cells)} cells)" if part else name,
-        "python": _values(cell.python for cell in cells),
-        "transformers": _values(cell.transformers for cell in cells),
-        "torch": _values(cell.torch for cell in cells),
-        "flash_attention": _values(cell.flash_attention for cell in cells),
+        **{axis: " ".join(values) for axis, values in values_of(cells).items() if axis != "device"},
         "cells": len(cells),
         "arguments": " ".join(cell.name for cell in cells),
     }
-
-
-def _values(values: Iterable[str]) -> str:
-    return " ".join(dict.fromkeys(values))

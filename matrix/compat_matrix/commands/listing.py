@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     cells = cells_of(options, axes)
     if options.json:
-        print(json.dumps([{"name": cell.name, **vars(cell)} for cell in cells], indent=2))
+        print(json.dumps([{"name": cell.name, **cell.axes} for cell in cells], indent=2))
     else:
         print("\n".join(cell.name for cell in cells))
         print(f"{len(cells)} cells", file=sys.stderr)

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     token = token_of(options, "submit") if options.submit is not None else ""
     axes = axes_of(options)
     if options.only is not None:
-        Expression(options.only)
+        Expression(options.only, axes.own)
     while options.every is not None:
         try:
             _look(options, axes, token)
@@ -78,7 +78,7 @@ def _look(options: argparse.Namespace, axes: Axes, token: str) -> int:
 
     with Store.open(options.store) as store:
         index = Index(Cache(default_folder(), note), note)
-        new = watch.new_releases(store, index, note, learn=not options.dry_run)
+        new = watch.new_releases(store, index, note, learn=not options.dry_run, more=axes.distributions.values())
         if not new:
             note("no release is new")
             return 0

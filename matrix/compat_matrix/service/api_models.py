@@ -74,6 +74,7 @@ class CellState(BaseModel):
     """A cell in a run; fields are null until it has a result.
 
     Attributes:
+        extra: the project's own axes.
         tests: the number of tests with each outcome.
     """
 
@@ -83,6 +84,7 @@ class CellState(BaseModel):
     torch: str
     flash_attention: str
     device: str
+    extra: dict[str, str]
     run: str
     state: State
     kind: Kind | None
@@ -99,6 +101,7 @@ class CellState(BaseModel):
         return cls(
             cell=cell.name,
             **{axis: getattr(cell, axis) for axis in AXES},
+            extra=dict(cell.extra),
             run=run,
             state=summary.state,
             kind=summary.kind,

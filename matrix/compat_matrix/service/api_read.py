@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from sqlalchemy.exc import SQLAlchemyError
 
 from .. import __version__
-from ..cells import AXES, Cell, parse
+from ..cells import AXES, NAME, Cell, parse
 from ..errors import MatrixError
 from ..results import ENDED, Kind
 from ..store import State, Store
@@ -96,10 +96,7 @@ Version = Annotated[
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
-_CELL = (
-    r"^py[0-9][0-9]{1,3}-tf[0-9]{1,6}(\.[0-9]{1,6}){0,3}-torch[0-9]{1,6}(\.[0-9]{1,6}){0,3}"
-    r"(-(fa2|fa3|fa4|fatorch))?(-cuda)?$"
-)
+_CELL = f"^{NAME}$"
 CellPath = Annotated[str, Path(pattern=_CELL, description="A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda.")]
 RunPath = Annotated[
     str, Path(min_length=1, max_length=100, description="A run's id or its beginning, its label, latest or latest~1.")
@@ -245,6 +242,13 @@ def _cursor(when: datetime, *names: object) -> str:
     return ".".join(map(str, ((when - _EPOCH) // timedelta(microseconds=1), *names)))
 
 
+def _cell(name: str) -> Cell:
+    try:
+        return parse(name)
+    except MatrixError as error:  # its own axes aren't in order
+        raise HTTPException(404, str(error)) from None
+
+
 # The endpoints.
 
 
@@ -315,7 +319,7 @@ def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Que
 @router.get("/runs/{run}/cells/{cell}", response_model=Result, responses=_UNCHANGED | _MISSING)
 def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
     """The whole result of a cell in a run, with its tests, without its log."""
-    wanted = parse(cell)
+    wanted = _cell(cell)
 
     def make(store: Store) -> Result:
         name = store.resolve(run)
@@ -331,7 +335,7 @@ def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) ->
 )
 def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
     """The output of a cell, without terminal control sequences."""
-    wanted = parse(cell)
+    wanted = _cell(cell)
 
     def make(store: Store) -> Iterator[bytes]:
         return details.plain(details.packed_log(store, store.resolve(run), wanted, asked.attempt) or b"")
@@ -339,14 +343,14 @@ def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Re
     return _answered(request, make, media="text/plain", of=lambda store: _key(store, run, wanted, asked.attempt))
 
 
-@router.get("/cells", response_model=Cells, responses=_UNCHANGED)
+@router.get("/cells", response_model=Cells, responses=_UNCHANGED | _MISSING)
 def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name."""
 
     def make(store: Store) -> Cells:
         known = sorted(queries.cells(store, asked.axes))
         if asked.cursor is not None:
-            known = known[bisect_right(known, parse(asked.cursor)) :]
+            known = known[bisect_right(known, _cell(asked.cursor)) :]
         if asked.state is None:
             known = known[: asked.limit + 1]
         found = [
@@ -364,7 +368,7 @@ def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
 @router.get("/cells/{cell}/history", response_model=History, responses=_UNCHANGED | _MISSING)
 def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
     """Every attempt at a cell, also in partial runs, newest first; the first page includes results that came too late."""
-    wanted = parse(cell)
+    wanted = _cell(cell)
 
     def make(store: Store) -> History:
         every = store.history(wanted)

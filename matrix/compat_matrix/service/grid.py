@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
-from ..cells import Cell
+from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import Expression
 from ..store import Past, Run, Summary
@@ -127,7 +127,7 @@ class Shown(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A row per transformers and a column per torch, newest first, for one Python, FlashAttention and device."""
+    """A row per transformers and a column per torch, newest first, for one Python and `common.Kind`."""
 
     title: str
     columns: list[str]
@@ -220,11 +220,11 @@ def grid(wanted: Wanted, entries: Mapping[Cell, Entry], now: datetime) -> Grid:
     """The grid of the entries that pass the filters.
 
     Raises:
-        MatrixError: there is no such FlashAttention, device or Python.
+        MatrixError: there is no such FlashAttention, device or Python, or `only` names an axis that no entry has.
     """
     active = any(one.activity for one in entries.values())
     if wanted.only:
-        condition = Expression(wanted.only)
+        condition = Expression(wanted.only, values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
     chosen, kernels = _kernels(wanted, entries)
     own = {cell: one for cell, one in entries.items() if (cell.flash_attention, cell.device) in chosen}
@@ -249,8 +249,8 @@ def _kernels(wanted: Wanted, entries: Mapping[Cell, Entry]) -> tuple[Collection[
         bad[kernel] += one.bad
     for name, place in (("flash_attention", 0), ("device", 1)):
         value = getattr(wanted, name)
-        _known(name, value, [kernel[place] for kernel in sorted(known, key=common.kernel_place)], known)
-    kernels = sorted((kernel for kernel, there in known.items() if there), key=common.kernel_place)
+        _known(name, value, [kernel[place] for kernel in sorted(known, key=_place)], known)
+    kernels = sorted((kernel for kernel, there in known.items() if there), key=_place)
     fits = [
         kernel
         for kernel in kernels
@@ -294,6 +294,10 @@ def _pythons(wanted: Wanted, own: Mapping[Cell, Entry]) -> tuple[Collection[str]
     return chosen, tabs
 
 
+def _place(kernel: tuple[str, str]) -> tuple[object, ...]:
+    return common.kernel_place((*kernel, ()))
+
+
 def _known(name: str, value: str, values: Iterable[str], entries: Collection[object]) -> None:
     """The value in the address must exist; if a filter leaves nothing, any value is accepted."""
     allowed = [*dict.fromkeys(values), ALL]
@@ -302,18 +306,18 @@ def _known(name: str, value: str, values: Iterable[str], entries: Collection[obj
 
 
 def _blocks(own: Mapping[Cell, Entry], chosen: bool, now: datetime) -> list[Block]:
-    """A grid for each Python, FlashAttention and device that has a cell.
+    """A grid for each Python, FlashAttention, device and values of own axes that have a cell.
 
     Args:
         chosen: whether the cells were selected by their state, so that all of them are shown.
     """
-    grouped: dict[tuple[str, str, str], dict[tuple[str, str], Cell]] = {}
+    grouped: dict[tuple[str, common.Kind], dict[tuple[str, str], Cell]] = {}
     for cell in own:
-        block = grouped.setdefault((cell.python, cell.flash_attention, cell.device), {})
+        block = grouped.setdefault((cell.python, common.kind(cell)), {})
         block[cell.transformers, cell.torch] = cell
     found = []
     place = {version: -number for number, version in enumerate(common.by_version(key[0] for key in grouped))}
-    for key in sorted(grouped, key=lambda key: (common.kernel_place(key[1:]), place[key[0]])):
+    for key in sorted(grouped, key=lambda key: (common.kernel_place(key[1]), place[key[0]])):
         cells = grouped[key]
         if chosen or any(own[cell].there for cell in cells.values()):
             columns = common.by_version(torch for _, torch in cells)[::-1]
@@ -322,7 +326,7 @@ def _blocks(own: Mapping[Cell, Entry], chosen: bool, now: datetime) -> list[Bloc
             for release in releases:
                 line = (cells.get((release, torch)) for torch in columns)
                 rows.append((release, [_shown(cell, own[cell], now) if cell else None for cell in line]))
-            title = f"Python {key[0]}, {common.kernel_name(*key[1:])}"
+            title = f"Python {key[0]}, {common.kernel_name(*key[1])}"
             found.append(Block(title, columns, rows))
     return found
 
@@ -332,7 +336,10 @@ def _shown(cell: Cell, one: Entry, now: datetime) -> Shown:
     old = age(now - began) if began else ""
     running = f", {one.activity}" if one.activity and one.activity != one.state else ""
     when = f" {old}" if old else ""
-    label = f"{one.word}{when}{running}: transformers {cell.transformers}, torch {cell.torch}"
+    axes = (
+        f"{axis} {value}" for axis, value in cell.axes.items() if axis in ("transformers", "torch", *dict(cell.extra))
+    )
+    label = f"{one.word}{when}{running}: {', '.join(axes)}"
     hint = common.one_line(one.reason, 200) if one.reason else common.moment(began)
     return Shown(cell, one.state, STATES[one.state], one.word, old, one.activity, label, hint)
 

@@ -22,7 +22,7 @@ _MESSAGES = (100_000, 10_000, 1_000, 100, 0)
 _TESTS = 50_000
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}$")]
-CellName = Annotated[str, StringConstraints(pattern=r"^py[a-z0-9.-]{1,150}$")]
+CellName = Annotated[str, StringConstraints(pattern=r"^py[a-z0-9._=-]{1,150}$")]
 Version = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,3}(\.[0-9]{1,3}){1,2}$")]
 Word = Annotated[str, StringConstraints(max_length=1_000)]
 Line = Annotated[str, StringConstraints(max_length=10_000)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
 
 from .. import __version__
-from ..cells import AXES, Cell
+from ..cells import Cell
 from ..results import ENDED
 from ..store import Past, Run, Store, Summary
 from ..store import queries as stored
@@ -45,7 +45,7 @@ def version(store: Store) -> str:
 
 def cells(store: Store, axes: Mapping[str, str] = {}) -> list[Cell]:
     """Every cell that a run has planned, or those with the given values of axes."""
-    query = select(*(CELL.c[axis] for axis in AXES)).where(*_on(axes)).order_by(CELL.c.id)
+    query = select(*stored.CELL_FIELDS).where(*_on(axes)).order_by(CELL.c.id)
     with store.reading() as connection:
         return [stored.cell_of(row) for row in connection.execute(query)]
 
@@ -56,7 +56,7 @@ def newest(store: Store, wanted: Collection[Cell]) -> dict[Cell, Past]:
     with store.reading() as connection:
         keys: Mapping[int, Cell] = {}
         for names in chunks(cell.name for cell in wanted):
-            rows = connection.execute(select(CELL.c.id, *(CELL.c[axis] for axis in AXES)).where(CELL.c.name.in_(names)))
+            rows = connection.execute(select(CELL.c.id, *stored.CELL_FIELDS).where(CELL.c.name.in_(names)))
             keys = {**keys, **{row[0]: stored.cell_of(row[1:]) for row in rows}}
         left = keys
         # A verdict of tests takes precedence over a missing GPU, and that over a plan.
@@ -95,7 +95,7 @@ def _newest_past(connection: Connection, keys: Collection[int], worst: int) -> I
             query = stored.summary(PLANNED.c.cell_id, RUN.c.id, *stored.RUN_FIELDS)
             query = query.where(PLANNED.c.run_id.in_(part), PLANNED.c.cell_id.in_(some), rank <= worst)
             for row in connection.execute(query):
-                key, place = row[stored.WIDTH], part.index(row[stored.WIDTH + 1])
+                key, place = row[stored.SUMMARY], part.index(row[stored.SUMMARY + 1])
                 if key not in best or place < best[key][0]:
                     best[key] = (place, stored.past_of(row))
         yield from ((key, past) for key, (_, past) in best.items())
@@ -138,7 +138,7 @@ def evidence(store: Store, of: Iterable[tuple[Cell, Past]]) -> dict[tuple[Cell, 
     """The evidence of results, by cell and run."""
     environment, pins = TEXT.alias(), TEXT.alias()
     query = (
-        select(*(CELL.c[axis] for axis in AXES), environment.c.content, pins.c.content, RESULT.c.attempt)
+        select(*stored.CELL_FIELDS, environment.c.content, pins.c.content, RESULT.c.attempt)
         .select_from(RESULT)
         .join(RUN, RUN.c.id == RESULT.c.run_id)
         .join(CELL, CELL.c.id == RESULT.c.cell_id)
@@ -154,9 +154,10 @@ def evidence(store: Store, of: Iterable[tuple[Cell, Past]]) -> dict[tuple[Cell, 
             for names in chunks(attempts):
                 for row in connection.execute(query.where(RUN.c.name == run, CELL.c.name.in_(names))):
                     cell = stored.cell_of(row)
-                    if row[7] == attempts[cell.name]:
-                        told = json.loads(row[5] or "{}")
-                        found[cell, run] = Evidence(told if isinstance(told, dict) else {}, row[6] or "")
+                    said, pinned, attempt = row[-3:]
+                    if attempt == attempts[cell.name]:
+                        told = json.loads(said or "{}")
+                        found[cell, run] = Evidence(told if isinstance(told, dict) else {}, pinned or "")
     return found
 
 
@@ -195,7 +196,7 @@ def cell_page(
         query = query.where(RESULT.c.kind == kind)
     with store.reading() as connection:
         rows = connection.execute(query.order_by(PLANNED.c.position).limit(limit)).all()
-    return [(row[stored.WIDTH], *stored.summary_of(row)) for row in rows]
+    return [(row[stored.SUMMARY], *stored.summary_of(row)) for row in rows]
 
 
 def result_key(store: Store, run: str, cell: Cell, attempt: int | None) -> int | None:
@@ -241,7 +242,7 @@ def broke(store: Store, limit: int) -> list[Breakage]:
     query = query.order_by(RUN.c.started.desc(), RESULT.c.id.desc()).limit(limit)
     with store.reading() as connection:
         rows = connection.execute(query).all()
-    return [Breakage(stored.cell_of(row), stored.past_of(row), row[stored.WIDTH]) for row in rows]
+    return [Breakage(stored.cell_of(row), stored.past_of(row), row[stored.SUMMARY]) for row in rows]
 
 
 def _on(axes: Mapping[str, str]) -> Iterator[ColumnElement[bool]]:

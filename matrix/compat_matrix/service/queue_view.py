@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Select, func, select
 
-from ..cells import AXES, Cell
+from ..cells import Cell
 from ..store import Store, queries
 from ..store.models import CELL, LATE, LEASE, RUN, TASK
 
@@ -31,7 +31,7 @@ def late(store: Store, cell: Cell | None = None, most: int = 50) -> list[Late]:
     """The newest late results, of one cell or of all."""
     query: Select[Any] = (
         select(
-            *(CELL.c[axis] for axis in AXES),
+            *queries.CELL_FIELDS,
             RUN.c.name,
             TASK.c.attempt,
             LEASE.c.worker,
@@ -50,7 +50,7 @@ def late(store: Store, cell: Cell | None = None, most: int = 50) -> list[Late]:
     if cell is not None:
         query = query.where(CELL.c.name == cell.name)
     with store.reading() as connection:
-        return [Late(queries.cell_of(row), *row[5:]) for row in connection.execute(query)]
+        return [Late(queries.cell_of(row), *row[len(queries.CELL_FIELDS) :]) for row in connection.execute(query)]
 
 
 def progress(store: Store, most: int = 50) -> dict[str, Counter[str]]:

@@ -108,6 +108,7 @@ class Tested(BaseModel):
 
     Attributes:
         python, transformers, torch: exact versions as reported by the cell, or from its pins, or from the axes file.
+        extra: the project's own axes.
         run, cell, attempt: identify the result.
         differs: the axes on which it differs from the request.
     """
@@ -121,6 +122,7 @@ class Tested(BaseModel):
     torch: str
     flash_attention: str
     device: str
+    extra: dict[str, str]
     run: str
     run_label: str
     revision: str
@@ -263,6 +265,7 @@ def _one(cell: Cell, past: Past, said: queries.Evidence) -> Tested:
         **_versions(cell, said.environment, said.pins),
         flash_attention=cell.flash_attention,
         device=cell.device,
+        extra=dict(cell.extra),
         run=run.id,
         run_label=clean(run.label),
         revision=clean(run.revision),
@@ -278,7 +281,7 @@ def _last_of_each(found: Iterable[Tested]) -> list[Tested]:
     """The last result for each combination; cells such as 5.9 and 5.9.0 may have tested the same one."""
     newest: dict[tuple[object, ...], Tested] = {}
     for one in found:
-        key = (_release(one.python)[:2], *(getattr(one, axis) for axis in AXES[1:]))
+        key = (_release(one.python)[:2], *(getattr(one, axis) for axis in AXES[1:]), *one.extra.items())
         newest[key] = one
     return [*newest.values()]
 

@@ -26,7 +26,7 @@ from ..atlas.index import File, Index, reason, shown
 from ..atlas.releases import covered
 from ..atlas.seam_list import SEAMS
 from ..axes import Axes, Packages
-from ..cells import VERSIONED, Cell
+from ..cells import Cell
 from ..errors import MatrixError
 from ..expressions import release
 from ..pins import project_requirements
@@ -38,7 +38,7 @@ from ..views.common import one_line
 from . import queries
 from .atlas_view import Disagreement
 
-#: The distributions whose releases are watched.
+#: The distributions whose releases are watched, besides those of the project's own axes.
 DISTRIBUTIONS = ("transformers", "torch", "flash-attn-4", "flash-attn", "liger-kernel")
 
 _TIMEOUT = (10, 30)
@@ -106,19 +106,21 @@ class Report(BaseModel):
 
 
 def new_releases(
-    store: Store, index: Index, note: Callable[[str], None], *, learn: bool = True
+    store: Store, index: Index, note: Callable[[str], None], *, learn: bool = True, more: Iterable[str] = ()
 ) -> dict[str, list[Version]]:
     """The newest patch of each minor release that has come out since the last call. At the first call nothing is new.
 
     Args:
         learn: remember the releases that exist at the first call.
+        more: further distributions.
 
     Raises:
         MatrixError: no index can be reached, or none has any of the distributions.
     """
     found: dict[str, list[Version]] = {}
     problems: list[MatrixError] = []
-    for distribution in DISTRIBUTIONS:
+    distributions = dict.fromkeys([*DISTRIBUTIONS, *more])
+    for distribution in distributions:
         try:
             files = index.files(distribution)
         except MatrixError as error:
@@ -136,7 +138,7 @@ def new_releases(
         newest_of_minors = {version.release[:2]: version for version in unseen}
         if newest_of_minors:
             found[distribution] = sorted(newest_of_minors.values())
-    if len(problems) == len(DISTRIBUTIONS):
+    if len(problems) == len(distributions):
         raise problems[0]
     return found
 
@@ -161,20 +163,24 @@ def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, To
 
     A release of an axis' distribution becomes a value of that axis; another one a requirement of the cells that require it.
     """
-    values = axes.axes.model_dump()
+    tables = [table.model_dump(exclude_unset=True) for table in axes.axes]
+    known = {canonicalize_name(axis): axis for axis in ("transformers", "torch", *axes.distributions)}
     packages = [*axes.packages]
     touches: list[Touches] = []
     everywhere = {canonicalize_name(one.name) for one in project_requirements(axes)}
     for distribution, versions in new.items():
-        if distribution in VERSIONED:
+        axis = known.get(canonicalize_name(distribution))
+        having = [table for table in tables if axis in table]
+        if axis is not None and having:
             for version in versions:
                 try:
                     release(str(version))
                 except MatrixError:
                     note(f"{distribution} {version} can't be a value of an axis, and is left out")
                     continue
-                values[distribution] = [*dict.fromkeys([*values[distribution], str(version)])]
-                touches.append(lambda cell, axis=distribution, value=str(version): getattr(cell, axis) == value)  # type: ignore[misc]
+                for table in having:
+                    table[axis] = [*dict.fromkeys([*table[axis], str(version)])]
+                touches.append(lambda cell, axis=axis, value=str(version): cell.axes.get(axis) == value)  # type: ignore[misc]
             continue
         users = [entry for entry in axes.packages if _names(entry, distribution)]
         if distribution in everywhere:
@@ -185,8 +191,11 @@ def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, To
             Packages(requires=[f"{distribution}=={versions[-1]}"], part=entry.part, when=entry.when) for entry in users
         ]
         touches += [entry.holds for entry in users]
-    fields = {name: getattr(axes, name) for name in ("version", "tests", "exclude", "project", "exclude_newer", "path")}
-    extended = Axes.model_validate({**fields, "axes": values, "packages": packages})
+    fields = {
+        name: getattr(axes, name)
+        for name in ("version", "tests", "exclude", "project", "exclude_newer", "not_installed", "path")
+    }
+    extended = Axes.model_validate({**fields, "axes": tables, "packages": packages})
     return extended, lambda cell: any(touch(cell) for touch in touches)
 
 
@@ -197,11 +206,11 @@ def _names(entry: Packages, distribution: str) -> bool:
 def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]:
     """The suites that run on new releases besides the default one, each in the last cell of each release it watches."""
     found: dict[str, dict[str, Cell]] = {}
-    fresh = {axis: {*map(str, versions)} for axis, versions in new.items()}
     for tests in axes.tests:
-        for cell in cells if tests.watch in fresh else ():
-            release = getattr(cell, str(tests.watch))
-            if release in fresh[str(tests.watch)] and axes.tests_of(cell, tests.suite) is tests:
+        fresh = {*map(str, new.get(canonicalize_name(tests.watch or ""), ()))}
+        for cell in cells if fresh else ():
+            release = cell.axes.get(str(tests.watch), "")
+            if release in fresh and axes.tests_of(cell, tests.suite) is tests:
                 found.setdefault(tests.suite, {})[release] = cell
     return {suite: [*last.values()] for suite, last in found.items()}
 
@@ -270,17 +279,17 @@ def judge(
 
 def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
     """The cell with the previously newest releases, among those with a result."""
-    fresh = {axis: set(map(str, versions)) for axis, versions in new.items()}
     best: tuple[tuple[tuple[int, ...], ...], Cell] | None = None
     for other, past in known.items():
-        if past.summary.verdict not in ENDED:
+        if past.summary.verdict not in ENDED or cell.axes.keys() != other.axes.keys():
             continue
         place = []
-        for axis in ("python", "flash_attention", "device", "transformers", "torch"):
-            mine, theirs = getattr(cell, axis), getattr(other, axis)
+        for axis, mine in cell.axes.items():
+            theirs = other.axes[axis]
             if mine == theirs:
                 continue
-            if mine not in fresh.get(axis, ()) or release(theirs) >= release(mine):
+            fresh = map(str, new.get(canonicalize_name(axis), ()))
+            if mine not in fresh or release(theirs) >= release(mine):
                 break
             place.append(release(theirs))
         else:

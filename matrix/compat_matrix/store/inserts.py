@@ -146,7 +146,14 @@ def _inserted(connection: Connection, table: Table, row: Mapping[str, Any]) -> i
 
 def cell_keys(connection: Connection, cells: Iterable[Cell]) -> dict[str, int]:
     """The keys of cells by name."""
-    rows = {one.name: {"name": one.name} | {field: getattr(one, field) for field in AXES} for one in cells}
+    rows = {
+        one.name: {
+            "name": one.name,
+            **{axis: getattr(one, axis) for axis in AXES},
+            "extra": one.own,
+        }
+        for one in cells
+    }
     return _keys(connection, CELL.c.name, rows)
 
 

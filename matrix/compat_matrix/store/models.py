@@ -107,6 +107,7 @@ NODEID = Table(
     Column("name", Text, nullable=False),
 )
 
+#: Transformers and torch are empty without the axis. `extra` is `Cell.own`.
 CELL = Table(
     "cell",
     metadata,
@@ -117,6 +118,7 @@ CELL = Table(
     Column("torch", String(40), nullable=False),
     Column("flash_attention", String(20), nullable=False),
     Column("device", String(20), nullable=False),
+    Column("extra", Text, nullable=False, server_default=text("''")),
 )
 
 RUN = Table(

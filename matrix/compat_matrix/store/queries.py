@@ -9,12 +9,13 @@ from typing import Any
 
 from sqlalchemy import Select, and_, case, func, select
 
-from ..cells import Cell
+from ..cells import AXES, Cell, parse_own
 from ..results import ENDED
 from .models import CELL, FIGURE, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Past, Run, Summary
 
-_FIELDS = (CELL.c.python, CELL.c.transformers, CELL.c.torch, CELL.c.flash_attention, CELL.c.device)
+#: The columns of a cell, the first of the rows that `cell_of` and `summary_of` take.
+CELL_FIELDS = (*(CELL.c[axis] for axis in AXES), CELL.c.extra)
 RUN_FIELDS = (
     RUN.c.name,
     RUN.c.started,
@@ -30,8 +31,8 @@ COUNTS = (
     *(RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RESULT.c.xfailed, RESULT.c.xpassed),
     *(RESULT.c.flaky, RESULT.c.known),
 )
-#: The number of columns of `summary`, before `more`.
-WIDTH = 12 + len(COUNTS)
+#: The number of columns that `summary_of` takes.
+SUMMARY = len(CELL_FIELDS) + 7 + len(COUNTS)
 
 #: The columns of a figure, in the order of its fields.
 _FIGURE = (FIGURE.c.name, FIGURE.c.value, FIGURE.c.unit, FIGURE.c.better)
@@ -84,7 +85,7 @@ def newest(run_names: Collection[str] | None) -> Select[Any]:
 
 def outcomes(run_name: str) -> Select[Any]:
     """The cell, test and outcome in the latest results of a run."""
-    query = latest(select(*_FIELDS, NODEID.c.name, TEST.c.outcome)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+    query = latest(select(*CELL_FIELDS, NODEID.c.name, TEST.c.outcome)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
     query = query.join(TEST, TEST.c.result_id == RESULT.c.id).join(NODEID, NODEID.c.id == TEST.c.nodeid_id)
     return query.where(RUN.c.name == run_name).order_by(TEST.c.position)
 
@@ -98,7 +99,7 @@ def totals() -> Select[Any]:
 
 def _summarised(*more: Any) -> Select[Any]:
     return select(
-        *_FIELDS,
+        *CELL_FIELDS,
         RESULT.c.verdict,
         RESULT.c.kind,
         func.coalesce(RESULT.c.reason, PLANNED.c.excluded, "").label("reason"),
@@ -113,21 +114,22 @@ def _summarised(*more: Any) -> Select[Any]:
 
 def cell_of(row: Sequence[Any]) -> Cell:
     """The cell in the first fields of a row."""
-    return _cell(row[0], row[1], row[2], row[3], row[4])
+    return _cell(*row[: len(CELL_FIELDS)])
 
 
 @lru_cache(200_000)
-def _cell(*fields: str) -> Cell:
+def _cell(python: str, transformers: str, torch: str, flash_attention: str, device: str, extra: str) -> Cell:
     """The same object for the same cell, which makes creation and comparison fast."""
-    return Cell(*fields)
+    return Cell(python, transformers, torch, flash_attention, device, parse_own(extra))
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
     """The cell in a row, and its summary."""
     found = cell_of(row)
-    if row[5] is None:
-        return found, Summary(reason=row[7], excluded=bool(row[8]))
-    return found, Summary(row[5], row[6], row[7], bool(row[8]), *row[9:WIDTH])
+    verdict, kind, reason, excluded, *rest = row[len(CELL_FIELDS) : SUMMARY]
+    if verdict is None:
+        return found, Summary(reason=reason, excluded=bool(excluded))
+    return found, Summary(verdict, kind, reason, bool(excluded), *rest)
 
 
 def past_of(row: Sequence[Any]) -> Past:
@@ -196,11 +198,11 @@ def environment(run_name: str, wanted: Cell) -> Select[Any]:
 
 def planned(run_name: str) -> Select[Any]:
     """The cells of a run, in order, each with the reason if it is excluded."""
-    query = select(*_FIELDS, PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
+    query = select(*CELL_FIELDS, PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
     return query.where(RUN.c.name == run_name).order_by(PLANNED.c.position)
 
 
 def attempts(run_name: str) -> Select[Any]:
     """The cells and attempts of a run's results, oldest first."""
-    query = select(*_FIELDS, RESULT.c.attempt).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
+    query = select(*CELL_FIELDS, RESULT.c.attempt).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
     return query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run_name).order_by(RESULT.c.id)

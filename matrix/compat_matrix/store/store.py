@@ -271,7 +271,7 @@ class Store:
         failures: dict[Cell, dict[str, Outcome]] = {}
         with self.reading() as connection:
             for row in connection.execute(queries.outcomes(run).where(text(f"test.{models.FAILED}"))):
-                failures.setdefault(queries.cell_of(row), {})[row[5]] = row[6]
+                failures.setdefault(queries.cell_of(row), {})[row[-2]] = row[-1]
         return failures
 
     def outcomes(self, run: str, cells: Iterable[Cell]) -> dict[Cell, dict[str, Outcome]]:
@@ -281,7 +281,7 @@ class Store:
             for names in inserts.chunks(one.name for one in found):
                 keys = select(CELL.c.id).where(CELL.c.name.in_(names))
                 for row in connection.execute(queries.outcomes(run).where(PLANNED.c.cell_id.in_(keys))):
-                    found[queries.cell_of(row)][row[5]] = row[6]
+                    found[queries.cell_of(row)][row[-2]] = row[-1]
         return found
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
@@ -370,8 +370,9 @@ class Store:
             with other.reading() as connection_:
                 planned_there = connection_.execute(queries.planned(theirs.id)).all()
                 attempts_there = connection_.execute(queries.attempts(theirs.id)).all()
-            here = {row[:5] for row in connection.execute(queries.planned(theirs.id))}
-            lacking = {queries.cell_of(row): row.excluded for row in planned_there if row[:5] not in here}
+            here = {queries.cell_of(row) for row in connection.execute(queries.planned(theirs.id))}
+            there = {queries.cell_of(row): row.excluded for row in planned_there}
+            lacking = {cell: excluded for cell, excluded in there.items() if cell not in here}
             inserts.plan(connection, key, lacking, {one: why for one, why in lacking.items() if why is not None})
             attempts_here = {tuple(row) for row in connection.execute(queries.attempts(theirs.id))}
             for row in attempts_there:

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from ..cells import AXES, VERSIONED, Cell
+from ..cells import VERSIONED, Cell
 from ..errors import MatrixError
 from ..store import Run, Store, Summary
 
@@ -53,8 +53,12 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+#: What the cells of a block share besides Python: FlashAttention, device, and the project's own axes.
+Kind = tuple[str, str, tuple[tuple[str, str], ...]]
+
+
 class Block(NamedTuple):
-    """The part of a grid for one Python, FlashAttention and device: a row per transformers, a column per torch, oldest first."""
+    """The part of a grid for one Python and `Kind`: a row per transformers, a column per torch, oldest first."""
 
     title: str
     rows: list[str]
@@ -115,41 +119,46 @@ def style(summary: Summary | None) -> str:
 
 def blocks(summary: Mapping[Cell, Summary]) -> list[Block]:
     """A grid of these cells, without rows and columns of excluded cells only."""
-    grouped: dict[tuple[str, str, str], list[Cell]] = {}
+    grouped: dict[tuple[str, Kind], list[Cell]] = {}
     for cell in summary:
-        grouped.setdefault((cell.python, cell.flash_attention, cell.device), []).append(cell)
+        grouped.setdefault((cell.python, kind(cell)), []).append(cell)
     found = []
-    for key in sorted(grouped, key=lambda key: (version_key(key[0]), kernel_place(key[1:]))):
-        python, kernel, device = key
+    for key in sorted(grouped, key=lambda key: (version_key(key[0]), kernel_place(key[1]))):
         exist = [cell for cell in grouped[key] if summary[cell].state != "excluded"]
         if exist:
-            title = f"Python {python}, {kernel_name(kernel, device)}"
+            title = f"Python {key[0]}, {kernel_name(*key[1])}"
             rows = by_version(cell.transformers for cell in exist)
             columns = by_version(cell.torch for cell in exist)
             found.append(Block(title, rows, columns, {(cell.transformers, cell.torch): cell for cell in grouped[key]}))
     return found
 
 
-def kernel_name(kernel: str, device: str) -> str:
-    """The names of a FlashAttention and a device, for people."""
-    return f"{KERNELS.get(kernel, kernel)}, {DEVICES.get(device, device)}"
+def kind(cell: Cell) -> Kind:
+    """What a cell shares with the others of its block besides Python."""
+    return cell.flash_attention, cell.device, cell.extra
+
+
+def kernel_name(kernel: str, device: str, extra: Iterable[tuple[str, str]] = ()) -> str:
+    """The names of a FlashAttention, a device and the values of own axes, for people."""
+    return ", ".join([KERNELS.get(kernel, kernel), DEVICES.get(device, device), *map(" ".join, extra)])
 
 
 @cache
-def kernel_place(kernel_and_device: tuple[str, str]) -> tuple[int, str, int, str]:
-    """The sort key of FlashAttention and device in a grid; unknown words come last."""
-    kernel, device = kernel_and_device
+def kernel_place(kind: Kind) -> tuple[object, ...]:
+    """The sort key of FlashAttention, device and own axes in a grid; unknown words come last."""
+    kernel, device, extra = kind
     kernels, devices = [*KERNELS], [*DEVICES]
     return (
         kernels.index(kernel) if kernel in kernels else len(kernels),
         kernel,
         devices.index(device) if device in devices else len(devices),
         device,
+        tuple((axis, version_key(value)) for axis, value in extra),
     )
 
 
 def ordered(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells in the order of a grid: by Python, FlashAttention and device, then transformers, then torch."""
+    """The cells in the order of a grid: by Python, FlashAttention, device and own axes, then transformers, then torch."""
     cells = [*cells]
     pythons, releases, torches = (
         {version: place for place, version in enumerate(by_version({getattr(cell, axis) for cell in cells}))}
@@ -157,8 +166,7 @@ def ordered(cells: Iterable[Cell]) -> list[Cell]:
     )
 
     def place(cell: Cell) -> tuple[object, ...]:
-        kernel = kernel_place((cell.flash_attention, cell.device))
-        return pythons[cell.python], kernel, releases[cell.transformers], torches[cell.torch]
+        return pythons[cell.python], kernel_place(kind(cell)), releases[cell.transformers], torches[cell.torch]
 
     return sorted(cells, key=place)
 
@@ -247,7 +255,7 @@ def summary_as_json(cell: Cell, summary: Summary) -> dict[str, Any]:
     there = summary.verdict is not None
     return {
         "cell": cell.name,
-        **{axis: getattr(cell, axis) for axis in AXES},
+        **cell.axes,
         "state": summary.state,
         "kind": summary.kind,
         "reason": summary.reason,

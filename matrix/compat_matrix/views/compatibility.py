@@ -93,16 +93,9 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
         "What each combination gave when its tests ran last, and the shims that were applied there. Combinations that gave the",
         "same are one row; `5.0 to 5.4` is every release between that is in the store. Written by `kernel-compat-matrix compatibility`: edits are lost.",
     ]
-    kinds = sorted(
-        {(cell.flash_attention, cell.device) for cell, answer in answers.items() if answer}, key=common.kernel_place
-    )
-    for kernel, device in kinds:
-        own = {
-            cell: answer
-            for cell, answer in answers.items()
-            if answer and (cell.flash_attention, cell.device) == (kernel, device)
-        }
-        lines += ["", f"## {common.kernel_name(kernel, device)}", ""]
+    for kind in sorted({common.kind(cell) for cell, answer in answers.items() if answer}, key=common.kernel_place):
+        own = {cell: answer for cell, answer in answers.items() if answer and common.kind(cell) == kind}
+        lines += ["", f"## {common.kernel_name(*kind)}", ""]
         lines += ["| transformers | torch | Python | | shims | tests passed | run |", "|---|---|---|---|---|---|---|"]
         lines += [_line(row, current, numbers, releases) for row in _rows(own)]
     lines += ["", "## Runs", "", "| | run | date | host | revision |", "|---|---|---|---|---|"]

@@ -141,7 +141,7 @@ def _pages(store: Store, runs: Sequence[str] | None) -> Iterator[tuple[str, str]
 
 def page(cell: Cell) -> str:
     """The file name of a cell's page; the versions in a store of unknown origin can't make it leave the folder."""
-    return re.sub(r"[^\w.+-]", "_", cell.name, flags=re.ASCII) + ".html"
+    return re.sub(r"[^\w.+=-]", "_", cell.name, flags=re.ASCII) + ".html"
 
 
 def _symbol(summary: Summary | None) -> str:

@@ -89,7 +89,7 @@ def _grid(block: common.Block, words: Mapping[Cell, tuple[str, str]], width: int
     """
     first = max(len("transformers"), *map(len, block.rows))
     each = max(
-        *(len(f"torch {column}") for column in block.columns),
+        *(len(f"torch {column or '-'}") for column in block.columns),
         *(len(words[cell][0]) for cell in block.cells.values()),
     )
     fit = max(1, (width - first) // (each + 2))
@@ -98,10 +98,12 @@ def _grid(block: common.Block, words: Mapping[Cell, tuple[str, str]], width: int
     yield common.Line(block.title, "bold")
     while part := [*islice(columns, fit)]:
         yield common.Line(
-            "  ".join(["transformers".ljust(first), *(f"torch {column}".ljust(each) for column in part)]).rstrip()
+            "  ".join(
+                ["transformers".ljust(first), *(f"torch {column or '-'}".ljust(each) for column in part)]
+            ).rstrip()
         )
         for row in block.rows:
-            line = common.Line(row.ljust(first))
+            line = common.Line((row or "-").ljust(first))
             for column in part:
                 cell = block.cells.get((row, column))
                 text, style = words[cell] if cell else ("", "")

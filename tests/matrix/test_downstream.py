@@ -1,0 +1,167 @@
+"""docs/downstream.md, from an empty folder to the page, as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from small import PYTHON, TAG, Small
+
+TEXT = (Path(__file__).parents[2] / "docs" / "downstream.md").read_text(encoding="utf-8")
+
+#: Stubs with as much as the page's project uses of these.
+TRANSFORMERS = """
+class LlamaConfig:
+    def __init__(self, **shape): self.size = shape["hidden_size"]
+class LlamaForCausalLM:
+    def __init__(self, config): self.config = config
+"""
+PEFT = """
+class LoraConfig:
+    def __init__(self, r, target_modules): self.trained = r * len(target_modules)
+def get_peft_model(model, config):
+    model.get_nb_trainable_parameters = lambda: (config.trained * 2 * model.config.size, 0)
+    return model
+"""
+
+
+class Block(NamedTuple):
+    """A block of code of the page: the file whose text it is, and its language."""
+
+    file: str
+    language: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    found = re.findall(r"^(?:`([^`\n]*)`:\n\n)?```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    return [Block(*block) for block in found]
+
+
+def commands() -> list[str]:
+    """The commands of the matrix on the page, in its order."""
+    lines = [line for block in blocks() if block.language == "sh" for line in block.text.splitlines()]
+    return [line for line in lines if line.startswith("kernel-compat-matrix ")]
+
+
+def write(folder: Path) -> dict[str, Any]:
+    """Write the page's files; returns the workflow."""
+    for block in blocks():
+        if block.file:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+    workflow = yaml.safe_load((folder / ".github/workflows/matrix.yml").read_text(encoding="utf-8"))
+    assert isinstance(workflow, dict)
+    return workflow
+
+
+def packed(small: Small, name: str) -> None:
+    """Wheels of a distribution that is installed here, and of what it requires."""
+    there = {one.metadata["Name"].lower().replace("_", "-"): one for one in distributions()}
+    wanted, done = [name], set[str]()
+    while wanted:
+        one = there[wanted.pop()]
+        if one.metadata["Name"] not in done:
+            done.add(one.metadata["Name"])
+            _pack(one, small.folder / "wheels")
+            needed = [Requirement(text) for text in one.requires or ()]
+            wanted += [
+                other.name.lower().replace("_", "-")
+                for other in needed
+                if other.marker is None or other.marker.evaluate({"extra": ""})
+            ]
+
+
+def _pack(one: Distribution, folder: Path) -> None:
+    path = folder / f"{one.metadata['Name'].replace('-', '_')}-{one.version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file in one.files or ():
+            if file.parts[0] != ".." and "__pycache__" not in file.parts:
+                wheel.write(str(one.locate_file(file)), str(file))
+
+
+def test_the_page_is_right_as_it_is_written(tmp_path: Path) -> None:
+    """With stubs of torch, transformers and peft, without a network, and on this Python instead of the page's."""
+    small = Small(tmp_path)
+    (small.folder / "wheels").mkdir()
+    for name in ("pytest", "pytest-reportlog"):
+        packed(small, name)
+    small.wheel("torch", "2.11.0", {"torch.py": "class cuda:\n    is_available = staticmethod(lambda: False)\n"})
+    for version in ("5.4.0", "5.23.0", "5.23.1"):
+        small.wheel("transformers", version, {"transformers.py": TRANSFORMERS}, requires=["torch"])
+    for version in ("0.18.1", "0.21.0", "0.21.2"):
+        small.wheel("peft", version, {"peft.py": PEFT}, requires=["torch", "transformers"])
+    workflow = write(small.folder)
+    axes = small.folder / "axes.toml"
+    axes.write_text(axes.read_text().replace('"3.12"', f'"{PYTHON}"'))
+
+    def run(command: str) -> str:
+        done = small.run(*shlex.split(command.replace("py312", TAG))[1:])
+        assert done.returncode == 0, (command, done)
+        return done.stdout
+
+    printed = {command: run(command) for command in commands()}
+    listed = next(block.text for block in blocks() if block.language == "text").replace("py312", TAG)
+    assert printed["kernel-compat-matrix list"] == listed
+    pins = [path.stem for path in (small.folder / "pins").iterdir()]
+    assert sorted(pins) == sorted({part for name in listed.split() for part in _parts(name)})
+    found = small.results()
+    assert {name: one.verdict for name, one in found.items()} == dict.fromkeys(listed.split()[2:], "passed")
+    packages = found[f"{TAG}-tf5.23-torch2.11-peft=0.21"].environment["packages"]
+    assert (packages["peft"], packages["transformers"], packages["quiet-adapters"]) == ("0.21.2", "5.23.1", "0.1.0")
+    shown = printed["kernel-compat-matrix show"]
+    for peft in ("0.18", "0.21"):
+        assert re.search(rf"CPU, peft {peft}\ntransformers  torch 2.11\n5.23          ok", shown)
+    assert "peft 0.21" in (small.folder / "site" / "index.html").read_text()
+
+    # The workflow: each job on a machine of its own, and then the page.
+    job = workflow["jobs"]["run"]
+    jobs = json.loads(run("kernel-compat-matrix emit github"))["cpu"]["include"]
+    assert sorted(" ".join(job["arguments"] for job in jobs).split()) == sorted(listed.split())
+    (command,) = [step["run"] for step in job["steps"] if "matrix run" in step.get("run", "")]
+    for number, one in enumerate(jobs):
+        run(command.replace("${{ matrix.arguments }}", one["arguments"]))
+        stored = small.folder / "stores" / f"results-{number}"
+        stored.mkdir(parents=True)
+        (small.folder / "results.sqlite").rename(stored / "results.sqlite")
+    (small.folder / "matrix.sqlite").unlink()
+    shutil.rmtree(small.folder / "site")
+    every = [step["run"] for step in workflow["jobs"]["publish"]["steps"] if "matrix " in step.get("run", "")]
+    for command in every:
+        stores = " ".join(str(path) for path in sorted(small.folder.glob("stores/*/results.sqlite")))
+        run(command.replace("stores/*/results.sqlite", stores))
+    pages = {path.stem for path in (small.folder / "site" / "cells").iterdir()}
+    assert pages == {*listed.split()}
+
+
+def _parts(name: str) -> tuple[str, str]:
+    python, transformers, torch, peft = name.split("-")
+    return f"{python}-{torch}", f"{python}-{transformers}-{peft}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_page_is_right_with_the_real_packages(tmp_path: Path) -> None:
+    """With the network, and the page's Python."""
+    write(tmp_path)
+    for command in commands():
+        done = subprocess.run(
+            [sys.executable, "-m", "compat_matrix", *shlex.split(command)[1:]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+    assert (tmp_path / "site" / "cells" / "py312-tf5.23-torch2.11-peft=0.21.html").exists()
