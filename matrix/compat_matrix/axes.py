@@ -60,8 +60,8 @@ def _condition(text: str, info: ValidationInfo) -> str:
     return text
 
 
-def _day_or_condition(text: str) -> str:
-    return _day(text) if text[:1].isdecimal() else _condition(text)
+def _day_or_condition(text: str, info: ValidationInfo) -> str:
+    return _day(text) if text[:1].isdecimal() else _condition(text, info)
 
 
 def _distinct(values: list[str]) -> list[str]:

@@ -36,6 +36,8 @@ SUMMARY = len(CELL_FIELDS) + 7 + len(COUNTS)
 
 #: The columns of a figure, in the order of its fields.
 _FIGURE = (FIGURE.c.name, FIGURE.c.value, FIGURE.c.unit, FIGURE.c.better)
+#: Their place in the rows of `figures` and `measured`, behind the cell's.
+FIGURE_FIELDS = slice(len(CELL_FIELDS), len(CELL_FIELDS) + len(_FIGURE))
 #: A store of unknown origin may have any value.
 _FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max
 
@@ -175,14 +177,14 @@ def figures_of(result_id: int) -> Select[Any]:
 
 def figures(run_name: str) -> Select[Any]:
     """The figures in the latest results of a run: the cell's fields and the figure's."""
-    query = latest(select(*_FIELDS, *_FIGURE)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+    query = latest(select(*CELL_FIELDS, *_FIGURE)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
     query = query.join(FIGURE, FIGURE.c.result_id == RESULT.c.id).where(RUN.c.name == run_name, _FINITE)
     return query.order_by(FIGURE.c.name)
 
 
 def measured(*conditions: Any) -> Select[Any]:
     """Figures, those of the oldest run first: the cell's fields, the figure's, the environment and the run's fields."""
-    query = select(*_FIELDS, *_FIGURE, RESULT.c.environment_id, *RUN_FIELDS).select_from(FIGURE)
+    query = select(*CELL_FIELDS, *_FIGURE, RESULT.c.environment_id, *RUN_FIELDS).select_from(FIGURE)
     query = query.join(RESULT, RESULT.c.id == FIGURE.c.result_id).join(RUN, RUN.c.id == RESULT.c.run_id)
     query = query.join(CELL, CELL.c.id == RESULT.c.cell_id)
     return query.where(*conditions, _FINITE).order_by(RUN.c.started, RUN.c.id, RESULT.c.attempt)

@@ -289,7 +289,7 @@ class Store:
         found: dict[Cell, list[Figure]] = {}
         with self.reading() as connection:
             for row in connection.execute(queries.figures(run)):
-                found.setdefault(queries.cell_of(row), []).append(Figure(*row[5:9]))
+                found.setdefault(queries.cell_of(row), []).append(Figure(*row[queries.FIGURE_FIELDS]))
         return found
 
     def measured(self, *, cell: Cell | None = None, runs: Collection[str] | None = None) -> dict[Cell, list[Measured]]:
@@ -305,8 +305,10 @@ class Store:
         of_run: dict[str, Run] = {}
         found: dict[Cell, list[Measured]] = {}
         for row in rows:
-            run = of_run.get(row[10]) or of_run.setdefault(row[10], Run(*row[10:]))
-            found.setdefault(queries.cell_of(row), []).append(Measured(run, Figure(*row[5:9]), devices[row[9]]))
+            environment, *fields = row[queries.FIGURE_FIELDS.stop :]
+            run = of_run.get(fields[0]) or of_run.setdefault(fields[0], Run(*fields))
+            figure = Figure(*row[queries.FIGURE_FIELDS])
+            found.setdefault(queries.cell_of(row), []).append(Measured(run, figure, devices[environment]))
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
