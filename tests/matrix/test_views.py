@@ -427,7 +427,6 @@ def test_a_report_shows_text_and_runs_nothing(store: Store, call: Command, tmp_p
     )
     run = store.new_run([found.cell], label=ODD, command=ODD, host=ODD, revision=ODD, excluded={OLD[0]: ODD})
     store.add(run, found)
-    store.merge(store)
     site = tmp_path / "in" / "site"
     assert call(report, str(site)) == 0
     assert [*(tmp_path / "in").iterdir()] == [site]

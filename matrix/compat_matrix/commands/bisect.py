@@ -207,7 +207,7 @@ class _Asking:
         with Progress(1, 1, Console(stderr=True)) as progress:
             runner.execute(self._run, [job], self.store, executor, progress)
         self.ran += 1
-        answer = self._judge(self.store.result(self._run, job.cell))
+        answer = self._judge(self.store.result(self._run, job.cell, job.attempt))
         self._say(value, answer, "run")
         return answer
 

@@ -32,7 +32,6 @@ from ..expressions import release
 from ..pins import project_requirements
 from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
-from ..views import common
 from ..views.common import one_line
 from . import queries
 from .atlas_view import Disagreement
@@ -431,7 +430,7 @@ def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple
     """The previous results of these cells in a suite, and the newest results of all other cells in it."""
     every = queries.newest(store, queries.cells(store))
     if suite != "default":  # its runs are partial, and so never a cell's newest
-        own_runs = {cell: (past for past in store.history(cell) if common.suite(past.run) == suite) for cell in every}
+        own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in every}
         every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
     own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.state in ("passed", "failed")}
     return own, {cell: past for cell, past in every.items() if cell not in own}

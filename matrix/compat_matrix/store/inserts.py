@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from hashlib import blake2b
 from itertools import islice
@@ -18,8 +18,8 @@ from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult
 from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import COUNTS
-from .records import Provenance, Run
+from .queries import COUNTS, NEWEST_FIRST, RUN_FIELDS
+from .records import Provenance, Run, options_of
 
 T = TypeVar("T")
 
@@ -46,16 +46,44 @@ def begin(
         name = f"{name[:15]}-{secrets.token_hex(2)}"
     label, command, host, revision = map(plain, (given.label, given.command, given.host, given.revision))
     run = Run(name, started, None, "running", label, command, host, revision, given.partial)
-    run_key = new_run(connection, run, given.axes)
-    plan(connection, run_key, [*dict.fromkeys(cells)], excluded)
-    return run_key, name
+    return new_run(connection, run, given.axes, [*dict.fromkeys(cells)], excluded), name
 
 
-def new_run(connection: Connection, values: Run, axes: str) -> int:
-    """Insert a run without cells; returns its key."""
+def new_run(
+    connection: Connection, values: Run, axes: str, cells: Collection[Cell], excluded: Mapping[Cell, str]
+) -> int:
+    """Insert a run, perhaps as a part of an earlier one; returns its key."""
     row = {"name" if field == "id" else field: value for field, value in values._asdict().items()}
     row["axes_id"] = _texts(connection, [axes]).get(axes)
-    return _inserted(connection, RUN, row)
+    row["whole"] = _whole(connection, values, row["axes_id"], {*cells} - {*excluded}) or values.id
+    key = _inserted(connection, RUN, row)
+    plan(connection, key, cells, excluded)
+    return key
+
+
+def _whole(connection: Connection, new: Run, axes_id: int | None, cells: Collection[Cell]) -> str | None:
+    """The newest run of the same label, commit, suite and axes, if the new run is a part of it.
+
+    It isn't if it has all of that run's cells: then everything is run again. Without a label, uncommitted code may have
+    changed between the two.
+    """
+    if not new.label and (not new.revision or new.revision.endswith("+")):
+        return None
+    same = (RUN.c.label == new.label, RUN.c.revision == new.revision, RUN.c.partial == new.partial)
+    query = select(*RUN_FIELDS).where(*same, RUN.c.axes_id == axes_id).order_by(*NEWEST_FIRST)
+    tests = _tests_of(new)
+    earlier = next((run for row in connection.execute(query) if _tests_of(run := Run(*row)) == tests), None)
+    if earlier is None:
+        return None
+    names = select(CELL.c.name).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
+    names = names.where(RUN.c.whole == earlier.whole, PLANNED.c.excluded.is_(None))
+    return earlier.whole if {*connection.scalars(names)} - {one.name for one in cells} else None
+
+
+def _tests_of(run: Run) -> object:
+    """What the cells of a run test: the same for the same suite, arguments of pytest and origin of the packages."""
+    verb = run.command.split(" ")[0]
+    return {name: value for name, value in options_of(run.command).items() if name != "axes"} if verb == "run" else verb
 
 
 def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> None:

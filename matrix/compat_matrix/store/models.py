@@ -119,12 +119,14 @@ CELL = Table(
     Column("device", String(20), nullable=False),
 )
 
+#: `whole` is the name of the first of the runs that are parts of one. Times are those of the machine that ran it, which may be
+#: wrong; the order of runs and results is that of their ids, in which the store received them.
 RUN = Table(
     "run",
     metadata,
     Column("id", Integer, primary_key=True),
     Column("name", String(40), nullable=False, unique=True),
-    Column("started", Utc, nullable=False, index=True),
+    Column("started", Utc, nullable=False),
     Column("finished", Utc),
     Column("state", String(40), nullable=False),
     Column("label", Text, nullable=False),
@@ -133,6 +135,7 @@ RUN = Table(
     Column("revision", Text, nullable=False),
     Column("axes_id", ForeignKey("shared_text.id")),
     Column("partial", Boolean, nullable=False, server_default=false()),
+    Column("whole", String(40), nullable=False, index=True, server_default=text("''")),
 )
 
 #: The cells of a run; excluded ones have a reason.

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..cells import Cell
+from ..errors import MatrixError
 from ..store import Store, Summary
 from . import common
 
@@ -56,7 +57,15 @@ TITLES = {
 
 
 def compare(store: Store, old: str, new: str) -> Diff:
-    """The changes from one run to another, by their ids."""
+    """The changes from one run to another, by their ids.
+
+    Raises:
+        MatrixError: a run doesn't exist, or they ran different suites.
+    """
+    suites = [(run, store.run(run).suite) for run in (old, new)]
+    if suites[0][1] != suites[1][1]:
+        said = " and ".join(f"{run} (suite {common.one_line(suite, 60)})" for run, suite in suites)
+        raise MatrixError(f"{said} ran different tests and can't be compared")
     diff = Diff([], [], [], [], [], {}, {})
     both_failed = []
     ends = store.compare(old, new)
@@ -87,10 +96,10 @@ def _ended(summary: Summary | None) -> str | None:
 def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Diff) -> None:
     if not cells:
         return
-    failed_old, failed_new = store.failures(old), store.failures(new)
+    failed_old, failed_new = (store.outcomes(run, cells, failed_only=True) for run in (old, new))
     # A test that failed only once may not have run the other time. The other tests are queried for those cells only.
-    broke = {cell: tests for cell in cells if (tests := failed_new.get(cell, {}).keys() - failed_old.get(cell, {}))}
-    mended = {cell: tests for cell in cells if (tests := failed_old.get(cell, {}).keys() - failed_new.get(cell, {}))}
+    broke = {cell: tests for cell in cells if (tests := failed_new[cell].keys() - failed_old[cell])}
+    mended = {cell: tests for cell in cells if (tests := failed_old[cell].keys() - failed_new[cell])}
     ran_old, ran_new = store.outcomes(old, broke), store.outcomes(new, mended)
     for found, there, into in ((broke, ran_old, diff.tests_broke), (mended, ran_new, diff.tests_mended)):
         for cell, tests in found.items():
@@ -108,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the changes; returns 1 if something broke."""
     with common.open_store(arguments.store) as store:
-        old, new = (store.run(store.resolve(name)) for name in (arguments.old, arguments.new))
+        old, new = (common.whole(store.parts(store.resolve(name))) for name in (arguments.old, arguments.new))
         diff = compare(store, old.id, new.id)
     if arguments.json:
         print(json.dumps({"old": common.as_json(old), "new": common.as_json(new)} | _as_json(diff), indent=2))

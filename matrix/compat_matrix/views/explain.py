@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..cells import Cell, parse
+from ..errors import MatrixError
 from ..results import CellResult
 from ..store import Past, Store
 from . import common
@@ -36,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     cell = parse(arguments.cell)
     with common.open_store(arguments.store) as store:
         history = store.history(cell)
-        name = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
-        lines = [*_explained(store, cell, name, history, arguments)] if name else [*_without(store, cell)]
+        run = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
+        lines = [*_explained(store, cell, run, history, arguments)] if run else [*_without(store, cell)]
     common.show([*lines, *_history(history)])
     return 0
 
@@ -63,10 +64,14 @@ def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
 
 
 def _explained(
-    store: Store, cell: Cell, name: str, history: Sequence[Past], arguments: argparse.Namespace
+    store: Store, cell: Cell, run: str, history: Sequence[Past], arguments: argparse.Namespace
 ) -> Iterator[common.Line]:
-    found = store.result(name, cell)
-    past = next(past for past in history if past.run.id == name and past.summary.attempt == found.attempt)
+    parts = {part.id for part in store.parts(run)}
+    latest = {past.run.id: past for past in reversed(history) if past.run.id in parts}
+    past = min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
+    if past is None:
+        raise MatrixError(f"the run {run} has no result of {cell}")
+    found = store.result(past.run.id, cell, past.summary.attempt)
     yield common.Line(f"{cell}: ", "bold").add(*_state(past))
     if found.reason:
         yield common.Line(common.clean(found.reason))

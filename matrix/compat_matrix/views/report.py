@@ -170,7 +170,7 @@ def _last_two(store: Store, runs: Sequence[Run]) -> tuple[Run | None, Run | None
         ran = {cell for cell, summary in store.summary(one.id).items() if summary.verdict}
         if new is None and ran:
             new, cells = one, ran
-        elif ran & cells:
+        elif new and one.suite == new.suite and one.whole != new.whole and ran & cells:
             return one, new
     return None, new
 

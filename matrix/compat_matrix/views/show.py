@@ -10,6 +10,7 @@ from itertools import islice
 
 from ..cells import Cell
 from ..store import Summary
+from ..words import plural
 from . import common
 
 
@@ -25,16 +26,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the grid of a run; returns the exit code."""
     with common.open_store(arguments.store) as store:
         name = store.resolve(arguments.chosen)
-        found, summary = store.run(name), store.summary(name)
+        parts, summary = store.parts(name), store.summary(name)
+    found = common.whole(parts)
     if arguments.json:
         cells = [common.summary_as_json(cell, summary[cell]) for cell in common.ordered(summary)]
-        print(json.dumps({"run": common.as_json(found), "cells": cells}, indent=2))
+        run = {"run": common.as_json(found), "parts": [common.as_json(one) for one in parts], "cells": cells}
+        print(json.dumps(run, indent=2))
         return 0
+    state = common.one_line(found.state) + (f", in {len(parts)} parts" if len(parts) > 1 else "")
+    counts = common.counted(one.state for one in summary.values())
     lines = [
-        common.Line(
-            f"run {common.named(found)}, {common.one_line(found.state)}, begun {common.moment(found.started)}", "bold"
-        ),
-        common.Line(f"{len(summary)} cells: {common.counted(one.state for one in summary.values())}"),
+        common.Line(f"run {common.named(found)}, {state}, begun {common.moment(found.started)}", "bold"),
+        common.Line(f"{plural(len(summary), 'cell')}: {counts}"),
     ]
     blocks = common.blocks(summary)
     for block in blocks:
