@@ -82,8 +82,7 @@ def _whole(connection: Connection, new: Run, axes_id: int | None, cells: Collect
 
 def _tests_of(run: Run) -> object:
     """What the cells of a run test: the same for the same suite, arguments of pytest and origin of the packages."""
-    verb = run.command.split(" ")[0]
-    return {name: value for name, value in options_of(run.command).items() if name != "axes"} if verb == "run" else verb
+    return run.command.split(" ")[0], {**options_of(run.command), "axes": None}
 
 
 def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> None:

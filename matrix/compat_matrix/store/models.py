@@ -11,7 +11,10 @@ then look over what alembic wrote into ``migrations/versions`` and set `schema.H
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from datetime import datetime, timezone
+
+from typing import Any
 
 from sqlalchemy import (
     Boolean,
@@ -50,9 +53,13 @@ class Utc(TypeDecorator[datetime]):
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """The time in UTC, with its time zone."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+        return value and value.astimezone(timezone.utc)
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
+        """For SQLite in one step, because summaries of large runs are made of many times."""
+        if dialect.name != "sqlite":
+            return super().result_processor(dialect, coltype)
+        return lambda value: None if value is None else datetime.fromisoformat(f"{value}+00:00")
 
 
 class Packed(TypeDecorator[str]):

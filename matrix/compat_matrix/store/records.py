@@ -15,14 +15,13 @@ State = Literal["passed", "failed", "not run", "unfinished", "excluded"]
 
 
 def options_of(command: str) -> dict[str, str | bool]:
-    """The options of a ``run`` command that change what its cells test, those that it has; none for another command."""
+    """The options of a command that change what its cells test, those that it has."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for option in ("--axes", "--suite", "--pytest"):
         parser.add_argument(option)
     parser.add_argument("--latest", action="store_true")
     try:
-        verb, *words = shlex.split(command)
-        found = vars(parser.parse_known_args(words)[0]) if verb == "run" else {}
+        found = vars(parser.parse_known_args(shlex.split(command))[0])
     except (ValueError, argparse.ArgumentError):  # not a command of the matrix
         return {}
     return {name: value for name, value in found.items() if value}

@@ -395,13 +395,12 @@ class Store:
 
 def _counting(rows: Sequence[Any]) -> dict[Cell, Summary]:
     """The summaries that count, of rows that end with the key of the result."""
-    found: dict[Cell, tuple[tuple[int, int], Summary]] = {}
-    for row in rows:
-        cell, summary = queries.summary_of(row)
-        place = (-summary.rank, row[-1] or 0)
-        if cell not in found or found[cell][0] < place:
-            found[cell] = (place, summary)
-    return {cell: summary for cell, (_, summary) in found.items()}
+    found = dict(map(queries.summary_of, rows))
+    if len(found) < len(rows):  # several parts have a cell: first come the results that count less
+        ranked = [(*queries.summary_of(row), row[-1] or 0) for row in rows]
+        ranked.sort(key=lambda one: (-one[1].rank, one[2]))
+        found |= {cell: summary for cell, summary, _ in ranked}
+    return found
 
 
 def _some(ids: Sequence[str]) -> str:

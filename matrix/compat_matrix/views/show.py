@@ -55,10 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _grid(block: common.Block, summary: Mapping[Cell, Summary], width: int) -> Iterator[common.Line]:
     """The lines of a block, split into parts below each other if the terminal is too narrow for its columns."""
     first = max(len("transformers"), *map(len, block.rows))
-    each = max(
-        *(len(f"torch {column}") for column in block.columns),
-        *(len(common.word(summary[cell])) for cell in block.cells.values()),
-    )
+    shown = {place: (common.word(summary[cell]), common.style(summary[cell])) for place, cell in block.cells.items()}
+    each = max(*(len(f"torch {column}") for column in block.columns), *(len(word) for word, _ in shown.values()))
     fit = max(1, (width - first) // (each + 2))
     columns = iter(block.columns)
     yield common.Line()
@@ -70,15 +68,14 @@ def _grid(block: common.Block, summary: Mapping[Cell, Summary], width: int) -> I
         for row in block.rows:
             line = common.Line(row.ljust(first))
             for column in part:
-                cell = block.cells.get((row, column))
-                shown = summary[cell] if cell else None
-                line.add("  ").add(common.word(shown).ljust(each), common.style(shown))
+                word, style = shown.get((row, column), ("", ""))
+                line.add("  ").add(word.ljust(each), style)
             yield line
 
 
 def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
     """The reasons of failures, the most frequent first."""
-    failed = [cell for cell in common.ordered(summary) if summary[cell].state == "failed"]
+    failed = common.ordered(cell for cell, one in summary.items() if one.state == "failed")
     why = {cell: (common.word(summary[cell]).split(" ")[0], common.one_line(summary[cell].reason)) for cell in failed}
     counts = Counter(why.values())
     example = {reason: cell for cell, reason in reversed(why.items())}
