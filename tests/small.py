@@ -202,13 +202,13 @@ minutes = {minutes}
         output = self.folder / f"output-{len([*self.folder.glob('output-*')])}"
         return Forked(*arguments, folder=self.folder, environment=self.environment(**more), output=output)
 
-    def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the command in the project's folder, in this process: starting another one takes longer than a cell."""
         output, errors = StringIO(), StringIO()
         old, folder = {**os.environ}, Path.cwd()
         os.environ.clear()
         os.environ.update(self.environment(**more))
-        os.chdir(self.folder)
+        os.chdir(cwd or self.folder)
         try:
             with redirect_stdout(output), redirect_stderr(errors):
                 code = main(arguments)

@@ -9,7 +9,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -206,7 +206,7 @@ def fetch(
 
     Raises:
         MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
-            built, or the disk is full. Fetched files stay, for the next attempt.
+            built, or the disk is full. Fetched files stay, for the next attempt; everything else in the folder is as it was.
     """
     parts: dict[str, Part] = {}
     for name, found in of_cells(axes, cells, pin_folder, latest).items():
@@ -219,21 +219,21 @@ def fetch(
         for pin in part.pins:
             if not (without_torch and pin.name in needless.get(part.name, ())):
                 wanted.setdefault(part.python, {})[pin.sha256] = pin
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.absolute()
+    with _writing(folder) as scratch:
         before = _manifest(folder)
         built: dict[str, Pin] = {}
         if runner:
             for python in sorted({cell.python for cell in cells}):
-                name, pins, ours = _runner(axes, python, folder)
+                name, pins, ours = _runner(axes, python, scratch)
                 wanted.setdefault(python, {}).update((pin.sha256, pin) for pin in pins)
                 built |= ours
-                write(Part(name, python, tuple(sorted([*pins, *ours.values()], key=lambda pin: pin.name))), folder)
-        project, pin = _build(axes.folder, folder)
+                write(Part(name, python, tuple(sorted([*pins, *ours.values()], key=lambda pin: pin.name))), scratch)
+        project, pin = _build(axes.folder, scratch)
         built[project] = pin
         files = {**_fetched(axes, wanted, folder, note), **built}
         for part in parts.values():
-            write(part, folder / "pins")
+            write(part, scratch / "pins")
         manifest = Manifest(
             project=project,
             cells={**(before.cells if before else {}), **{cell.name: (cell.base, cell.layer) for cell in cells}},
@@ -248,22 +248,22 @@ def fetch(
                 **(before.files if before else {}),
                 **{
                     name: Stored(
-                        requirement=f"{pin.name}=={pin.version}", sha256=pin.sha256, size=(folder / name).stat().st_size
+                        requirement=f"{pin.name}=={pin.version}",
+                        sha256=pin.sha256,
+                        size=((scratch if name in built else folder) / name).stat().st_size,
                     )
                     for name, pin in files.items()
                 },
             },
         )
-        scratch = folder / "manifest.part"
-        scratch.write_text(manifest.model_dump_json(indent=2), encoding="utf-8")
-        scratch.replace(folder / "manifest.json")
+        (scratch / "manifest.json").write_text(manifest.model_dump_json(indent=2), encoding="utf-8")
     for name, pin in sorted(files.items()):
         if not name.endswith(".whl"):
             note(
                 f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {name}, "
                 f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead"
             )
-    return Wheelhouse(folder.absolute(), manifest)
+    return Wheelhouse(folder, manifest)
 
 
 def differing(wheel: Path, folder: Path) -> str | None:
@@ -457,8 +457,20 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path) -> Iterator[Path]:
+    """A folder whose files are moved into `folder` at the end, the manifest last; none of them if there was an error."""
     try:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with TemporaryDirectory(dir=folder, prefix=".") as name:
+                scratch = Path(name)
+                yield scratch
+                written = [path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()]
+                for path in sorted(written, key=lambda path: path.name == "manifest.json"):
+                    (folder / path).parent.mkdir(exist_ok=True)
+                    (scratch / path).replace(folder / path)
+        finally:
+            with suppress(OSError):
+                folder.rmdir()  # if it is empty
     except OSError as error:
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
