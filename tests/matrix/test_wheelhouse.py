@@ -215,7 +215,7 @@ def test_the_command_itself_is_built_from_its_checkout(
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
     house = project.folder / "house"
     fetched(project, "--with-runner")
-    assert not [path for path in checkout.rglob("*.whl")]
+    assert not list(checkout.rglob("*.whl"))
     runner = (house / f"runner-{TAG}.txt").read_text()
     assert [line.split("==")[0] for line in runner.splitlines()] == ["both", "small"]
     assert (house / "small-1.0-py3-none-any.whl").exists()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from datetime import datetime, timezone
-
 from typing import Any
 
 from sqlalchemy import (
