@@ -22,6 +22,7 @@ from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult
 from ..store import Store
+from ..words import plural
 from ..work import Job
 
 #: Run in a cell to get only the library's report on its shims.
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(
             f"{arguments.axis} {found.bad} is the first that broke {what}; {found.good} is good", soft_wrap=True
         )
-    console.print(f"{asking.ran} cells were run, {asking.reused} were known", soft_wrap=True)
+    console.print(f"{plural(asking.ran, 'cell')} run, {asking.reused} known", soft_wrap=True)
     return 0
 
 

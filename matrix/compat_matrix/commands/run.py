@@ -16,6 +16,7 @@ from ..errors import MatrixError
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, partial, positive, revision
 from ..progress import Progress
 from ..store import Store
+from ..words import plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             work = jobs_of(options, axes, cells, attempts)
             executor = _executor(options)
             store.finish(run, "running")
-        console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
+        console.print(f"run {run}: {plural(len(cells), 'cell')}, {executor.jobs} at a time", highlight=False)
         with Progress(len(cells), executor.jobs, console) as progress:
             counts = runner.execute(run, work, store, executor, progress)
         summary_line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

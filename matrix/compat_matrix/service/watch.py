@@ -33,6 +33,7 @@ from ..pins import project_requirements
 from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
 from ..views.common import one_line
+from ..words import plural
 from . import queries
 from .atlas_view import Disagreement
 
@@ -128,7 +129,7 @@ def new_releases(
             if learn:
                 see(store, distribution, map(str, there))
             newest = f", the newest {there[-1]}" if there else ""
-            note(f"{distribution}: {len(there)} releases, seen for the first time{newest}")
+            note(f"{distribution}: {plural(len(there), 'release')}, seen for the first time{newest}")
             continue
         unseen = [version for version in there if str(version) not in known]
         newest_of_minors = {version.release[:2]: version for version in unseen}
@@ -304,12 +305,14 @@ def reported(
     broke = [one for one in failed if one.broke]
     wrong = [one for one in scan.disagreements if one.certain]
     if submitted is not None:
-        said = f"{cells} cells were submitted"
+        said = f"{plural(cells, 'cell')} submitted"
     elif not cells:
         said = "no cell is affected"
     else:
-        said = f"{len(broke)} of {cells} cells broke" if broke else f"no cell broke, {passed} of {cells} passed"
-    said += f", {len(wrong)} seams differ from what shims expect" if wrong else ""
+        said = (
+            f"{len(broke)} of {plural(cells, 'cell')} broke" if broke else f"no cell broke, {passed} of {cells} passed"
+        )
+    said += f", {plural(len(wrong), 'seam')} unlike what shims expect" if wrong else ""
     lines = [f"{names}: {said}."]
     lines += [f"The atlas couldn't be created: {scan.error}"] if scan.error else []
     lines += [

@@ -12,6 +12,7 @@ from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult
 from ..store import Past, Store
+from ..words import plural
 from . import common
 
 #: The packages that are shown without `--full`.
@@ -109,7 +110,7 @@ def telling(lines: Sequence[str], most: int = 8) -> list[str]:
     """The error lines of a pytest report; the last lines of any other text."""
     errors = [line for line in lines if line.startswith("E ")]
     kept = errors[:most] or [line for line in lines if line.strip()][-most:]
-    return kept if len(kept) == len(lines) else [*kept, f"({len(lines) - len(kept)} more lines: --full)"]
+    return kept if len(kept) == len(lines) else [*kept, f"({plural(len(lines) - len(kept), 'more line')}: --full)"]
 
 
 def _environment(environment: Mapping[str, Any], full: bool) -> Iterator[common.Line]:

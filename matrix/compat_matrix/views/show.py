@@ -88,4 +88,4 @@ def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
             common.Line(f"{count:5}  ").add(kind, common.STYLES["failed"]).add(f"  {said}  (such as {example[reason]})")
         )
     if len(counts) > 10:
-        yield common.Line(f"{len(counts) - 10} more reasons: --json has them")
+        yield common.Line(f"{plural(len(counts) - 10, 'more reason')}: --json has them")
