@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 from urllib.parse import unquote, urlsplit
 
 import requests
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from .atlas.cache import Cache, default_folder
 from .atlas.index import TIMEOUT, File, Index, reason
@@ -39,6 +39,11 @@ _THREADS = 4
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+#: A name of a file or a folder that can't leave the folder it is in.
+_Name = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.+!-]*\z")]
+_NAME: TypeAdapter[str] = TypeAdapter(_Name)
 
 
 class Stored(_Table):
@@ -66,10 +71,10 @@ class Manifest(_Table):
     """
 
     version: Literal[1] = 1
-    project: str
-    cells: dict[str, tuple[str, str]]
-    parts: dict[str, PartOf]
-    files: dict[str, Stored]
+    project: _Name
+    cells: dict[_Name, tuple[_Name, _Name]]
+    parts: dict[_Name, PartOf]
+    files: dict[_Name, Stored]
 
 
 @dataclass(frozen=True)
@@ -276,8 +281,9 @@ def differing(wheel: Path, folder: Path) -> str | None:
             member = PurePosixPath(name)
             same = [path for path in there.get(member.name, ()) if path.parts[-len(member.parts) :] == member.parts]
             if same and member.suffix == ".py":
-                content = archive.read(name)
-                if all(path.read_bytes() != content for path in same):
+                size = archive.getinfo(name).file_size
+                alike = [path for path in same if path.stat().st_size == size]  # and so it isn't larger than a module
+                if not alike or archive.read(name) not in [path.read_bytes() for path in alike]:
                     return name
     return None
 
@@ -316,6 +322,10 @@ def _fetched(
 
         def one(sha256: str) -> str:
             name = unquote(urlsplit(urls[sha256]).path.rpartition("/")[2])
+            try:
+                _NAME.validate_python(name)
+            except ValidationError:
+                raise MatrixError(f"the index names a file {name!r}, which isn't the name of a distribution") from None
             _download(index, File(name, urls[sha256], sha256, None, False), folder / name)
             note(f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB")
             return name

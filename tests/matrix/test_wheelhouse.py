@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,12 @@ import venv
 import zipfile
 from io import BytesIO
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from small import PYTHON, TAG, Small
+
+from compat_matrix.wheelhouse import differing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pins are for Linux")
 
@@ -246,6 +250,34 @@ def test_a_failed_fetch_changes_nothing(project: Small) -> None:
     assert {path: path.read_bytes() for path in house.rglob("*") if path.is_file()} == before
     project.write("src/mine.py", "value = 1")
     assert len(passed(project, "--only", "transformers==5.0")) == 1
+
+
+@pytest.mark.parametrize("name", ["../stolen-1.0-py3-none-any.whl", "/etc/passwd", "..", "a\x1b.whl"])
+def test_names_stay_in_the_folder(project: Small, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    located = {"0" * 64: f"https://index.example/files/{quote(name, safe='')}"}
+    monkeypatch.setattr("compat_matrix.wheelhouse._located", lambda *_: located)
+    done = project.run("fetch", "house", **indexed(project))
+    assert done.returncode == 2
+    assert f"the index names a file {name!r}, which isn't the name of a distribution" in done.stderr
+    monkeypatch.undo()
+    fetched(project)
+    manifest = project.folder / "house" / "manifest.json"
+    found = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**found, "project": name}))
+    done = project.run("run", "--offline", "house", **offline(project))
+    assert done.returncode == 2
+    assert "isn't a manifest of this version" in done.stderr
+
+
+def test_a_module_that_unpacks_to_a_large_one_differs(project: Small) -> None:
+    fetched(project)
+    house = project.folder / "house" / "small-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(house, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("mine.py", "w") as file:
+        for _ in range(100):
+            file.write(bytes(10**7))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert differing(house, project.folder) == "mine.py"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 
 
 def test_a_release_that_changed_under_its_pin_is_refused(project: Small) -> None:
