@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -29,9 +30,9 @@ def other(tmp_path: Path) -> Iterator[Store]:
 
 def part(store: Store, results: Sequence[CellResult], command: str = "run", **given: str) -> str:
     """Store a run of these results at the commit 75eada2, unless another is given."""
-    values = {"revision": "75eada2", "axes": "axes", **given}
+    values: dict[str, Any] = {"revision": "75eada2", "axes": "axes", **given}
     partial = "--suite" in command or "-k" in command
-    run = store.new_run([one.cell for one in results], command=command, partial=partial, **values)
+    run = store.new_run([one.cell for one in results], **{"command": command, "partial": partial, **values})
     for one in results:
         store.add(run, one)
     store.finish(run, "finished")

@@ -189,11 +189,11 @@ def test_folders_are_relative_to_the_current_one(project: Small, tmp_path: Path)
     elsewhere.mkdir()
     axes = ("--axes", str(project.folder / "matrix" / "axes.toml"), "--only", "transformers==5.0")
     there = {*project.folder.iterdir()}
-    done = project.run("fetch", *axes, "house", cwd=elsewhere, **indexed(project))
+    done = project.run_in(elsewhere, "fetch", *axes, "house", **indexed(project))
     assert done.returncode == 0, done.stderr
     assert [path.name for path in elsewhere.iterdir()] == ["house"]
     assert not [path for path in (elsewhere / "house").iterdir() if path.is_dir() and path.name != "pins"]
-    done = project.run("run", *axes, "--offline", "house", "--cache", "cells", cwd=elsewhere, **offline(project))
+    done = project.run_in(elsewhere, "run", *axes, "--offline", "house", "--cache", "cells", **offline(project))
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in elsewhere.iterdir()} == {"house", "cells", "matrix.sqlite"}
     assert {*project.folder.iterdir()} - there <= {

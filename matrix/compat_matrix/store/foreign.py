@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -58,7 +58,9 @@ def run_names(connection: Connection) -> list[str]:
     Raises:
         MatrixError: one of them isn't the id of a run.
     """
-    names = connection.scalars(select(literal_column("run.name")).select_from(RUN).order_by(RUN.c.id)).all()
+    names: Sequence[Any] = connection.scalars(
+        select(literal_column("run.name")).select_from(RUN).order_by(RUN.c.id)
+    ).all()
     if wrong := next((one for one in names if not isinstance(one, str) or not _NAME.fullmatch(one)), None):
         raise MatrixError(f"{_shown(wrong)} isn't the id of a run")
     return [*names]

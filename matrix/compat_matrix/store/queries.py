@@ -15,7 +15,7 @@ from .models import CELL, FAILED, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Past, Run, Summary
 
 _FIELDS = (CELL.c.python, CELL.c.transformers, CELL.c.torch, CELL.c.flash_attention, CELL.c.device)
-RUN_FIELDS = (
+RUN_FIELDS: tuple[ColumnElement[Any], ...] = (
     RUN.c.name,
     RUN.c.started,
     RUN.c.finished,
