@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Annotated, BinaryIO, Literal
@@ -141,26 +142,36 @@ class Wheelhouse:
         """
         files = {stored.sha256: name for name, stored in self.manifest.files.items()}
         added = [path for path in sorted(self.folder.glob("*.whl")) if path.name not in self.manifest.files]
-        replaced: dict[tuple[str, Pin], Pin] = {}
         missing: dict[str, list[str]] = {}
-        for job in jobs:
-            if isinstance(job.parts, str):
-                continue
-            base = job.parts[0]
-            torch = job.cell.torch
-            for part in job.parts:
-                for pin in part.pins:
-                    name = files.get(pin.sha256, "")
-                    if name.endswith(".whl") and self._there(name):
-                        continue
-                    if (base.name, pin) not in replaced:
-                        wheel = _added(added, pin, part.python, torch)
-                        if wheel is not None:
-                            version = str(parse_wheel_filename(wheel.name)[1])
-                            replaced[base.name, pin] = Pin(pin.name, version, _sha256(wheel))
-                    if (base.name, pin) not in replaced and not (name and self._there(name)):
-                        what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
-                        missing.setdefault(what, []).append(job.cell.name)
+
+        @cache
+        def taken(pin: Pin, python: str, torch: str) -> Pin | None:
+            """The pin of a file that is there."""
+            name = files.get(pin.sha256, "")
+            there = bool(name) and self._there(name)
+            if there and name.endswith(".whl"):
+                return pin
+            if (wheel := _added(added, pin, python, torch)) is not None:
+                return Pin(pin.name, str(parse_wheel_filename(wheel.name)[1]), _sha256(wheel))
+            return pin if there else None
+
+        def part_of(job: Job, part: Part) -> Part:
+            pins = []
+            for pin in part.pins:
+                found = taken(pin, part.python, job.cell.torch)
+                if found is None:
+                    name = files.get(pin.sha256)
+                    what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
+                    missing.setdefault(what, []).append(job.cell.name)
+                pins.append(found or pin)
+            return replace(part, pins=tuple(pins))
+
+        taken_jobs = [
+            job
+            if isinstance(job.parts, str)
+            else replace(job, parts=(part_of(job, job.parts[0]), part_of(job, job.parts[1])))
+            for job in jobs
+        ]
         if missing:
             lines = [
                 f"{what}, for {one_and_more(list(dict.fromkeys(cells)))}" for what, cells in sorted(missing.items())
@@ -169,16 +180,7 @@ class Wheelhouse:
             if any(what.startswith("torch==") for what in missing):
                 hint = "\nIt was fetched --without-torch, or has lost it: run --base-python PATH, or fetch again"
             raise MatrixError(f"{self.folder} lacks\n  " + "\n  ".join(lines) + hint)
-
-        def taken(part: Part, base: Part) -> Part:
-            return replace(part, pins=tuple(replaced.get((base.name, pin), pin) for pin in part.pins))
-
-        return [
-            job
-            if isinstance(job.parts, str)
-            else replace(job, parts=(taken(job.parts[0], job.parts[0]), taken(job.parts[1], job.parts[0])))
-            for job in jobs
-        ]
+        return taken_jobs
 
     def _there(self, name: str) -> bool:
         """Whether a file has its recorded size; its hash is checked at installation."""
@@ -226,7 +228,6 @@ def fetch(
                 wanted.setdefault(part.python, {})[pin.sha256] = pin
     folder = folder.absolute()
     with _writing(folder) as scratch:
-        before = _manifest(folder)
         built: dict[str, Pin] = {}
         if runner:
             for python in sorted({cell.python for cell in cells}):
@@ -239,18 +240,19 @@ def fetch(
         files = {**_fetched(axes, wanted, folder, note), **built}
         for part in parts.values():
             write(part, scratch / "pins")
+        old = _manifest(folder) or Manifest(project=project, cells={}, parts={}, files={})
         manifest = Manifest(
             project=project,
-            cells={**(before.cells if before else {}), **{cell.name: (cell.base, cell.layer) for cell in cells}},
+            cells={**old.cells, **{cell.name: (cell.base, cell.layer) for cell in cells}},
             parts={
-                **(before.parts if before else {}),
+                **old.parts,
                 **{
                     name: PartOf(python=part.python, torch_alone=sorted(needless.get(name, ())))
                     for name, part in parts.items()
                 },
             },
             files={
-                **(before.files if before else {}),
+                **old.files,
                 **{
                     name: Stored(
                         requirement=f"{pin.name}=={pin.version}",

@@ -90,17 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
         found = search([*cells], asking, asking.known())
     what = arguments.test or arguments.seam
     console = Console(highlight=False)
+    broke = f"{arguments.axis} {found.bad} is the first that"
     if found.between:
-        names = ", ".join([*found.between[:-1]])
-        names = f"{names} or {found.between[-1]}" if names else found.between[-1]
-        console.print(
-            f"{arguments.axis} {found.bad}, or {names}, whose state is unknown, broke {what}; {found.good} is good",
-            soft_wrap=True,
-        )
-    else:
-        console.print(
-            f"{arguments.axis} {found.bad} is the first that broke {what}; {found.good} is good", soft_wrap=True
-        )
+        names = " or ".join(filter(None, [", ".join(found.between[:-1]), found.between[-1]]))
+        broke = f"{arguments.axis} {found.bad}, or {names}, whose state is unknown,"
+    console.print(f"{broke} broke {what}; {found.good} is good", soft_wrap=True)
     console.print(f"{plural(asking.ran, 'cell')} run, {asking.reused} known", soft_wrap=True)
     return 0
 

@@ -317,7 +317,7 @@ class Store:
     def _lacking(self, other: Store, run: str) -> list[tuple[Cell, int]]:
         """The cells and attempts of the results of a run that this store lacks, in the order the other received them."""
         with self.reading() as connection:
-            here = set(foreign.attempts(connection, run))
+            here = {(queries.cell_of(row), row.attempt) for row in connection.execute(queries.attempts(run))}
         with other.reading() as connection:
             return [one for one in foreign.attempts(connection, run) if one not in here]
 

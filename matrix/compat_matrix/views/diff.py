@@ -94,16 +94,13 @@ def _ended(summary: Summary | None) -> str | None:
 
 
 def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Diff) -> None:
-    if not cells:
-        return
-    failed_old, failed_new = (store.outcomes(run, cells, failed_only=True) for run in (old, new))
-    # A test that failed only once may not have run the other time. The other tests are queried for those cells only.
-    broke = {cell: tests for cell in cells if (tests := failed_new[cell].keys() - failed_old[cell])}
-    mended = {cell: tests for cell in cells if (tests := failed_old[cell].keys() - failed_new[cell])}
-    ran_old, ran_new = store.outcomes(old, broke), store.outcomes(new, mended)
-    for found, there, into in ((broke, ran_old, diff.tests_broke), (mended, ran_new, diff.tests_mended)):
-        for cell, tests in found.items():
-            if both := sorted(test for test in tests if there[cell].get(test, "skipped") != "skipped"):
+    failed = {run: store.outcomes(run, cells, failed_only=True) for run in (old, new)}
+    for run, other, into in ((new, old, diff.tests_broke), (old, new, diff.tests_mended)):
+        # A test that failed only once may not have run the other time. The other tests are queried for those cells only.
+        once = {cell: tests for cell in cells if (tests := failed[run][cell].keys() - failed[other][cell])}
+        ran = store.outcomes(other, once)
+        for cell, tests in once.items():
+            if both := sorted(test for test in tests if ran[cell].get(test, "skipped") != "skipped"):
                 into[cell] = both
 
 
