@@ -17,7 +17,7 @@ from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Test
 from compat_matrix.store import Store
 from compat_matrix.store.models import RUN
-from compat_matrix.views import diff, runs, show
+from compat_matrix.views import compatibility, diff, runs, show
 
 CELLS = cells()
 
@@ -161,6 +161,16 @@ def test_runs_lists_the_parts(store: Store, capsys: pytest.CaptureFixture[str], 
     assert show.run(argparse.Namespace(store=url, json=True, chosen=second)) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["run"]["state"], [one["id"] for one in found["parts"]]) == ("interrupted", [first, second])
+
+
+def test_the_document_counts_parts_as_one_run(store: Store) -> None:
+    part(store, [passed(CELLS[0])], host="node1")
+    part(store, [passed(CELLS[1])], host="node2")
+    part(store, [passed(CELLS[2])], host="node2", revision="another")
+    rows = compatibility.document(store, store.current()).splitlines()
+    assert [row.split("|")[-2].strip() for row in rows if "| works |" in row] == ["1", "2"]
+    assert [row.split("|")[-3].strip() for row in rows[-2:]] == ["node1 and 1 more", "node2"]
+    assert [*store.current([store.resolve("latest~1")])] == CELLS[:2]
 
 
 def test_suites_are_not_compared(store: Store) -> None:

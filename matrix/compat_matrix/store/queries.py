@@ -39,10 +39,10 @@ RANK = case((RESULT.c.verdict.in_(["passed", "failed"]), 0), (RESULT.c.verdict.i
 _COUNTS_FIRST = (RANK, RESULT.c.id.desc())
 
 
-def of_run(name: str) -> ColumnElement[bool]:
-    """The condition that a run is a part of the same run as `name`."""
+def of_run(*names: str) -> ColumnElement[bool]:
+    """The condition that a run is a part of the same run as one of these."""
     one = RUN.alias()
-    return RUN.c.whole == select(one.c.whole).where(one.c.name == name).scalar_subquery()
+    return RUN.c.whole.in_(select(one.c.whole).where(one.c.name.in_(names)))
 
 
 def _last(run_id: ColumnElement[int], cell_id: ColumnElement[int]) -> Any:
@@ -88,7 +88,7 @@ def newest(run_names: Collection[str] | None) -> Select[Any]:
         func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(*_COUNTS_FIRST, *NEWEST_FIRST)).label("number")
     )
     query = summary(*RUN_FIELDS, number)
-    query = query.where(RUN.c.partial.is_(False) if run_names is None else RUN.c.name.in_(run_names))
+    query = query.where(RUN.c.partial.is_(False) if run_names is None else of_run(*run_names))
     every = query.subquery()
     return select(*(column for column in every.c if column.name != "number")).where(every.c.number == 1)
 

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from ..cells import AXES, VERSIONED, Cell
+from ..cells import AXES, VERSIONED, Cell, one_and_more
 from ..errors import MatrixError
 from ..store import Run, Store, Summary
 from ..store.records import options_of
@@ -198,10 +198,12 @@ def named(run: Run) -> str:
 
 
 def whole(parts: Sequence[Run]) -> Run:
-    """A run made of parts: the first one, with the state and the end of all."""
+    """A run made of parts: the first one, with the state, the machines and the end of all."""
     state = next((one.state for one in parts if one.state != "finished"), "finished")
     ends = [one.finished for one in parts if one.finished]
-    return parts[0]._replace(state=state, finished=max(ends) if len(ends) == len(parts) else None)
+    hosts = [*dict.fromkeys(one.host for one in parts if one.host)]
+    finished = max(ends) if len(ends) == len(parts) else None
+    return parts[0]._replace(state=state, host=one_and_more(hosts) if hosts else "", finished=finished)
 
 
 def counted(states: Iterable[str] | Mapping[str, int]) -> str:

@@ -19,7 +19,9 @@ def run(arguments: argparse.Namespace) -> int:
     with common.open_store(arguments.store) as store:
         runs = store.runs()
         totals = store.totals()
-        parts = {whole: store.parts(whole) for whole in dict.fromkeys(one.whole for one in runs)}
+        parts: dict[str, list[Run]] = {one.whole: [] for one in runs}
+        for one in reversed(runs):
+            parts[one.whole].append(one)
         together = {
             whole: common.counted(summary.state for summary in store.summary(whole).values())
             for whole, several in parts.items()
