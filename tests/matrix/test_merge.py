@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import resource
@@ -14,7 +15,8 @@ import pytest
 from stored import cells, failed, passed, stored
 
 from compat_matrix.cli import main
-from compat_matrix.store import Store, schema
+from compat_matrix.results import Test
+from compat_matrix.store import Store, foreign, inserts, schema
 
 CELLS = cells()
 
@@ -166,3 +168,22 @@ def test_what_is_no_store(tmp_path: Path, theirs: Path, capsys: pytest.CaptureFi
     theirs.write_bytes(theirs.read_bytes()[:5000])
     assert main(["merge", "--store", str(tmp_path / "ours.db"), str(theirs)]) == 2
     assert "corrupt" in capsys.readouterr().err
+
+
+def test_a_log_that_is_too_long_is_kept_without_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that every result that a store takes can be exported and merged."""
+    for module in (inserts, foreign):
+        monkeypatch.setattr(module, "MOST", 100_000)
+    long = "begin " + "\N{GRINNING FACE}" * 25_000 + " end"
+    found = failed(CELLS[0], tests=[Test("t", "failed", 0.0, long)])
+    with Store.open(str(tmp_path / "ours.db")) as store:
+        run = stored(store, [dataclasses.replace(found, log=long)])
+        store.export([run], tmp_path / "copy.db")
+    assert main(["merge", "--store", str(tmp_path / "other.db"), str(tmp_path / "copy.db")]) == 0
+    with Store.open(str(tmp_path / "other.db")) as store:
+        back = store.result(run, CELLS[0])
+        for text in (back.log, back.tests[0].message):
+            assert text.startswith("begin ")
+            assert text.endswith(" end")
+            assert re.search(r"\n\n\[\.\.\. \d+ characters were not kept \.\.\.\]\n\n", text)
+            assert len(text.encode()) <= 100_000

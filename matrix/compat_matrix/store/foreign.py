@@ -15,11 +15,8 @@ from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult
 from . import queries
-from .models import LOG, RESULT, RUN, TEST, TEXT
+from .models import LOG, MOST, RESULT, RUN, TEST, TEXT
 from .records import Run
-
-#: The number of bytes that a text of another store may have when it is unpacked.
-MOST = 64 * 2**20
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}", re.ASCII)
 _STATE = re.compile(r"[a-z][a-z -]{0,39}", re.ASCII)

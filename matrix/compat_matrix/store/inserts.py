@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult
-from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .models import CELL, LOG, MOST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .queries import COUNTS, NEWEST_FIRST, RUN_FIELDS
 from .records import Provenance, Run, options_of
 
@@ -114,7 +114,7 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
         plan(connection, key, [found.cell], {})
     environment = json.dumps(dict(found.environment), sort_keys=True) if found.environment else ""
     command = json.dumps(found.command) if found.command else ""
-    messages = (one.message for one in found.tests)
+    messages = [_kept(one.message) for one in found.tests]
     texts = _texts(connection, [environment, command, found.pins, *messages])
     nodeids = _nodeids(connection, [one.nodeid for one in found.tests])
     counts = Counter(one.outcome for one in found.tests)
@@ -140,15 +140,24 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
             "nodeid_id": nodeids[one.nodeid],
             "outcome": one.outcome,
             "seconds": one.seconds,
-            "message_id": texts.get(one.message),
+            "message_id": texts.get(message),
         }
-        for position, one in enumerate(found.tests)
+        for position, (one, message) in enumerate(zip(found.tests, messages, strict=True))
     ]
     if tests:
         connection.execute(TEST.insert(), tests)
     if found.log:
-        connection.execute(LOG.insert().values(result_id=result_key, content=found.log))
+        connection.execute(LOG.insert().values(result_id=result_key, content=_kept(found.log)))
     return result_key
+
+
+def _kept(text: str) -> str:
+    """A log or a message, without its middle if it is too long."""
+    most = MOST // 4 - 100  # a character has up to 4 bytes
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n\n[... {len(text) - 2 * half} characters were not kept ...]\n\n{text[-half:]}"
 
 
 def _inserted(connection: Connection, table: Table, row: Mapping[str, Any]) -> int:

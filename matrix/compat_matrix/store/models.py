@@ -39,6 +39,9 @@ from sqlalchemy import (
 #: The condition of the index of failed tests. SQLite uses the index only if a query has the same condition literally.
 FAILED = "outcome IN ('failed', 'error')"
 
+#: The number of bytes of the longest text, before it is packed. Texts of other stores that unpack to more are refused.
+MOST = 64 * 2**20
+
 
 class Utc(TypeDecorator[datetime]):
     """A time. SQLite stores no time zone, so all times are in UTC."""
