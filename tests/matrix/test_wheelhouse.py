@@ -273,7 +273,7 @@ def test_a_module_that_unpacks_to_a_large_one_differs(project: Small) -> None:
     fetched(project)
     house = project.folder / "house" / "small-1.0-py3-none-any.whl"
     with zipfile.ZipFile(house, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("mine.py", "w") as file:
-        for _ in range(100):
+        for _ in range(40):
             file.write(bytes(10**7))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert differing(house, project.folder) == "mine.py"
