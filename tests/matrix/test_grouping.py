@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -31,8 +34,8 @@ def other(tmp_path: Path) -> Iterator[Store]:
 def part(store: Store, results: Sequence[CellResult], command: str = "run", **given: str) -> str:
     """Store a run of these results at the commit 75eada2, unless another is given."""
     values: dict[str, Any] = {"revision": "75eada2", "axes": "axes", **given}
-    partial = "--suite" in command or "-k" in command
-    run = store.new_run([one.cell for one in results], **{"command": command, "partial": partial, **values})
+    is_partial = "--suite" in command or "-k" in command
+    run = store.new_run([one.cell for one in results], **{"command": command, "partial": is_partial, **values})
     for one in results:
         store.add(run, one)
     store.finish(run, "finished")
@@ -80,6 +83,19 @@ def test_shards_of_one_revision_are_one_run(store: Store, other: Store, tmp_path
         with Store.open(str(tmp_path / "whole.db")) as whole:
             assert copy.merge(whole) == parts
         assert states(copy, "latest") == states(store, "latest")
+
+
+def test_shards_that_begin_at_once_are_one_run(store: Store) -> None:
+    together = Barrier(len(CELLS))
+
+    def begin(label: str, cell: Cell) -> str:
+        together.wait()
+        return store.new_run([cell], label=label)
+
+    for label in ("first", "second", "third"):
+        with ThreadPoolExecutor(len(CELLS)) as pool:
+            found = [*pool.map(partial(begin, label), CELLS)]
+        assert len({store.resolve(run) for run in found}) == 1
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from .records import Provenance, Run, options_of
 
 T = TypeVar("T")
 
+#: The id (arbitrary) of the lock with which processes that begin runs in the same PostgreSQL database wait for each other.
+_LOCK = 5_417_226_032
+
 
 def key(connection: Connection, name: str) -> int:
     """The key of a run.
@@ -69,6 +72,8 @@ def _whole(connection: Connection, new: Run, axes_id: int | None, cells: Collect
     """
     if not new.label and (not new.revision or new.revision.endswith("+")):
         return None
+    if connection.dialect.name == "postgresql":  # of parts that begin at once, the second must see the first
+        connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     same = (RUN.c.label == new.label, RUN.c.revision == new.revision, RUN.c.partial == new.partial)
     query = select(*RUN_FIELDS).where(*same, RUN.c.axes_id == axes_id).order_by(*NEWEST_FIRST)
     tests = _tests_of(new)
