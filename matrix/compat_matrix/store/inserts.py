@@ -158,10 +158,9 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
 
 def _kept(text: str) -> str:
     """A log or a message, without its middle if it is too long."""
-    most = MOST // 4 - 100  # a character has up to 4 bytes
-    if len(text) <= most:
+    half = MOST // 8 - 100  # a character has up to 4 bytes
+    if len(text) <= 2 * half or len(text.encode("utf-8", "surrogatepass")) <= MOST:
         return text
-    half = most // 2
     return f"{text[:half]}\n\n[... {len(text) - 2 * half} characters were not kept ...]\n\n{text[-half:]}"
 
 

@@ -40,7 +40,7 @@ from sqlalchemy import (
 FAILED = "outcome IN ('failed', 'error')"
 
 #: The number of bytes of the longest text, before it is packed. Texts of other stores that unpack to more are refused.
-MOST = 64 * 2**20
+MOST = 256 * 2**20
 
 
 class Utc(TypeDecorator[datetime]):
