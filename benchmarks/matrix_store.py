@@ -87,9 +87,9 @@ def copy_runs(path: Path, times: int) -> None:
             for key in ids:
                 new = key + n * len(ids)
                 connection.execute(
-                    "INSERT INTO run SELECT ?, name || ?, datetime(started, ?), finished, state, label, command, host,"
-                    " revision, axes_id, partial FROM run WHERE id = ?",
-                    (new, f"-{n}", f"{n} hours", key),
+                    "INSERT INTO run SELECT ?, name || ?, started, finished, state, label, command, host,"
+                    " revision, axes_id, partial, name || ? FROM run WHERE id = ?",
+                    (new, f"-{n}", f"-{n}", key),
                 )
                 connection.execute(
                     "INSERT INTO planned SELECT ?, cell_id, position, excluded FROM planned WHERE run_id = ?",

@@ -204,18 +204,22 @@ minutes = {minutes}
 
     def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the command in the project's folder, in this process: starting another one takes longer than a cell."""
+        return self.run_in(self.folder, *arguments, **more)
+
+    def run_in(self, folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run the command in a folder."""
         output, errors = StringIO(), StringIO()
-        old, folder = {**os.environ}, Path.cwd()
+        old, before = {**os.environ}, Path.cwd()
         os.environ.clear()
         os.environ.update(self.environment(**more))
-        os.chdir(self.folder)
+        os.chdir(folder)
         try:
             with redirect_stdout(output), redirect_stderr(errors):
                 code = main(arguments)
         except SystemExit as ended:  # argparse
             code = ended.code if isinstance(ended.code, int) else 1
         finally:
-            os.chdir(folder)
+            os.chdir(before)
             os.environ.clear()
             os.environ.update(old)
         return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())

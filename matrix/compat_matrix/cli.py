@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from . import __version__
 from .errors import MatrixError
@@ -57,10 +58,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a command, whose options may stand between its arguments: ``fetch CELL --without-torch DIR``."""
+
+    _between = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments and options in any order; those of a command that has commands of its own in the usual order."""
+        if self._between or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._between = True  # argparse's function calls this one
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._between = False
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kernel-compat-matrix", description="Run tests on combinations of releases.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if name not in arguments:  # saves the import

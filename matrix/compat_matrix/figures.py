@@ -20,7 +20,9 @@ def _printable(text: str) -> str:
     return text
 
 
-class _Recorded(BaseModel):
+class Recorded(BaseModel):
+    """A figure as a test records it."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_printable)]
@@ -42,7 +44,7 @@ def with_figures(test: Test, properties: Any, skipped: int = 0) -> Test:
     for entry in properties[skipped:] if isinstance(properties, list) else ():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] == PROPERTY:  # a project may append anything
             try:
-                found.append(Figure(**_Recorded.model_validate(entry[1]).model_dump()))
+                found.append(Figure(**Recorded.model_validate(entry[1]).model_dump()))
             except ValidationError as error:
                 problems += [f"the figure {repr(entry[1])[:200]} is invalid: {_said(one)}" for one in error.errors()]
     test = replace(test, figures=tuple(found))

@@ -33,17 +33,18 @@ def fingerprint(folder: Path) -> str:
 
 
 def of_axes(axes: Axes) -> str:
-    """The fingerprint of a project and its axes file.
+    """The fingerprint of a project, its axes file and the pins beside it.
 
     Raises:
         MatrixError: one of them can't be read.
     """
     try:
         digest = hashlib.sha256(fingerprint(axes.folder).encode())
-        digest.update(axes.path.read_bytes())
-        digest.update(
-            axes.model_dump_json(include={"axes"}).encode()
-        )  # "supported" depends on the installed kernel-compat
+        for path in [axes.path, *sorted((axes.path.parent / "pins").glob("*.txt"))]:
+            digest.update(f"\n{path.name}\n".encode())
+            digest.update(path.read_bytes())
+        # "supported" depends on the installed kernel-compat.
+        digest.update(axes.model_dump_json(include={"axes"}).encode())
     except OSError as error:
         raise MatrixError(f"the project of {axes.path} can't be read: {error}") from None
     return digest.hexdigest()

@@ -135,7 +135,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         below = BasePython.inspect(options.base_python)
         below.check(cells)
     environments = Environments(
-        options.cache or runner.default_root(),
+        (options.cache or runner.default_root()).absolute(),  # cells run in the project's folder
         axes.folder,
         wheelhouse.folder if wheelhouse else None,
         wheelhouse.project if wheelhouse else None,

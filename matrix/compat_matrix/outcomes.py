@@ -14,6 +14,7 @@ from .axes import Known
 from .cells import Cell
 from .figures import with_figures
 from .results import Kind, Test, Verdict
+from .words import plural
 
 #: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts.
 _DISTANCES = (
@@ -180,7 +181,7 @@ def judge(
         if any(test.outcome != "skipped" for test in tests) or not tests:
             return "passed", None, ""
         reasons = sorted({test.message for test in tests if test.message})
-        return "not run", "hardware", f"all {len(tests)} tests were skipped: {'; '.join(reasons[:3])}"
+        return "not run", "hardware", f"every test was skipped: {'; '.join(reasons[:3])}"
     kind, reason = _cause(tests, bad, uncollected, failed, log, returncode, within)
     conflicts = "; ".join(environment.get("conflicts", ())[:3])
     if conflicts and kind == "import":  # most of them are said so
@@ -216,9 +217,12 @@ def _cause(
         return "import", _IMPORT.findall(bad[0].message)[-1].strip()
     if distances := [distance for test in bad if (distance := distance_in(test.message)) is not None]:
         far = max(distances, key=lambda value: (value != value, value))
-        return "wrong", f"{len(distances)} of {len(tests)} tests are off, by up to {far:.3g}"
+        return (
+            "wrong",
+            f"{len(distances)} of {plural(len(tests), 'test')} {'is' if len(tests) == 1 else 'are'} off, by up to {far:.3g}",
+        )
     if bad:
-        return "test", f"{len(bad)} of {len(tests)} tests failed, the first of them {bad[0].nodeid}"
+        return "test", f"{len(bad)} of {plural(len(tests), 'test')} failed, the first of them {bad[0].nodeid}"
     if uncollected:
         return "test", f"{uncollected[0].split(': ')[0]}: {_said(uncollected[0])}"
     return "test", NO_TEST if returncode == 5 else f"its command ended with {returncode}: {_tail(log)}"

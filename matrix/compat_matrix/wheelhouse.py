@@ -9,18 +9,19 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 from urllib.parse import unquote, urlsplit
 
 import requests
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from .atlas.cache import Cache, default_folder
 from .atlas.index import TIMEOUT, File, Index, reason
@@ -39,6 +40,11 @@ _THREADS = 4
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+#: A name of a file or a folder that can't leave the folder it is in.
+_Name = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.+!-]*\z")]
+_NAME: TypeAdapter[str] = TypeAdapter(_Name)
 
 
 class Stored(_Table):
@@ -66,10 +72,10 @@ class Manifest(_Table):
     """
 
     version: Literal[1] = 1
-    project: str
-    cells: dict[str, tuple[str, str]]
-    parts: dict[str, PartOf]
-    files: dict[str, Stored]
+    project: _Name
+    cells: dict[_Name, tuple[_Name, _Name]]
+    parts: dict[_Name, PartOf]
+    files: dict[_Name, Stored]
 
 
 @dataclass(frozen=True)
@@ -136,26 +142,36 @@ class Wheelhouse:
         """
         files = {stored.sha256: name for name, stored in self.manifest.files.items()}
         added = [path for path in sorted(self.folder.glob("*.whl")) if path.name not in self.manifest.files]
-        replaced: dict[tuple[str, Pin], Pin] = {}
         missing: dict[str, list[str]] = {}
-        for job in jobs:
-            if isinstance(job.parts, str):
-                continue
-            base = job.parts[0]
-            torch = job.cell.torch
-            for part in job.parts:
-                for pin in part.pins:
-                    name = files.get(pin.sha256, "")
-                    if name.endswith(".whl") and self._there(name):
-                        continue
-                    if (base.name, pin) not in replaced:
-                        wheel = _added(added, pin, part.python, torch)
-                        if wheel is not None:
-                            version = str(parse_wheel_filename(wheel.name)[1])
-                            replaced[base.name, pin] = Pin(pin.name, version, _sha256(wheel))
-                    if (base.name, pin) not in replaced and not (name and self._there(name)):
-                        what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
-                        missing.setdefault(what, []).append(job.cell.name)
+
+        @cache
+        def taken(pin: Pin, python: str, torch: str) -> Pin | None:
+            """The pin of a file that is there."""
+            name = files.get(pin.sha256, "")
+            there = bool(name) and self._there(name)
+            if there and name.endswith(".whl"):
+                return pin
+            if (wheel := _added(added, pin, python, torch)) is not None:
+                return Pin(pin.name, str(parse_wheel_filename(wheel.name)[1]), _sha256(wheel))
+            return pin if there else None
+
+        def part_of(job: Job, part: Part) -> Part:
+            pins = []
+            for pin in part.pins:
+                found = taken(pin, part.python, job.cell.torch)
+                if found is None:
+                    name = files.get(pin.sha256)
+                    what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
+                    missing.setdefault(what, []).append(job.cell.name)
+                pins.append(found or pin)
+            return replace(part, pins=tuple(pins))
+
+        taken_jobs = [
+            job
+            if isinstance(job.parts, str)
+            else replace(job, parts=(part_of(job, job.parts[0]), part_of(job, job.parts[1])))
+            for job in jobs
+        ]
         if missing:
             lines = [
                 f"{what}, for {one_and_more(list(dict.fromkeys(cells)))}" for what, cells in sorted(missing.items())
@@ -164,16 +180,7 @@ class Wheelhouse:
             if any(what.startswith("torch==") for what in missing):
                 hint = "\nIt was fetched --without-torch, or has lost it: run --base-python PATH, or fetch again"
             raise MatrixError(f"{self.folder} lacks\n  " + "\n  ".join(lines) + hint)
-
-        def taken(part: Part, base: Part) -> Part:
-            return replace(part, pins=tuple(replaced.get((base.name, pin), pin) for pin in part.pins))
-
-        return [
-            job
-            if isinstance(job.parts, str)
-            else replace(job, parts=(taken(job.parts[0], job.parts[0]), taken(job.parts[1], job.parts[0])))
-            for job in jobs
-        ]
+        return taken_jobs
 
     def _there(self, name: str) -> bool:
         """Whether a file has its recorded size; its hash is checked at installation."""
@@ -206,7 +213,7 @@ def fetch(
 
     Raises:
         MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
-            built, or the disk is full. Fetched files stay, for the next attempt.
+            built, or the disk is full. Fetched files stay, for the next attempt; everything else in the folder is as it was.
     """
     parts: dict[str, Part] = {}
     for name, found in of_cells(axes, cells, pin_folder, latest).items():
@@ -219,51 +226,51 @@ def fetch(
         for pin in part.pins:
             if not (without_torch and pin.name in needless.get(part.name, ())):
                 wanted.setdefault(part.python, {})[pin.sha256] = pin
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        before = _manifest(folder)
+    folder = folder.absolute()
+    with _writing(folder) as scratch:
         built: dict[str, Pin] = {}
         if runner:
             for python in sorted({cell.python for cell in cells}):
-                name, pins, ours = _runner(axes, python, folder)
+                name, pins, ours = _runner(axes, python, scratch)
                 wanted.setdefault(python, {}).update((pin.sha256, pin) for pin in pins)
                 built |= ours
-                write(Part(name, python, tuple(sorted([*pins, *ours.values()], key=lambda pin: pin.name))), folder)
-        project, pin = _build(axes.folder, folder)
+                write(Part(name, python, tuple(sorted([*pins, *ours.values()], key=lambda pin: pin.name))), scratch)
+        project, pin = _build(axes.folder, scratch)
         built[project] = pin
         files = {**_fetched(axes, wanted, folder, note), **built}
         for part in parts.values():
-            write(part, folder / "pins")
+            write(part, scratch / "pins")
+        old = _manifest(folder) or Manifest(project=project, cells={}, parts={}, files={})
         manifest = Manifest(
             project=project,
-            cells={**(before.cells if before else {}), **{cell.name: (cell.base, cell.layer) for cell in cells}},
+            cells={**old.cells, **{cell.name: (cell.base, cell.layer) for cell in cells}},
             parts={
-                **(before.parts if before else {}),
+                **old.parts,
                 **{
                     name: PartOf(python=part.python, torch_alone=sorted(needless.get(name, ())))
                     for name, part in parts.items()
                 },
             },
             files={
-                **(before.files if before else {}),
+                **old.files,
                 **{
                     name: Stored(
-                        requirement=f"{pin.name}=={pin.version}", sha256=pin.sha256, size=(folder / name).stat().st_size
+                        requirement=f"{pin.name}=={pin.version}",
+                        sha256=pin.sha256,
+                        size=((scratch if name in built else folder) / name).stat().st_size,
                     )
                     for name, pin in files.items()
                 },
             },
         )
-        scratch = folder / "manifest.part"
-        scratch.write_text(manifest.model_dump_json(indent=2), encoding="utf-8")
-        scratch.replace(folder / "manifest.json")
+        (scratch / "manifest.json").write_text(manifest.model_dump_json(indent=2), encoding="utf-8")
     for name, pin in sorted(files.items()):
         if not name.endswith(".whl"):
             note(
                 f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {name}, "
                 f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead"
             )
-    return Wheelhouse(folder.absolute(), manifest)
+    return Wheelhouse(folder, manifest)
 
 
 def differing(wheel: Path, folder: Path) -> str | None:
@@ -276,8 +283,9 @@ def differing(wheel: Path, folder: Path) -> str | None:
             member = PurePosixPath(name)
             same = [path for path in there.get(member.name, ()) if path.parts[-len(member.parts) :] == member.parts]
             if same and member.suffix == ".py":
-                content = archive.read(name)
-                if all(path.read_bytes() != content for path in same):
+                size = archive.getinfo(name).file_size
+                alike = [path for path in same if path.stat().st_size == size]  # and so it isn't larger than a module
+                if not alike or archive.read(name) not in [path.read_bytes() for path in alike]:
                     return name
     return None
 
@@ -316,6 +324,10 @@ def _fetched(
 
         def one(sha256: str) -> str:
             name = unquote(urlsplit(urls[sha256]).path.rpartition("/")[2])
+            try:
+                _NAME.validate_python(name)
+            except ValidationError:
+                raise MatrixError(f"the index names a file {name!r}, which isn't the name of a distribution") from None
             _download(index, File(name, urls[sha256], sha256, None, False), folder / name)
             note(f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB")
             return name
@@ -457,8 +469,20 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path) -> Iterator[Path]:
+    """A folder whose files are moved into `folder` at the end, the manifest last; none of them if there was an error."""
     try:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with TemporaryDirectory(dir=folder, prefix=".") as name:
+                scratch = Path(name)
+                yield scratch
+                written = [path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()]
+                for path in sorted(written, key=lambda path: path.name == "manifest.json"):
+                    (folder / path).parent.mkdir(exist_ok=True)
+                    (scratch / path).replace(folder / path)
+        finally:
+            with suppress(OSError):
+                folder.rmdir()  # if it is empty
     except OSError as error:
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error

@@ -736,6 +736,20 @@ def test_a_damaged_wheel_is_named(
         atlas("--transformers", "5.0.0")
 
 
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_a_module_that_unpacks_to_a_large_one_is_not_read(index: Server, atlas: Callable[..., Any], kind: str) -> None:
+    content = bytes(100 * 2**20)
+    if kind == "wheel":
+        transformers(index.folder, "5.0.0", LOADER, **{"transformers/modeling_flash_attention_utils.py": content})
+    else:
+        with tarfile.open(index.folder / "transformers-5.0.0.tar.gz", "w:gz") as archive:
+            entry = tarfile.TarInfo("transformers-5.0.0/transformers/modeling_flash_attention_utils.py")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    with pytest.raises(MatrixError, match="is damaged: transformers/.* has 104857600 bytes"):
+        atlas("--transformers", "5.0.0", "--seam", "transformers.modeling_flash_attention_utils:f")
+
+
 def test_a_whole_file_must_be_that_of_the_index(index: Server, atlas: Callable[..., Any]) -> None:
     index.ranges = False
     path = transformers(index.folder, "5.0.0", LOADER)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -176,3 +177,16 @@ def test_a_document_that_can_not_be_written(project: Small, path: str) -> None:
     done = project.run("compatibility", path)
     assert done.returncode == 2
     assert "can't be written" in done.stderr or "is a folder: name the file to write" in done.stderr
+
+
+def test_one_cell_is_not_some_cells(small: Small) -> None:
+    small.axes(["5.0"])
+    small.write("test_it.py", "def test_bad(): assert False")
+    cell = f"{TAG}-tf5.0-torch2.11"
+    said = [
+        small.run(*words) for words in (["list"], ["run"], ["show"], ["runs"], ["explain", cell], ["pin", "--latest"])
+    ]
+    text = "".join(one.stdout + one.stderr for one in said)
+    assert ("1 cell\n" in text, ": 1 cell, " in text, "\n1 cell: 1 failed\n" in text) == (True, True, True)
+    assert "1 of 1 test failed" in text
+    assert not re.findall(r"\b1 (?:more )?(?:cell|test|run|part|file|line|reason)s\b", text)

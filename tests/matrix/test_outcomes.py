@@ -138,7 +138,7 @@ NEVER = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_skips(n)
             id="as pytest has it, an expected failure that passes is none unless it is strict",
         ),
         pytest.param(
-            {"test_it": NEVER}, "not run", "hardware", "all 2 tests were skipped: no GPU 1; no GPU 2", id="all skipped"
+            {"test_it": NEVER}, "not run", "hardware", "every test was skipped: no GPU 1; no GPU 2", id="all skipped"
         ),
         pytest.param({}, "failed", "test", "no test ran", id="nothing there"),
         pytest.param(
@@ -215,7 +215,7 @@ NEVER = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_skips(n)
             },
             "failed",
             "wrong",
-            "1 of 1 tests are off, by up to 0.125",
+            "1 of 1 test is off, by up to 0.125",
             id="torch.testing",
         ),
         pytest.param(
@@ -231,7 +231,7 @@ NEVER = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_skips(n)
             {"test_it": "def test_count(): assert len([1, 2, 3]) <= 2"},
             "failed",
             "test",
-            "1 of 1 tests failed, .*",
+            "1 of 1 test failed, .*",
             id="a count is no distance",
         ),
     ],
@@ -278,7 +278,7 @@ def test_a_shim_that_failed_makes_a_cell_fail(tmp_path: Path) -> None:
         ),
         (
             "E   AssertionError: off by 0.25",
-            ("failed", "wrong", "1 of 1 tests are off, by up to 0.25 (and transformers requires tokenizers<=0.23.0)"),
+            ("failed", "wrong", "1 of 1 test is off, by up to 0.25 (and transformers requires tokenizers<=0.23.0)"),
         ),
     ],
 )
@@ -513,7 +513,7 @@ BAD, GOOD = Test("t.py::test_a", "failed", 1.0, "off by 0.5"), Test("t.py::test_
             (
                 "failed",
                 "wrong",
-                f"1 of 1 tests are off, by up to 0.5 (and t.py::test_a was known to fail until 2026-11-19: {ISSUE})",
+                f"1 of 1 test is off, by up to 0.5 (and t.py::test_a was known to fail until 2026-11-19: {ISSUE})",
             ),
             id="run out",
         ),
@@ -523,7 +523,7 @@ BAD, GOOD = Test("t.py::test_a", "failed", 1.0, "off by 0.5"), Test("t.py::test_
             (
                 "failed",
                 "wrong",
-                f"1 of 1 tests are off, by up to 0.5 (and t.py::test_a was known to fail until transformers>=5.23: {ISSUE})",
+                f"1 of 1 test is off, by up to 0.5 (and t.py::test_a was known to fail until transformers>=5.23: {ISSUE})",
             ),
             id="released",
         ),

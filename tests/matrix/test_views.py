@@ -389,6 +389,10 @@ def test_a_series_is_of_one_device_and_one_suite(
         store.add(run, dataclasses.replace(found, environment={"device": device}))
         call(explain, cell.name)
         assert figures_of(capsys.readouterr().out)[0].endswith("1 of 6")
+        if "--suite" in command:
+            with pytest.raises(MatrixError, match="ran different tests"):
+                call(diff, "latest~1", "latest")
+            continue
         call(diff, "latest~1", "latest")
         shown = capsys.readouterr().out
         assert "Figures beyond" not in shown
@@ -596,7 +600,6 @@ def test_a_report_shows_text_and_runs_nothing(store: Store, call: Command, tmp_p
     )
     run = store.new_run([found.cell], label=ODD, command=ODD, host=ODD, revision=ODD, excluded={OLD[0]: ODD})
     store.add(run, found)
-    store.merge(store)
     site = tmp_path / "in" / "site"
     assert call(report, str(site)) == 0
     assert [*(tmp_path / "in").iterdir()] == [site]

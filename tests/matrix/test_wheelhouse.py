@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,12 @@ import venv
 import zipfile
 from io import BytesIO
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from small import PYTHON, TAG, Small
+
+from compat_matrix.wheelhouse import differing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pins are for Linux")
 
@@ -177,6 +181,103 @@ def test_what_is_there_is_not_fetched_again(project: Small) -> None:
     torch.write_bytes(b"broken off")
     assert [line.split()[0] for line in fetched(project).splitlines()] == [torch.name]
     assert len(passed(project)) == 2
+
+
+def test_folders_are_relative_to_the_current_one(project: Small, tmp_path: Path) -> None:
+    """And not to that of the tested project, from which it is built and in which its cells run."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    axes = ("--axes", str(project.folder / "matrix" / "axes.toml"), "--only", "transformers==5.0")
+    there = {*project.folder.iterdir()}
+    done = project.run_in(elsewhere, "fetch", *axes, "house", **indexed(project))
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in elsewhere.iterdir()] == ["house"]
+    assert not [path for path in (elsewhere / "house").iterdir() if path.is_dir() and path.name != "pins"]
+    done = project.run_in(elsewhere, "run", *axes, "--offline", "house", "--cache", "cells", **offline(project))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in elsewhere.iterdir()} == {"house", "cells", "matrix.sqlite"}
+    assert {*project.folder.iterdir()} - there <= {
+        project.folder / name for name in ("index.toml", "uv", "uv-elsewhere", "__pycache__")
+    }
+
+
+def test_the_command_itself_is_built_from_its_checkout(
+    project: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "src").mkdir(parents=True)
+    for name in ("pyproject.toml", "backend.py", "src/mine.py"):
+        shutil.copy(project.folder / name, checkout / name)
+
+    class Installed:
+        version, requires = "1.0", ("both>=1.5", "none-such; extra == 'ray'", "kernel-compat")
+
+        def read_text(self, name: str) -> str:
+            assert name == "direct_url.json"
+            return json.dumps({"url": checkout.as_uri(), "dir_info": {"editable": True}})
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    house = project.folder / "house"
+    fetched(project, "--with-runner")
+    assert not list(checkout.rglob("*.whl"))
+    runner = (house / f"runner-{TAG}.txt").read_text()
+    assert [line.split("==")[0] for line in runner.splitlines()] == ["both", "small"]
+    assert (house / "small-1.0-py3-none-any.whl").exists()
+
+
+def test_options_stand_anywhere(project: Small) -> None:
+    cell = f"{TAG}-tf5.0-torch2.11"
+    fetched(project, cell, "--without-torch")
+    manifest = json.loads((project.folder / "house" / "manifest.json").read_text())
+    assert [*manifest["cells"]] == [cell]
+    assert "torch-2.11.0-py3-none-any.whl" not in manifest["files"]
+    done = project.run("list", cell, "--only", "transformers>=5", f"{TAG}-tf5.1-torch2.11")
+    assert done.stdout.splitlines() == [cell, f"{TAG}-tf5.1-torch2.11"]
+    assert project.run("token", "add", "--days", "3", "me", "--scope", "submit").returncode == 0
+
+
+def test_a_failed_fetch_changes_nothing(project: Small) -> None:
+    done = project.run("fetch", "house", "--only", "transformers==5.0", UV_CONFIG_FILE="none.toml")
+    assert done.returncode == 2
+    assert not (project.folder / "house").exists()
+    fetched(project, "--only", "transformers==5.0")
+    house = project.folder / "house"
+    before = {path: path.read_bytes() for path in house.rglob("*") if path.is_file()}
+    project.write("src/mine.py", "value = 2")
+    project.write(f"matrix/pins/{TAG}-tf5.0.txt", f"transformers==5.0.0 --hash=sha256:{'0' * 64}")
+    done = project.run("fetch", "--only", "transformers==5.0", "house", **indexed(project))
+    assert done.returncode == 2
+    assert {path: path.read_bytes() for path in house.rglob("*") if path.is_file()} == before
+    project.write("src/mine.py", "value = 1")
+    assert len(passed(project, "--only", "transformers==5.0")) == 1
+
+
+@pytest.mark.parametrize("name", ["../stolen-1.0-py3-none-any.whl", "/etc/passwd", "..", "a\x1b.whl"])
+def test_names_stay_in_the_folder(project: Small, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    located = {"0" * 64: f"https://index.example/files/{quote(name, safe='')}"}
+    monkeypatch.setattr("compat_matrix.wheelhouse._located", lambda *_: located)
+    done = project.run("fetch", "house", **indexed(project))
+    assert done.returncode == 2
+    assert f"the index names a file {name!r}, which isn't the name of a distribution" in done.stderr
+    monkeypatch.undo()
+    fetched(project)
+    manifest = project.folder / "house" / "manifest.json"
+    found = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**found, "project": name}))
+    done = project.run("run", "--offline", "house", **offline(project))
+    assert done.returncode == 2
+    assert "isn't a manifest of this version" in done.stderr
+
+
+def test_a_module_that_unpacks_to_a_large_one_differs(project: Small) -> None:
+    fetched(project)
+    house = project.folder / "house" / "small-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(house, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("mine.py", "w") as file:
+        for _ in range(40):
+            file.write(bytes(10**7))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert differing(house, project.folder) == "mine.py"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 
 
 def test_a_release_that_changed_under_its_pin_is_refused(project: Small) -> None:

@@ -19,6 +19,7 @@ from rich.text import Text
 from kernel_compat.patching.shim import Shim, discover
 
 from ..errors import MatrixError
+from ..words import plural
 from .cache import Cache, default_folder
 from .index import Index
 from .project.report import scan_project, show_project
@@ -178,7 +179,7 @@ def _show_check(
     checked = sum(len(shim.seams_for(str(one.version))) for shim in shims for one in read if claims(shim, one))
     certain = sum(one.certain for one in disagreements)
     console.print(
-        f"{checked} claims on {len(read)} releases: {certain} wrong, {len(disagreements) - certain} uncertain"
+        f"{plural(checked, 'claim')} on {plural(len(read), 'release')}: {certain} wrong, {len(disagreements) - certain} uncertain"
     )
 
 

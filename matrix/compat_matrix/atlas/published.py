@@ -27,6 +27,8 @@ from .index import TIMEOUT, File, Index, reason
 
 #: Bytes at the end of a wheel that contain its directory, for most wheels.
 _TAIL = 512 * 1024
+#: The largest module that is unpacked, in bytes.
+_LARGEST = 64 * 2**20
 #: The suffixes of modules.
 _SUFFIXES = (".py", ".so", ".pyd")
 #: So many members are fetched one by one; then the whole of a wheel that is smaller than this number of bytes, which takes less time.
@@ -194,6 +196,12 @@ class Published:
             raise MatrixError(f"{name} is damaged: {error}") from error
 
 
+def _check_size(what: str, size: int, most: int = _LARGEST) -> None:
+    """Check before it is unpacked that it isn't far larger than that of any real release."""
+    if size > most:
+        raise ValueError(f"{what} has {size} bytes")
+
+
 class _Zip:
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
@@ -209,6 +217,7 @@ class _Zip:
         return {path: entry.CRC for path, entry in self._entries.items()}
 
     def read(self, path: str) -> bytes:
+        _check_size(path, self._entries[path].file_size)
         return self._archive.read(self._entries[path])
 
 
@@ -217,10 +226,14 @@ class _Tar:
 
     def __init__(self, archive: tarfile.TarFile) -> None:
         self._contents: dict[str, bytes] = {}
+        total = 0
         for entry in archive:
             path = entry.name.partition("/")[2]
             file = archive.extractfile(entry) if entry.isfile() and path.endswith(".py") else None
             if file is not None:
+                total += entry.size
+                _check_size(path, entry.size)
+                _check_size("its source", total, 16 * _LARGEST)
                 self._contents[path] = file.read()
 
     @property

@@ -22,6 +22,7 @@ from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult
 from ..store import Store
+from ..words import plural
 from ..work import Job
 
 #: Run in a cell to get only the library's report on its shims.
@@ -89,18 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
         found = search([*cells], asking, asking.known())
     what = arguments.test or arguments.seam
     console = Console(highlight=False)
+    broke = f"{arguments.axis} {found.bad} is the first that"
     if found.between:
-        names = ", ".join([*found.between[:-1]])
-        names = f"{names} or {found.between[-1]}" if names else found.between[-1]
-        console.print(
-            f"{arguments.axis} {found.bad}, or {names}, whose state is unknown, broke {what}; {found.good} is good",
-            soft_wrap=True,
-        )
-    else:
-        console.print(
-            f"{arguments.axis} {found.bad} is the first that broke {what}; {found.good} is good", soft_wrap=True
-        )
-    console.print(f"{asking.ran} cells were run, {asking.reused} were known", soft_wrap=True)
+        names = " or ".join(filter(None, [", ".join(found.between[:-1]), found.between[-1]]))
+        broke = f"{arguments.axis} {found.bad}, or {names}, whose state is unknown,"
+    console.print(f"{broke} broke {what}; {found.good} is good", soft_wrap=True)
+    console.print(f"{plural(asking.ran, 'cell')} run, {asking.reused} known", soft_wrap=True)
     return 0
 
 
@@ -212,7 +207,7 @@ class _Asking:
         with Progress(1, 1, Console(stderr=True)) as progress:
             runner.execute(self._run, [job], self.store, executor, progress)
         self.ran += 1
-        answer = self._judge(self.store.result(self._run, job.cell))
+        answer = self._judge(self.store.result(self._run, job.cell, job.attempt))
         self._say(value, answer, "run")
         return answer
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from ..cells import DEVICES, Cell, shard, values_of
 from ..options import add_selection, axes_of, cells_of, positive
+from ..words import plural
 
 #: GitHub's limit on the jobs of one matrix.
 LIMIT = 256
@@ -67,7 +68,7 @@ def _job(cells: Sequence[Cell], part: str = "") -> dict[str, str | int]:
     shared = "-".join(filter(None, [cells[0].base, *own])) if len(own) == 1 else cells[0].base
     name = cells[0].name if len(cells) == 1 else f"{shared} ({len(cells)} cells)"
     return {
-        "name": f"{part} ({len(cells)} cells)" if part else name,
+        "name": f"{part} ({plural(len(cells), 'cell')})" if part else name,
         **{axis: " ".join(values) for axis, values in values_of(cells).items() if axis != "device"},
         "cells": len(cells),
         "arguments": " ".join(cell.name for cell in cells),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..options import add_selection, axes_of, cells_of, pin_folder
 from ..wheelhouse import fetch
+from ..words import plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,5 +45,6 @@ def run(options: argparse.Namespace) -> int:
     )
     files = wheelhouse.manifest.files.values()
     size = sum(file.size for file in files) / 1e6
-    print(f"{options.folder}: {len(wheelhouse.manifest.cells)} cells, {len(files)} files, {size:.1f} MB")
+    counts = f"{plural(len(wheelhouse.manifest.cells), 'cell')}, {plural(len(files), 'file')}"
+    print(f"{options.folder}: {counts}, {size:.1f} MB")
     return 0

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 
 from ..options import add_selection, axes_of, cells_of
+from ..words import plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +27,12 @@ def run(options: argparse.Namespace) -> int:
             print(json.dumps(refused, indent=2))
         else:
             for because, count in Counter(refused.values()).most_common():
-                print(f"{count} cells: {because}")
+                print(f"{plural(count, 'cell')}: {because}")
         return 0
     cells = cells_of(options, axes)
     if options.json:
         print(json.dumps([{"name": cell.name, **cell.axes} for cell in cells], indent=2))
     else:
         print("\n".join(cell.name for cell in cells))
-        print(f"{len(cells)} cells", file=sys.stderr)
+        print(plural(len(cells), "cell"), file=sys.stderr)
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from .. import pins
 from ..locking import ResolutionError
 from ..options import add_selection, axes_of, cells_of, pin_folder
+from ..words import plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         elif pins.write(part, folder):
             changed.append(name)
     print(
-        f"{len(parts) - failed} parts pinned in {folder}, {len(changed)} of them changed"
+        f"{plural(len(parts) - failed, 'part')} pinned in {folder}, {len(changed)} of them changed"
         + "".join(f"\n  {n}" for n in changed)
     )
     return 1 if failed else 0

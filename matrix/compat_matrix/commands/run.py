@@ -18,6 +18,7 @@ from ..errors import MatrixError
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, partial, positive, revision
 from ..progress import Progress
 from ..store import Store
+from ..words import plural
 from ..work import Job
 
 
@@ -84,11 +85,13 @@ def run(options: argparse.Namespace) -> int:
             work = _jobs(options, axes, cells, attempts)
             executor = _executor(options)
             store.finish(run, "running")
-        console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
+        console.print(f"run {run}: {plural(len(cells), 'cell')}, {executor.jobs} at a time", highlight=False)
         with Progress(len(cells), executor.jobs, console) as progress:
             counts = runner.execute(run, work, store, executor, progress)
         summary_line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         console.print(f"run {run}: {summary_line}", highlight=False)
+        if new:  # whatever the other parts of the run gave
+            return 0 if {*counts} <= {"passed"} else 1
         return _code(store, run)
 
 

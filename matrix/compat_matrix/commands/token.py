@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from datetime import datetime, timezone
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import MatrixError
 from ..options import add_store, positive
 from ..service import tokens
 from ..store import Store
@@ -17,7 +20,7 @@ from ..store import Store
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    add = verbs.add_parser("add", help="create a token and print it; it can't be shown again")
+    add = verbs.add_parser("add", help="create a token, which can't be shown again")
     add.add_argument("name", metavar="NAME", help="the name by which it is listed and revoked")
     add.add_argument(
         "--scope",
@@ -28,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add.add_argument(
         "--days", type=positive, metavar="N", help="the number of days after which it expires (default: never)"
+    )
+    add.add_argument(
+        "--file", type=Path, metavar="FILE", help="write the token into a new file that only you can read, instead"
     )
     listing = verbs.add_parser("list", help="list all tokens")
     revoke = verbs.add_parser("revoke", help="make a token invalid")
@@ -40,14 +46,36 @@ def run(options: argparse.Namespace) -> int:
     """Add, list or revoke tokens; returns the exit code."""
     with Store.open(options.store, create=options.verb == "add") as store:
         if options.verb == "add":
-            print(tokens.add(store, options.name, options.scope, options.days), flush=True)
-            print("keep it: only its digest is stored", file=sys.stderr)
+            _add(store, options)
         elif options.verb == "revoke":
             tokens.revoke(store, options.name)
             print(f"{options.name} is revoked")
         else:
             _list(tokens.every(store))
     return 0
+
+
+def _add(store: Store, options: argparse.Namespace) -> None:
+    """Create a token and print it, or write it into a file.
+
+    Raises:
+        MatrixError: the file exists or can't be created, or the name is taken. Then there is no new token, and no new file.
+    """
+    if options.file is None:
+        print(tokens.add(store, options.name, options.scope, options.days), flush=True)
+        print("keep it: only its digest is stored", file=sys.stderr)
+        return
+    try:
+        descriptor = os.open(options.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise MatrixError(f"--file {options.file} can't be created: {error.strerror}") from None
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(f"{tokens.add(store, options.name, options.scope, options.days)}\n")
+    except BaseException:
+        options.file.unlink(missing_ok=True)
+        raise
+    print(f"{options.name}: {options.file}")
 
 
 def _list(found: list[tokens.Token]) -> None:

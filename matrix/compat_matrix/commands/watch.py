@@ -23,6 +23,7 @@ from ..options import add_environments, add_store, add_token, axes_of, jobs_of, 
 from ..progress import Progress
 from ..service import watch
 from ..store import Store
+from ..words import plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +152,7 @@ def _run(
         revision=revision(axes.folder),
         partial=suite != "default" or bool(options.pytest),
     )
-    console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
+    console.print(f"run {run}: {plural(len(cells), 'cell')}, {executor.jobs} at a time", highlight=False)
     with Progress(len(cells), executor.jobs, console) as progress:
         runner.execute(run, jobs, store, executor, progress)
     return run

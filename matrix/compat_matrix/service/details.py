@@ -5,13 +5,13 @@ from __future__ import annotations
 import codecs
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sqlalchemy import LargeBinary, Select, select, type_coerce
+from sqlalchemy import LargeBinary, select, type_coerce
 
 from ..cells import Cell
-from ..store import Store
-from ..store.models import CELL, LOG, RESULT, RUN
+from ..store import Store, queries
+from ..store.models import LOG, RESULT
 from ..views import common
 
 #: The number of bytes of a log that a page shows: half at its beginning, half at its end.
@@ -35,19 +35,9 @@ class Ends(NamedTuple):
 
 def packed_log(store: Store, run: str, cell: Cell, attempt: int | None) -> bytes | None:
     """A log as it is stored; None if there is none."""
-    query: Select[Any] = (
-        select(type_coerce(LOG.c.content, LargeBinary))
-        .join(RESULT, RESULT.c.id == LOG.c.result_id)
-        .join(RUN, RUN.c.id == RESULT.c.run_id)
-        .join(CELL, CELL.c.id == RESULT.c.cell_id)
-        .where(RUN.c.name == run, CELL.c.name == cell.name)
-        .order_by(RESULT.c.attempt.desc())
-        .limit(1)
-    )
-    if attempt is not None:
-        query = query.where(RESULT.c.attempt == attempt)
+    query = select(type_coerce(LOG.c.content, LargeBinary)).join(RESULT, RESULT.c.id == LOG.c.result_id)
     with store.reading() as connection:
-        found: bytes | None = connection.scalar(query)
+        found: bytes | None = connection.scalar(queries.of_cell(query, run, cell, attempt))
     return found
 
 

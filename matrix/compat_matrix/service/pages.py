@@ -417,12 +417,12 @@ def _last_two(site: Site) -> tuple[str, str] | None:
     """The newest whole run with results, and the newest run before it that shares cells with it."""
     runs = [one for one in site.snapshots.current().runs if not one.partial][:_RUNS]
     new, cells = "", set[Cell]()
-    for one in runs:
-        ran = {cell for cell, summary in site.store.summary(one.id).items() if summary.verdict}
+    for run in dict.fromkeys(one.whole for one in runs):
+        ran = {cell for cell, summary in site.store.summary(run).items() if summary.verdict}
         if not new and ran:
-            new, cells = one.id, ran
+            new, cells = run, ran
         elif ran & cells:
-            return one.id, new
+            return run, new
     return None
 
 

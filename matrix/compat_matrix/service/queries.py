@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Select, case, func, select
 
 from .. import __version__
 from ..cells import Cell
@@ -165,10 +165,11 @@ def run_page(
     store: Store, limit: int, after: tuple[datetime, str] | None, where: Mapping[str, str | bool | None]
 ) -> list[Run]:
     """Runs, newest first, after the run with the given start and id."""
-    query = select(*stored.RUN_FIELDS).order_by(RUN.c.started.desc(), RUN.c.name.desc()).limit(limit)
+    query = select(*stored.RUN_FIELDS).order_by(*stored.NEWEST_FIRST).limit(limit)
     query = query.where(*(RUN.c[name] == value for name, value in where.items() if value is not None))
     if after is not None:
-        query = query.where(or_(RUN.c.started < after[0], and_(RUN.c.started == after[0], RUN.c.name < after[1])))
+        last = RUN.alias()
+        query = query.where(RUN.c.id < select(last.c.id).where(last.c.name == after[1]).scalar_subquery())
     with store.reading() as connection:
         return [Run(*row) for row in connection.execute(query)]
 
@@ -183,34 +184,22 @@ def cell_page(
     kind: str | None = None,
 ) -> list[tuple[int, Cell, Summary]]:
     """Cells of a run in order, each with its position, after a position."""
-    query = stored.summary(PLANNED.c.position).where(RUN.c.name == run, PLANNED.c.position > after, *_on(axes))
-    if state is not None:
-        known = RESULT.c.verdict.is_(None)
-        query = query.where(
-            {
-                "excluded": and_(known, PLANNED.c.excluded.is_not(None)),
-                "unfinished": and_(known, PLANNED.c.excluded.is_(None)),
-            }.get(state, RESULT.c.verdict == state)
-        )
-    if kind is not None:
-        query = query.where(RESULT.c.kind == kind)
-    with store.reading() as connection:
-        rows = connection.execute(query.order_by(PLANNED.c.position).limit(limit)).all()
-    return [(row[stored.SUMMARY], *stored.summary_of(row)) for row in rows]
+    every = enumerate(store.summary(run).items())
+    found = [
+        (position, cell, summary)
+        for position, (cell, summary) in every
+        if position > after
+        and all(getattr(cell, axis) == value for axis, value in axes.items())
+        and state in (None, summary.state)
+        and kind in (None, summary.kind)
+    ]
+    return found[:limit]
 
 
 def result_key(store: Store, run: str, cell: Cell, attempt: int | None) -> int | None:
     """The key of a result, which never changes; None if there is no such result."""
-    query = (
-        select(RESULT.c.id)
-        .join(RUN, RUN.c.id == RESULT.c.run_id)
-        .join(CELL, CELL.c.id == RESULT.c.cell_id)
-        .where(RUN.c.name == run, CELL.c.name == cell.name)
-    )
-    if attempt is not None:
-        query = query.where(RESULT.c.attempt == attempt)
     with store.reading() as connection:
-        found: int | None = connection.scalar(query.order_by(RESULT.c.attempt.desc()).limit(1))
+        found: int | None = connection.scalar(stored.of_cell(select(RESULT.c.id), run, cell, attempt))
     return found
 
 
@@ -224,7 +213,7 @@ class Breakage(NamedTuple):
 
 def broke(store: Store, limit: int) -> list[Breakage]:
     """The latest breakages, newest first."""
-    order = (RUN.c.started, RUN.c.id)
+    order = RUN.c.id
     ends = (
         stored.latest(
             select(
@@ -239,7 +228,7 @@ def broke(store: Store, limit: int) -> list[Breakage]:
     )
     query: Select[Any] = stored.summary(ends.c.run_before, *stored.RUN_FIELDS).join(ends, ends.c.id == RESULT.c.id)
     query = query.where(ends.c.verdict == "failed", ends.c.before != "failed")
-    query = query.order_by(RUN.c.started.desc(), RESULT.c.id.desc()).limit(limit)
+    query = query.order_by(*stored.NEWEST_FIRST, RESULT.c.id.desc()).limit(limit)
     with store.reading() as connection:
         rows = connection.execute(query).all()
     return [Breakage(stored.cell_of(row), stored.past_of(row), row[stored.SUMMARY]) for row in rows]

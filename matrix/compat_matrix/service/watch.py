@@ -33,8 +33,8 @@ from ..pins import project_requirements
 from ..results import ENDED
 from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
-from ..views import common
 from ..views.common import one_line
+from ..words import plural
 from . import queries
 from .atlas_view import Disagreement
 
@@ -132,7 +132,7 @@ def new_releases(
             if learn:
                 see(store, distribution, map(str, there))
             newest = f", the newest {there[-1]}" if there else ""
-            note(f"{distribution}: {len(there)} releases, seen for the first time{newest}")
+            note(f"{distribution}: {plural(len(there), 'release')}, seen for the first time{newest}")
             continue
         unseen = [version for version in there if str(version) not in known]
         newest_of_minors = {version.release[:2]: version for version in unseen}
@@ -315,12 +315,14 @@ def reported(
     broke = [one for one in failed if one.broke]
     wrong = [one for one in scan.disagreements if one.certain]
     if submitted is not None:
-        said = f"{cells} cells were submitted"
+        said = f"{plural(cells, 'cell')} submitted"
     elif not cells:
         said = "no cell is affected"
     else:
-        said = f"{len(broke)} of {cells} cells broke" if broke else f"no cell broke, {passed} of {cells} passed"
-    said += f", {len(wrong)} seams differ from what shims expect" if wrong else ""
+        said = (
+            f"{len(broke)} of {plural(cells, 'cell')} broke" if broke else f"no cell broke, {passed} of {cells} passed"
+        )
+    said += f", {plural(len(wrong), 'seam')} unlike what shims expect" if wrong else ""
     lines = [f"{names}: {said}."]
     lines += [f"The atlas couldn't be created: {scan.error}"] if scan.error else []
     lines += [
@@ -441,7 +443,7 @@ def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple
     """The previous results of these cells in a suite, and the newest results of all other cells in it."""
     every = queries.newest(store, queries.cells(store))
     if suite != "default":  # its runs are partial, and so never a cell's newest
-        own_runs = {cell: (past for past in store.history(cell) if common.suite(past.run) == suite) for cell in every}
+        own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in every}
         every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
     own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.verdict in ENDED}
     return own, {cell: past for cell, past in every.items() if cell not in own}

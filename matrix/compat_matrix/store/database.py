@@ -90,22 +90,29 @@ def connect(url: URL, *, create: bool) -> Engine:
     return engine
 
 
-def migrate(engine: Engine, *, create: bool) -> None:
+def migrate(engine: Engine, *, create: bool, foreign: bool = False) -> None:
     """Create or migrate the schema of a database.
+
+    Args:
+        foreign: check its tables: it may be from anywhere.
 
     Raises:
         MatrixError: there is no schema and `create` is false; it is from a newer version; or the tables aren't a store's.
     """
     with engine.connect() as connection:
+        if foreign and engine.dialect.name == "sqlite":
+            schema.check_objects(connection)
         found = schema.revision(connection)
-    if found == schema.HEAD:
-        return
     if found is None and not create:
         raise MatrixError("it is empty: no run has been stored in it")
     if found is None and engine.dialect.name == "sqlite":
         _journal(engine, "WAL")  # readers and a writer don't block each other; this setting is stored in the file
-    with writing(engine).begin() as connection:
-        schema.upgrade(connection)
+    if found != schema.HEAD:
+        with writing(engine).begin() as connection:
+            schema.upgrade(connection)
+    if foreign:
+        with engine.connect() as connection:
+            schema.check_tables(connection)
 
 
 def writing(engine: Engine) -> Engine:

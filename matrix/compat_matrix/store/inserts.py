@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from hashlib import blake2b
 from itertools import islice
@@ -17,11 +17,14 @@ from sqlalchemy.exc import IntegrityError
 from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult
-from .models import CELL, FIGURE, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import COUNTS
-from .records import Provenance, Run
+from .models import CELL, FIGURE, LOG, MOST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .queries import COUNTS, NEWEST_FIRST, RUN_FIELDS
+from .records import Provenance, Run, options_of
 
 T = TypeVar("T")
+
+#: The id (arbitrary) of the lock with which processes that begin runs in the same PostgreSQL database wait for each other.
+_LOCK = 5_417_226_032
 
 
 def key(connection: Connection, name: str) -> int:
@@ -46,16 +49,45 @@ def begin(
         name = f"{name[:15]}-{secrets.token_hex(2)}"
     label, command, host, revision = map(plain, (given.label, given.command, given.host, given.revision))
     run = Run(name, started, None, "running", label, command, host, revision, given.partial)
-    run_key = new_run(connection, run, given.axes)
-    plan(connection, run_key, [*dict.fromkeys(cells)], excluded)
-    return run_key, name
+    return new_run(connection, run, given.axes, [*dict.fromkeys(cells)], excluded), name
 
 
-def new_run(connection: Connection, values: Run, axes: str) -> int:
-    """Insert a run without cells; returns its key."""
+def new_run(
+    connection: Connection, values: Run, axes: str, cells: Collection[Cell], excluded: Mapping[Cell, str]
+) -> int:
+    """Insert a run, perhaps as a part of an earlier one; returns its key."""
     row = {"name" if field == "id" else field: value for field, value in values._asdict().items()}
     row["axes_id"] = _texts(connection, [axes]).get(axes)
-    return _inserted(connection, RUN, row)
+    row["whole"] = _whole(connection, values, row["axes_id"], {*cells} - {*excluded}) or values.id
+    key = _inserted(connection, RUN, row)
+    plan(connection, key, cells, excluded)
+    return key
+
+
+def _whole(connection: Connection, new: Run, axes_id: int | None, cells: Collection[Cell]) -> str | None:
+    """The newest run of the same label, commit, suite and axes, if the new run is a part of it.
+
+    It isn't if it has all of that run's cells: then everything is run again. Without a label, uncommitted code may have
+    changed between the two.
+    """
+    if not new.label and (not new.revision or new.revision.endswith("+")):
+        return None
+    if connection.dialect.name == "postgresql":  # of parts that begin at once, the second must see the first
+        connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+    same = (RUN.c.label == new.label, RUN.c.revision == new.revision, RUN.c.partial == new.partial)
+    query = select(*RUN_FIELDS).where(*same, RUN.c.axes_id == axes_id).order_by(*NEWEST_FIRST)
+    tests = _tests_of(new)
+    earlier = next((run for row in connection.execute(query) if _tests_of(run := Run(*row)) == tests), None)
+    if earlier is None:
+        return None
+    names = select(CELL.c.name).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
+    names = names.where(RUN.c.whole == earlier.whole, PLANNED.c.excluded.is_(None))
+    return earlier.whole if {*connection.scalars(names)} - {one.name for one in cells} else None
+
+
+def _tests_of(run: Run) -> object:
+    """What the cells of a run test: the same for the same suite, arguments of pytest and origin of the packages."""
+    return run.command.split(" ")[0], {**options_of(run.command), "axes": None}
 
 
 def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> None:
@@ -87,7 +119,7 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
         plan(connection, key, [found.cell], {})
     environment = json.dumps(dict(found.environment), sort_keys=True) if found.environment else ""
     command = json.dumps(found.command) if found.command else ""
-    messages = (one.message for one in found.tests)
+    messages = [_kept(one.message) for one in found.tests]
     texts = _texts(connection, [environment, command, found.pins, *messages])
     nodeids = _nodeids(connection, [one.nodeid for one in found.tests])
     counts = Counter(one.outcome for one in found.tests)
@@ -113,9 +145,9 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
             "nodeid_id": nodeids[one.nodeid],
             "outcome": one.outcome,
             "seconds": one.seconds,
-            "message_id": texts.get(one.message),
+            "message_id": texts.get(message),
         }
-        for position, one in enumerate(found.tests)
+        for position, (one, message) in enumerate(zip(found.tests, messages, strict=True))
     ]
     if tests:
         connection.execute(TEST.insert(), tests)
@@ -134,8 +166,16 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
     if figures:
         connection.execute(FIGURE.insert(), figures)
     if found.log:
-        connection.execute(LOG.insert().values(result_id=result_key, content=found.log))
+        connection.execute(LOG.insert().values(result_id=result_key, content=_kept(found.log)))
     return result_key
+
+
+def _kept(text: str) -> str:
+    """A log or a message, without its middle if it is too long."""
+    half = MOST // 8 - 100  # a character has up to 4 bytes
+    if len(text) <= 2 * half or len(text.encode("utf-8", "surrogatepass")) <= MOST:
+        return text
+    return f"{text[:half]}\n\n[... {len(text) - 2 * half} characters were not kept ...]\n\n{text[-half:]}"
 
 
 def _inserted(connection: Connection, table: Table, row: Mapping[str, Any]) -> int:

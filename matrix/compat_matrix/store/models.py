@@ -11,7 +11,9 @@ then look over what alembic wrote into ``migrations/versions`` and set `schema.H
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from datetime import datetime, timezone
+from typing import Any
 
 from sqlalchemy import (
     Boolean,
@@ -37,6 +39,9 @@ from sqlalchemy import (
 #: The condition of the index of failed tests. SQLite uses the index only if a query has the same condition literally.
 FAILED = "outcome IN ('failed', 'error')"
 
+#: The number of bytes of the longest text, before it is packed. Texts of other stores that unpack to more are refused.
+MOST = 256 * 2**20
+
 
 class Utc(TypeDecorator[datetime]):
     """A time. SQLite stores no time zone, so all times are in UTC."""
@@ -50,9 +55,13 @@ class Utc(TypeDecorator[datetime]):
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """The time in UTC, with its time zone."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+        return value and value.astimezone(timezone.utc)
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
+        """For SQLite in one step, because summaries of large runs are made of many times."""
+        if dialect.name != "sqlite":
+            return super().result_processor(dialect, coltype)
+        return lambda value: None if value is None else datetime.fromisoformat(f"{value}+00:00")
 
 
 class Packed(TypeDecorator[str]):
@@ -121,12 +130,14 @@ CELL = Table(
     Column("extra", Text, nullable=False, server_default=text("''")),
 )
 
+#: `whole` is the name of the first of the runs that are parts of one. Times are those of the machine that ran it, which may be
+#: wrong; the order of runs and results is that of their ids, in which the store received them.
 RUN = Table(
     "run",
     metadata,
     Column("id", Integer, primary_key=True),
     Column("name", String(40), nullable=False, unique=True),
-    Column("started", Utc, nullable=False, index=True),
+    Column("started", Utc, nullable=False),
     Column("finished", Utc),
     Column("state", String(40), nullable=False),
     Column("label", Text, nullable=False),
@@ -135,6 +146,7 @@ RUN = Table(
     Column("revision", Text, nullable=False),
     Column("axes_id", ForeignKey("shared_text.id")),
     Column("partial", Boolean, nullable=False, server_default=false()),
+    Column("whole", String(40), nullable=False, index=True, server_default=text("''")),
 )
 
 #: The cells of a run; excluded ones have a reason.

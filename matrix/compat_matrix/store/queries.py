@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import Select, and_, case, func, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select, text
 
 from ..cells import AXES, Cell, parse_own
-from ..results import ENDED
-from .models import CELL, FIGURE, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from ..results import ENDED, CellResult, Figure, Test
+from .models import CELL, FAILED, FIGURE, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Past, Run, Summary
 
 #: The columns of a cell, the first of the rows that `cell_of` and `summary_of` take.
 CELL_FIELDS = (*(CELL.c[axis] for axis in AXES), CELL.c.extra)
-RUN_FIELDS = (
+RUN_FIELDS: tuple[ColumnElement[Any], ...] = (
     RUN.c.name,
     RUN.c.started,
     RUN.c.finished,
@@ -26,6 +27,7 @@ RUN_FIELDS = (
     RUN.c.host,
     RUN.c.revision,
     RUN.c.partial,
+    RUN.c.whole,
 )
 COUNTS = (
     *(RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RESULT.c.xfailed, RESULT.c.xpassed),
@@ -41,17 +43,33 @@ FIGURE_FIELDS = slice(len(CELL_FIELDS), len(CELL_FIELDS) + len(_FIGURE))
 #: A store of unknown origin may have any value.
 _FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max
 
-NEWEST_FIRST = (RUN.c.started.desc(), RUN.c.id.desc())
+#: In the order in which the store received the runs, because the clock of the machine that ran one may be wrong.
+NEWEST_FIRST = (RUN.c.id.desc(),)
+
+#: As `Summary.rank`.
+RANK = case((RESULT.c.verdict.in_(ENDED), 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
+
+#: Of the results of a cell in several runs, the one that counts first.
+_COUNTS_FIRST = (RANK, RESULT.c.id.desc())
+
+
+def of_run(*names: str) -> ColumnElement[bool]:
+    """The condition that a run is a part of the same run as one of these."""
+    one = RUN.alias()
+    return RUN.c.whole.in_(select(one.c.whole).where(one.c.name.in_(names)))
+
+
+def _last(run_id: ColumnElement[int], cell_id: ColumnElement[int]) -> Any:
+    """The number of the last attempt at a cell in a run."""
+    later = RESULT.alias()
+    return (
+        select(func.max(later.c.attempt)).where(later.c.run_id == run_id, later.c.cell_id == cell_id).scalar_subquery()
+    )
 
 
 def latest(query: Select[Any]) -> Select[Any]:
     """`query` over the planned cells and their latest results."""
-    later = RESULT.alias()
-    last = (
-        select(func.max(later.c.attempt))
-        .where(later.c.run_id == PLANNED.c.run_id, later.c.cell_id == PLANNED.c.cell_id)
-        .scalar_subquery()
-    )
+    last = _last(PLANNED.c.run_id, PLANNED.c.cell_id)
     own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, RESULT.c.attempt == last)
     return query.select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).outerjoin(RESULT, own)
 
@@ -61,9 +79,13 @@ def summary(*more: Any) -> Select[Any]:
     return latest(_summarised(*more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
-def verdicts(run_name: str) -> Select[Any]:
-    """The key, verdict and kind of each planned cell, a fast way to find the cells that need a summary."""
-    return latest(select(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind)).where(RUN.c.name == run_name)
+def ends(run_name: str) -> Select[Any]:
+    """The key, rank, verdict, kind and result of each planned cell, a fast way to find the cells that need a summary.
+
+    The result that counts is the last of those of a cell.
+    """
+    query = latest(select(PLANNED.c.cell_id, RANK, RESULT.c.verdict, RESULT.c.kind, RESULT.c.id))
+    return query.where(of_run(run_name)).order_by(RANK.desc(), RESULT.c.id)
 
 
 def history(wanted: Cell) -> Select[Any]:
@@ -76,20 +98,20 @@ def history(wanted: Cell) -> Select[Any]:
 
 def newest(run_names: Collection[str] | None) -> Select[Any]:
     """As `summary`, for the newest result of each cell in whole runs or in the given ones, followed by the run's fields."""
-    verdict = RESULT.c.verdict
-    rank = case((verdict.in_(ENDED), 0), (verdict.is_not(None), 1), else_=2)
-    number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(rank, *NEWEST_FIRST)).label("number")
+    number = (
+        func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(*_COUNTS_FIRST, *NEWEST_FIRST)).label("number")
+    )
     query = summary(*RUN_FIELDS, number)
-    query = query.where(RUN.c.partial.is_(False) if run_names is None else RUN.c.name.in_(run_names))
+    query = query.where(RUN.c.partial.is_(False) if run_names is None else of_run(*run_names))
     every = query.subquery()
     return select(*(column for column in every.c if column.name != "number")).where(every.c.number == 1)
 
 
-def outcomes(run_name: str) -> Select[Any]:
-    """The cell, test and outcome in the latest results of a run."""
-    query = latest(select(*CELL_FIELDS, NODEID.c.name, TEST.c.outcome)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
-    query = query.join(TEST, TEST.c.result_id == RESULT.c.id).join(NODEID, NODEID.c.id == TEST.c.nodeid_id)
-    return query.where(RUN.c.name == run_name).order_by(TEST.c.position)
+def outcomes(results: Collection[int], *, failed_only: bool) -> Select[Any]:
+    """The result, test and outcome of the tests of results."""
+    query = select(TEST.c.result_id, NODEID.c.name, TEST.c.outcome).join_from(TEST, NODEID)
+    query = query.where(TEST.c.result_id.in_(results))
+    return query.where(text(f"test.{FAILED}")) if failed_only else query
 
 
 def totals() -> Select[Any]:
@@ -139,63 +161,97 @@ def past_of(row: Sequence[Any]) -> Past:
     return Past(Run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
 
 
-def result(run_name: str, wanted: Cell) -> Select[Any]:
-    """The latest result of a cell in a run, without its tests."""
+def _result(run_name: str, wanted: Cell, attempt: int | None, *, log: bool) -> Select[Any]:
+    """A result of a cell in a run as in `of_cell`, without its tests."""
     environment, pins, command = (TEXT.alias() for _ in range(3))
-    return (
+    query = (
         select(
             RESULT,
             environment.c.content.label("environment"),
             pins.c.content.label("pins"),
             command.c.content.label("command"),
-            LOG.c.content.label("log"),
         )
         .outerjoin(environment, RESULT.c.environment_id == environment.c.id)
         .outerjoin(pins, RESULT.c.pins_id == pins.c.id)
         .outerjoin(command, RESULT.c.command_id == command.c.id)
-        .outerjoin(LOG, RESULT.c.id == LOG.c.result_id)
-        .join(RUN, RUN.c.id == RESULT.c.run_id)
-        .join(CELL, CELL.c.id == RESULT.c.cell_id)
-        .where(RUN.c.name == run_name, CELL.c.name == wanted.name)
-        .order_by(RESULT.c.attempt.desc())
-        .limit(1)
+    )
+    if log:
+        query = query.add_columns(LOG.c.content.label("log")).outerjoin(LOG, RESULT.c.id == LOG.c.result_id)
+    return of_cell(query, run_name, wanted, attempt)
+
+
+def of_cell(query: Select[Any], run_name: str, wanted: Cell, attempt: int | None = None) -> Select[Any]:
+    """`query` over one result of a cell in a run.
+
+    Args:
+        attempt: the number of the attempt; by default the result that counts. If several parts of the run have it, the
+            attempt of the part `run_name` comes first.
+    """
+    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
+    query = query.where(of_run(run_name), CELL.c.name == wanted.name)
+    if attempt is None:
+        query = query.where(RESULT.c.attempt == _last(RESULT.c.run_id, RESULT.c.cell_id))
+    else:
+        query = query.where(RESULT.c.attempt == attempt).order_by(case((RUN.c.name == run_name, 0), else_=1))
+    return query.order_by(*_COUNTS_FIRST).limit(1)
+
+
+def read_result(
+    connection: Connection, run_name: str, wanted: Cell, attempt: int | None, *, log: bool = True
+) -> CellResult | None:
+    """The result as in `of_cell`; None if there is none."""
+    row = connection.execute(_result(run_name, wanted, attempt, log=log)).one_or_none()
+    if row is None:
+        return None
+    figures: dict[str, list[Figure]] = {}
+    for nodeid, *fields in connection.execute(_figures_of(row.id)):
+        figures.setdefault(nodeid, []).append(Figure(*fields))
+    tests = connection.execute(_tests(row.id))
+    return CellResult(
+        cell=wanted,
+        verdict=row.verdict,
+        kind=row.kind,
+        reason=row.reason,
+        started=row.started,
+        seconds=row.seconds,
+        tests=tuple(
+            Test(name, outcome, seconds, said or "", tuple(figures.get(name, ())))
+            for name, outcome, seconds, said in tests
+        ),
+        environment=json.loads(row.environment or "{}"),
+        pins=row.pins or "",
+        command=tuple(json.loads(row.command or "[]")),
+        log=(row.log or "") if log else "",
+        attempt=row.attempt,
     )
 
 
-def tests(result_id: int) -> Select[Any]:
+def _tests(result_id: int) -> Select[Any]:
     """The tests of a result, in the order of the run."""
     query = select(NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
     query = query.outerjoin(TEXT, TEST.c.message_id == TEXT.c.id)
     return query.where(TEST.c.result_id == result_id).order_by(TEST.c.position)
 
 
-def figures_of(result_id: int) -> Select[Any]:
+def _figures_of(result_id: int) -> Select[Any]:
     """The test of each figure of a result, and the figure."""
     query = select(NODEID.c.name, *_FIGURE).join_from(FIGURE, NODEID, FIGURE.c.nodeid_id == NODEID.c.id)
     return query.where(FIGURE.c.result_id == result_id, _FINITE).order_by(FIGURE.c.name)
 
 
 def figures(run_name: str) -> Select[Any]:
-    """The figures in the latest results of a run: the cell's fields and the figure's."""
-    query = latest(select(*CELL_FIELDS, *_FIGURE)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
-    query = query.join(FIGURE, FIGURE.c.result_id == RESULT.c.id).where(RUN.c.name == run_name, _FINITE)
+    """The figures in the latest results of a run's parts: the cell's fields, the figure's and the key of the result."""
+    query = latest(select(*CELL_FIELDS, *_FIGURE, RESULT.c.id)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+    query = query.join(FIGURE, FIGURE.c.result_id == RESULT.c.id).where(of_run(run_name), _FINITE)
     return query.order_by(FIGURE.c.name)
 
 
 def measured(*conditions: Any) -> Select[Any]:
-    """Figures, those of the oldest run first: the cell's fields, the figure's, the environment and the run's fields."""
+    """Figures, those received first at the beginning: the cell's fields, the figure's, the environment and the run's fields."""
     query = select(*CELL_FIELDS, *_FIGURE, RESULT.c.environment_id, *RUN_FIELDS).select_from(FIGURE)
     query = query.join(RESULT, RESULT.c.id == FIGURE.c.result_id).join(RUN, RUN.c.id == RESULT.c.run_id)
     query = query.join(CELL, CELL.c.id == RESULT.c.cell_id)
-    return query.where(*conditions, _FINITE).order_by(RUN.c.started, RUN.c.id, RESULT.c.attempt)
-
-
-def environment(run_name: str, wanted: Cell) -> Select[Any]:
-    """The environment in the latest result of a cell in a run."""
-    query = select(TEXT.c.content).select_from(RESULT).outerjoin(TEXT, RESULT.c.environment_id == TEXT.c.id)
-    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
-    query = query.where(RUN.c.name == run_name, CELL.c.name == wanted.name)
-    return query.order_by(RESULT.c.attempt.desc()).limit(1)
+    return query.where(*conditions, _FINITE).order_by(RUN.c.id, RESULT.c.attempt)
 
 
 def planned(run_name: str) -> Select[Any]:

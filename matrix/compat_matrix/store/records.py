@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from ..results import Figure, Kind, Outcome, Verdict
+from ..results import ENDED, Figure, Kind, Outcome, Verdict
 
 #: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
 State = Literal["passed", "flaky", "known", "failed", "not run", "unfinished", "excluded"]
 
 
+def options_of(command: str) -> dict[str, str | bool]:
+    """The options of a command that change what its cells test, those that it has."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in ("--axes", "--suite", "--pytest"):
+        parser.add_argument(option)
+    parser.add_argument("--latest", action="store_true")
+    try:
+        found = vars(parser.parse_known_args(shlex.split(command))[0])
+    except (ValueError, argparse.ArgumentError):  # not a command of the matrix
+        return {}
+    return {name: value for name, value in found.items() if value}
+
+
 class Run(NamedTuple):
-    """One run of a matrix.
+    """A run of a matrix, or a part of one.
 
     Attributes:
-        id: such as ``20261121-114502-7f3a``, in UTC; sorts by time.
+        id: such as ``20261121-114502-7f3a``, by the clock of the machine that started it.
         state: ``running`` until `Store.finish`, also after the runner was killed.
         label, command, host, revision, partial: as in its `Provenance`.
+        whole: the id of the run that it is a part of: that of the first part, its own if it is the only one.
     """
 
     id: str
@@ -30,6 +46,12 @@ class Run(NamedTuple):
     host: str
     revision: str
     partial: bool = False
+    whole: str = ""
+
+    @property
+    def suite(self) -> str:
+        """The suite that its cells run."""
+        return str(options_of(self.command).get("suite", "default"))
 
 
 class Provenance(NamedTuple):
@@ -80,6 +102,11 @@ class Summary(NamedTuple):
     def state(self) -> State:
         """The verdict; without one, ``excluded`` or ``unfinished``."""
         return self.verdict or ("excluded" if self.excluded else "unfinished")
+
+    @property
+    def rank(self) -> int:
+        """0 if its tests decided, 1 if the machine lacked something, 2 without a result. A lower one counts for more."""
+        return 0 if self.verdict in ENDED else 1 if self.verdict else 2
 
     @property
     def counts(self) -> Mapping[Outcome, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, create_engine, inspect, text
 
 from ..errors import MatrixError
+from .models import metadata
 
 if TYPE_CHECKING:  # its import takes longer than opening a store that needs no migration
     from alembic.config import Config
@@ -59,6 +60,37 @@ def upgrade(connection: Connection, to: str = "head") -> None:
             f"it was written by a newer kernel-compat-matrix (schema {found}, this one knows {HEAD}): upgrade it"
         )
     command.upgrade(config, to)
+
+
+def check_objects(connection: Connection) -> None:
+    """Check that a SQLite database has plain tables only: reading a view, and migrating a table with a trigger, runs code.
+
+    Raises:
+        MatrixError: it has others.
+    """
+    sql = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%'"
+    if found := connection.execute(text(sql)).first():
+        raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has the {found[0]} {found[1]!r}")
+    sql = "SELECT m.name, c.name FROM sqlite_master m, pragma_table_xinfo(m.name) c WHERE m.type = 'table' AND c.hidden > 0"
+    if found := connection.execute(text(sql)).first():
+        raise MatrixError(f"this isn't a store of kernel-compat-matrix: {found[0]!r} computes {found[1]!r}")
+
+
+def check_tables(connection: Connection) -> None:
+    """Check that the tables are those of a store, and that every row exists that another one refers to.
+
+    Raises:
+        MatrixError: a table differs, or a row doesn't exist.
+    """
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    context = MigrationContext.configure(connection, opts={"version_table": VERSIONS, "compare_type": True})
+    if differing := compare_metadata(context, metadata):
+        raise MatrixError(f"its tables aren't those of a store: {differing[0]!r:.200}")
+    if connection.dialect.name == "sqlite":
+        for table, row, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
+            raise MatrixError(f"the row {row} of its table {table} refers to a row of {referred} that doesn't exist")
 
 
 def draft(path: str, message: str) -> None:

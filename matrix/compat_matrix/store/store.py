@@ -13,13 +13,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, select, text, update
+from sqlalchemy import Connection, Engine, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ..cells import Cell
 from ..errors import MatrixError
-from ..results import CellResult, Figure, Outcome, Test
-from . import database, inserts, models, queries
+from ..results import CellResult, Figure, Outcome
+from ..words import plural
+from . import database, foreign, inserts, queries
 from .models import CELL, PLANNED, RESULT, RUN, TEXT
 from .records import Measured, Past, Provenance, Run, State, Summary
 
@@ -36,12 +37,13 @@ class Store:
         self.name = name
 
     @classmethod
-    def open(cls, url: str, *, create: bool = True) -> Store:
+    def open(cls, url: str, *, create: bool = True, foreign: bool = False) -> Store:
         """Open a store; it is created or migrated if needed.
 
         Args:
             url: a SQLAlchemy URL; a plain path is a SQLite file.
             create: create the store if it doesn't exist.
+            foreign: check its tables first: it may be from anywhere.
 
         Raises:
             MatrixError: it can't be reached or written, is corrupt, isn't a store, or is from a newer version; or it doesn't
@@ -52,7 +54,7 @@ class Store:
         with database.explained(name):
             engine = database.connect(parsed, create=create)
             try:
-                database.migrate(engine, create=create)
+                database.migrate(engine, create=create, foreign=foreign)
             except BaseException:
                 engine.dispose()
                 raise
@@ -130,7 +132,9 @@ class Store:
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
 
-        Of several runs with a label, the newest. A partial run is the latest only if there is no other.
+        Runs with the same label, commit, suite and axes file are parts of one run, whose id is that of its first part; a run
+        that has all its cells again is another one. Of several runs with a label, the newest. A partial run is the latest only if
+        there is no other.
 
         Raises:
             MatrixError: there is no such run, or several match.
@@ -139,22 +143,31 @@ class Store:
         if not known:
             raise MatrixError(f"the store {self.name} has no runs")
         if match := re.fullmatch(r"latest(?:~(\d{1,9}))?", text):
-            back, whole = int(match[1] or 0), [one for one in known if not one.partial] or known
-            if back < len(whole):
-                return whole[back].id
-            raise MatrixError(f"there is no {text}: the store {self.name} has {len(whole)} runs")
+            back = int(match[1] or 0)
+            wholes = [*dict.fromkeys(one.whole for one in [one for one in known if not one.partial] or known)]
+            if back < len(wholes):
+                return wholes[back]
+            raise MatrixError(f"there is no {text}: the store {self.name} has {plural(len(wholes), 'run')}")
         for same in ([r for r in known if r.id == text], [r for r in known if text and r.label == text]):
             if same:
-                return same[0].id
-        begin = [one.id for one in known if text and one.id.startswith(text)]
+                return same[0].whole
+        begin = [*dict.fromkeys(one.whole for one in known if text and one.id.startswith(text))]
         if len(begin) == 1:
             return begin[0]
         if begin:
             raise MatrixError(f"{len(begin)} runs begin with {text!r}: {_some(begin)}")
         raise MatrixError(f"no run is called {text!r}; there are {_some([one.id for one in known])}")
 
+    def parts(self, run: str) -> list[Run]:
+        """The parts of a run, in the order received; only the run itself if it has no others."""
+        with self.reading() as connection:
+            rows = connection.execute(select(*queries.RUN_FIELDS).where(queries.of_run(run)).order_by(RUN.c.id)).all()
+            if not rows:
+                inserts.key(connection, run)
+        return [Run(*row) for row in rows]
+
     def run(self, run: str) -> Run:
-        """A run by its id."""
+        """A run by its id: this part of it."""
         with self.reading() as connection:
             row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == run)).one_or_none()
         if row is None:
@@ -168,35 +181,42 @@ class Store:
             return connection.scalar(query) or ""
 
     def summary(self, run: str) -> dict[Cell, Summary]:
-        """Every cell of a run, in the order planned, with its latest result. One query."""
+        """Every cell of a run, in the order planned, with the result that counts. One query.
+
+        That is a cell's latest result in a part of the run, and of several parts the newest.
+        """
+        query = queries.summary(RESULT.c.id).where(queries.of_run(run)).order_by(RUN.c.id, PLANNED.c.position)
         with self.reading() as connection:
-            rows = connection.execute(queries.summary().where(RUN.c.name == run).order_by(PLANNED.c.position)).all()
+            rows = connection.execute(query).all()
             if not rows:
                 inserts.key(connection, run)
-        return dict(map(queries.summary_of, rows))
+        return _counting(rows)
 
     def compare(self, old: str, new: str) -> dict[Cell, tuple[Summary | None, Summary | None]]:
         """The cells that ended differently in two runs, and those that failed in both; None if a run doesn't have the cell."""
         found: dict[Cell, tuple[Summary | None, Summary | None]] = {}
         with self.reading() as connection:
-            ends: list[dict[int, tuple[str | None, str | None]]] = []
-            for name in (old, new):
-                inserts.key(connection, name)
-                ends.append({row[0]: (row[1], row[2]) for row in connection.execute(queries.verdicts(name))})
-            before, after = ends
+            before, after = (self._ends(connection, name) for name in (old, new))
             keys = [
                 key
                 for key in before.keys() | after.keys()
-                if before.get(key) != after.get(key) or before[key][0] == "failed"
+                if before.get(key, ())[:2] != after.get(key, ())[:2] or before[key][0] == "failed"
             ]
             for some in inserts.chunks(sorted(keys)):
-                own = queries.summary().where(PLANNED.c.cell_id.in_(some))
+                own = queries.summary(RESULT.c.id).where(PLANNED.c.cell_id.in_(some))
                 was, now = (
-                    dict(map(queries.summary_of, connection.execute(own.where(RUN.c.name == name))))
+                    _counting(connection.execute(own.where(queries.of_run(name)).order_by(RUN.c.id)).all())
                     for name in (old, new)
                 )
                 found |= {one: (was.get(one), now.get(one)) for one in was.keys() | now.keys()}
         return found
+
+    def _ends(
+        self, connection: Connection, run: str, *where: Any
+    ) -> dict[int, tuple[str | None, str | None, int | None]]:
+        """Verdict, kind and key of the results that count, by the key of the cell."""
+        inserts.key(connection, run)
+        return {row[0]: (row[2], row[3], row[4]) for row in connection.execute(queries.ends(run).where(*where))}
 
     def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
         """Every cell, sorted, with its newest result in all whole runs, or in the given runs.
@@ -220,82 +240,57 @@ class Store:
         return [found for found, summary in self.summary(run).items() if summary.state == "unfinished"]
 
     def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
-        """The whole result of a cell: of its latest attempt in a run, or of the given one.
+        """The whole result of a cell in a run: the one that counts, or of the given attempt.
 
         Args:
+            attempt: an attempt of the part `run`, if that part has it; else of another part.
             log: include the log, which may be large.
 
         Raises:
             MatrixError: the run has no result of the cell.
         """
-        query = queries.result(run, cell)
-        if attempt is not None:
-            query = query.where(RESULT.c.attempt == attempt)
-        if not log:
-            query = query.with_only_columns(*(one for one in query.selected_columns if one.key != "log"))
         with self.reading() as connection:
-            row = connection.execute(query).one_or_none()
-            if row is None:
+            found = queries.read_result(connection, run, cell, attempt, log=log)
+            if found is None:
                 inserts.key(connection, run)
                 raise MatrixError(f"the run {run} has no result of {cell}")
-            tests = connection.execute(queries.tests(row.id)).all()
-            figures: dict[str, list[Figure]] = {}
-            for nodeid, *fields in connection.execute(queries.figures_of(row.id)):
-                figures.setdefault(nodeid, []).append(Figure(*fields))
-            return CellResult(
-                cell=cell,
-                verdict=row.verdict,
-                kind=row.kind,
-                reason=row.reason,
-                started=row.started,
-                seconds=row.seconds,
-                tests=tuple(
-                    Test(name, outcome, seconds, said or "", tuple(figures.get(name, ())))
-                    for name, outcome, seconds, said in tests
-                ),
-                environment=json.loads(row.environment or "{}"),
-                pins=row.pins or "",
-                command=tuple(json.loads(row.command or "[]")),
-                log=(row.log or "") if log else "",
-                attempt=row.attempt,
-            )
+        return found
 
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
-        """The environment that a cell reported in its latest attempt; empty if it has none."""
+        """The environment in the result of a cell that counts; empty if it has none."""
+        query = select(TEXT.c.content).select_from(RESULT).outerjoin(TEXT, RESULT.c.environment_id == TEXT.c.id)
         with self.reading() as connection:
-            found = connection.scalar(queries.environment(run, cell))
+            found = connection.scalar(queries.of_cell(query, run, cell))
         return dict(json.loads(found or "{}"))
 
-    def failures(self, run: str) -> dict[Cell, dict[str, Outcome]]:
-        """The tests that failed in a run, by cell and node id. One query, without the tests that passed."""
-        failures: dict[Cell, dict[str, Outcome]] = {}
-        with self.reading() as connection:
-            for row in connection.execute(queries.outcomes(run).where(text(f"test.{models.FAILED}"))):
-                failures.setdefault(queries.cell_of(row), {})[row[-2]] = row[-1]
-        return failures
-
-    def outcomes(self, run: str, cells: Iterable[Cell]) -> dict[Cell, dict[str, Outcome]]:
-        """The outcomes of all tests of some cells, by node id."""
+    def outcomes(self, run: str, cells: Iterable[Cell], *, failed_only: bool = False) -> dict[Cell, dict[str, Outcome]]:
+        """The outcomes of the tests of some cells, by node id."""
         found: dict[Cell, dict[str, Outcome]] = {one: {} for one in cells}
+        by_name = {one.name: one for one in found}
         with self.reading() as connection:
-            for names in inserts.chunks(one.name for one in found):
-                keys = select(CELL.c.id).where(CELL.c.name.in_(names))
-                for row in connection.execute(queries.outcomes(run).where(PLANNED.c.cell_id.in_(keys))):
-                    found[queries.cell_of(row)][row[-2]] = row[-1]
+            for names in inserts.chunks(by_name):
+                rows = connection.execute(select(CELL.c.id, CELL.c.name).where(CELL.c.name.in_(names)))
+                keys = {row[0]: by_name[row[1]] for row in rows}
+                ends = self._ends(connection, run, PLANNED.c.cell_id.in_([*keys]))
+                results = {result: keys[key] for key, (_, _, result) in ends.items() if result is not None}
+                for row in connection.execute(queries.outcomes([*results], failed_only=failed_only)):
+                    found[results[row[0]]][row[1]] = row[2]
         return found
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
-        """The figures of a run, by cell, sorted by name. One query."""
+        """The figures of a run, by cell, sorted by name: those of the results that count."""
         found: dict[Cell, list[Figure]] = {}
         with self.reading() as connection:
+            counting = {result for _, _, result in self._ends(connection, run).values()}
             for row in connection.execute(queries.figures(run)):
-                found.setdefault(queries.cell_of(row), []).append(Figure(*row[queries.FIGURE_FIELDS]))
+                if row[-1] in counting:
+                    found.setdefault(queries.cell_of(row), []).append(Figure(*row[queries.FIGURE_FIELDS]))
         return found
 
     def measured(self, *, cell: Cell | None = None, runs: Collection[str] | None = None) -> dict[Cell, list[Measured]]:
-        """The figures of a cell or of all, in the given runs or in all, by cell, oldest first."""
+        """The figures of a cell or of all, in the given runs or in all, by cell, in the order received."""
         conditions = [] if cell is None else [CELL.c.name == cell.name]
-        conditions += [] if runs is None else [RUN.c.name.in_(runs)]
+        conditions += [] if runs is None else [queries.of_run(*runs)]
         with self.reading() as connection:
             rows = connection.execute(queries.measured(*conditions)).all()
             devices: dict[int | None, str] = {None: ""}
@@ -312,10 +307,10 @@ class Store:
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
-        """Attempts at a cell, in one run or in all, the newest run and its latest attempt first; at most `limit`."""
+        """Attempts at a cell, in one run or in all, the newest part of a run and its latest attempt first; at most `limit`."""
         query = queries.history(cell).limit(limit)
         if run is not None:
-            query = query.where(RUN.c.name == run)
+            query = query.where(queries.of_run(run))
         with self.reading() as connection:
             rows = connection.execute(query).all()
         return [queries.past_of(row) for row in rows]
@@ -326,9 +321,65 @@ class Store:
         """Copy everything that this store lacks from another's runs, or from the given ones; returns the ids of the copied runs.
 
         Each run is one transaction. Repeating it copies nothing.
+
+        Raises:
+            MatrixError: a part of what is lacking isn't valid. Then nothing has been copied.
         """
-        wanted = (one for one in reversed(other.runs()) if runs is None or one.id in runs)
-        return [one.id for one in wanted if self._merge(other, one)]
+        with other.reading() as there:
+            names = [one for one in foreign.run_names(there) if runs is None or one in runs]
+            found = {name: foreign.run(there, name) for name in names}
+        lacking = {name: self._lacking(other, name) for name in names}
+        for name, attempts in lacking.items():
+            if stray := next((cell for cell, _ in attempts if cell not in found[name][2]), None):
+                raise MatrixError(
+                    f"the store {other.name}: run {name} has a result of {stray}, which it hasn't planned"
+                )
+            for one in attempts:
+                other.checked(name, *one)
+        return [name for name in names if self._merge(other, *found[name], lacking[name])]
+
+    def checked(self, run: str, cell: Cell, attempt: int) -> CellResult:
+        """As `result`, with every part of it checked: this store may be from anywhere."""
+        with self.reading() as connection:
+            return foreign.result(connection, run, cell, attempt)
+
+    def _lacking(self, other: Store, run: str) -> list[tuple[Cell, int]]:
+        """The cells and attempts of the results of a run that this store lacks, in the order the other received them."""
+        with self.reading() as connection:
+            here = {(queries.cell_of(row), row.attempt) for row in connection.execute(queries.attempts(run))}
+        with other.reading() as connection:
+            return [one for one in foreign.attempts(connection, run) if one not in here]
+
+    def _merge(
+        self,
+        other: Store,
+        theirs: Run,
+        axes: str,
+        planned: Mapping[Cell, str | None],
+        lacking: Iterable[tuple[Cell, int]],
+    ) -> bool:
+        """Copy a run and its lacking results; returns whether something has changed."""
+        excluded = {cell: why for cell, why in planned.items() if why is not None}
+        with self.writing() as connection:
+            query = select(RUN.c.id, RUN.c.finished).where(RUN.c.name == theirs.id)
+            ours = connection.execute(query).one_or_none()
+            if ours is None:
+                key = inserts.new_run(connection, theirs, axes, [*planned], excluded)
+                changed = True
+            else:
+                key, finished = ours
+                here = {queries.cell_of(row) for row in connection.execute(queries.planned(theirs.id))}
+                new = [cell for cell in planned if cell not in here]
+                inserts.plan(connection, key, new, {cell: excluded[cell] for cell in new if cell in excluded})
+                ended = theirs.finished is not None and (finished is None or finished < theirs.finished)
+                if ended:
+                    values = {"state": theirs.state, "finished": theirs.finished}
+                    connection.execute(update(RUN).where(RUN.c.id == key).values(values))
+                changed = ended or bool(new)
+            for cell, attempt in lacking:
+                changed = True
+                inserts.add_result(connection, key, other.checked(theirs.id, cell, attempt))
+        return changed
 
     def export(self, runs: Collection[str], path: str | os.PathLike[str]) -> None:
         """Write a SQLite store with only these runs.
@@ -358,31 +409,6 @@ class Store:
         with database.explained(self.name):
             database.single_file(self._engine)
 
-    def _merge(self, other: Store, theirs: Run) -> bool:
-        with self.writing() as connection:
-            ours = connection.execute(
-                select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.name == theirs.id)
-            ).one_or_none()
-            key = inserts.new_run(connection, theirs, other.axes(theirs.id)) if ours is None else ours[0]
-            changed = ours is None
-            if ours is not None and theirs.finished and (ours.finished is None or ours.finished < theirs.finished):
-                values = {"state": theirs.state, "finished": theirs.finished}
-                connection.execute(update(RUN).where(RUN.c.id == key).values(values))
-                changed = True
-            with other.reading() as connection_:
-                planned_there = connection_.execute(queries.planned(theirs.id)).all()
-                attempts_there = connection_.execute(queries.attempts(theirs.id)).all()
-            here = {queries.cell_of(row) for row in connection.execute(queries.planned(theirs.id))}
-            there = {queries.cell_of(row): row.excluded for row in planned_there}
-            lacking = {cell: excluded for cell, excluded in there.items() if cell not in here}
-            inserts.plan(connection, key, lacking, {one: why for one, why in lacking.items() if why is not None})
-            attempts_here = {tuple(row) for row in connection.execute(queries.attempts(theirs.id))}
-            for row in attempts_there:
-                if tuple(row) not in attempts_here:
-                    inserts.add_result(connection, key, other.result(theirs.id, queries.cell_of(row), row.attempt))
-                    changed = True
-            return changed or bool(lacking)
-
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A connection whose errors are raised as `MatrixError`."""
@@ -394,6 +420,16 @@ class Store:
         """A writing transaction."""
         with database.explained(self.name), database.writing(self._engine).begin() as connection:
             yield connection
+
+
+def _counting(rows: Sequence[Any]) -> dict[Cell, Summary]:
+    """The summaries that count, of rows that end with the key of the result."""
+    found = dict(map(queries.summary_of, rows))
+    if len(found) < len(rows):  # several parts have a cell: first come the results that count less
+        ranked = [(*queries.summary_of(row), row[-1] or 0) for row in rows]
+        ranked.sort(key=lambda one: (-one[1].rank, one[2]))
+        found |= {cell: summary for cell, summary, _ in ranked}
+    return found
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from ..cells import VERSIONED, Cell
+from ..cells import VERSIONED, Cell, one_and_more
 from ..errors import MatrixError
 from ..store import Run, Store, Summary
+from ..store.records import options_of
 
 KERNELS = {
     "none": "no FlashAttention",
@@ -216,6 +216,15 @@ def named(run: Run) -> str:
     return f"{run.id} ({one_line(run.label, 60)})" if run.label else run.id
 
 
+def whole(parts: Sequence[Run]) -> Run:
+    """A run made of parts: the first one, with the state, the machines and the end of all."""
+    state = next((one.state for one in parts if one.state != "finished"), "finished")
+    ends = [one.finished for one in parts if one.finished]
+    hosts = [*dict.fromkeys(one.host for one in parts if one.host)]
+    finished = max(ends) if len(ends) == len(parts) else None
+    return parts[0]._replace(state=state, host=one_and_more(hosts) if hosts else "", finished=finished)
+
+
 def counted(states: Iterable[str] | Mapping[str, int]) -> str:
     """``12 passed, 1 failed``."""
     counts = Counter(states)
@@ -226,22 +235,9 @@ def counted(states: Iterable[str] | Mapping[str, int]) -> str:
 
 def reproduce(cell: Cell, run: Run) -> str:
     """The command that repeats a cell of a run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option in ("--axes", "--suite", "--pytest"):
-        parser.add_argument(option)
-    command = f"kernel-compat-matrix run {shlex.quote(cell.name)}"  # a store of unknown origin may have any name
-    try:
-        verb, *words = shlex.split(run.command)
-        options = vars(parser.parse_known_args(words)[0]) if verb == "run" else {}
-    except (ValueError, argparse.ArgumentError):  # not a command of the matrix
-        return command
-    return " ".join([command, *(f"--{name}={shlex.quote(value)}" for name, value in options.items() if value)])
-
-
-def suite(run: Run) -> str:
-    """The suite of a run."""
-    found = re.search(r"--suite[= ](\S+)", run.command)
-    return found[1] if found else "default"
+    options = {name: value for name, value in options_of(run.command).items() if name != "latest"}
+    words = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()]
+    return " ".join(["kernel-compat-matrix run", shlex.quote(cell.name), *words])  # a foreign store may have any name
 
 
 def as_json(run: Run) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def write(path: Path, text: str) -> None:
 def document(store: Store, current: Mapping[Cell, Past]) -> str:
     """The document; it depends on nothing but the results."""
     answers = {cell: _answer(store, cell, past) for cell, past in current.items()}
-    ran = {past.run for cell, past in current.items() if answers[cell]}
-    runs = sorted(ran, key=lambda one: (one.started, one.id))
+    wholes = {past.run.whole for cell, past in current.items() if answers[cell]}
+    runs = sorted((common.whole(store.parts(whole)) for whole in wholes), key=lambda one: (one.started, one.id))
     numbers = {found.id: number for number, found in enumerate(runs, 1)}
     # One order for all tables: a release that is missing in one of them ends the ranges there.
     releases = tuple(Releases(getattr(cell, axis) for cell in current) for axis in ("transformers", "torch", "python"))
@@ -144,7 +144,7 @@ def _line(row: _Row, current: Mapping[Cell, Past], numbers: Mapping[str, int], r
     shims = ", ".join(f"`{name}`" for name in row.answer.shims) or "none"
     counts = sorted({current[cell].summary.passed for cell in row.cells})
     passed = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-    runs = ", ".join(map(str, sorted({numbers[current[cell].run.id] for cell in row.cells})))
+    runs = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in row.cells})))
     return table_line(*versions, row.answer.works, shims, passed, runs)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..cells import Cell
+from ..errors import MatrixError
 from ..results import ENDED, Figure
 from ..store import Store, Summary
 from . import common, trend
@@ -72,7 +73,15 @@ TITLES = {
 
 
 def compare(store: Store, old: str, new: str) -> Diff:
-    """The changes from one run to another, by their ids."""
+    """The changes from one run to another, by their ids.
+
+    Raises:
+        MatrixError: a run doesn't exist, or they ran different suites.
+    """
+    suites = [(run, store.run(run).suite) for run in (old, new)]
+    if suites[0][1] != suites[1][1]:
+        said = " and ".join(f"{run} (suite {common.one_line(suite, 60)})" for run, suite in suites)
+        raise MatrixError(f"{said} ran different tests and can't be compared")
     diff = Diff([], [], [], [], [], {}, {}, *_compare_figures(store, old, new))
     both_failed = []
     ends = store.compare(old, new)
@@ -103,14 +112,15 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
     """The figures that changed, and the number of those whose noise isn't known."""
     if old == new:
         return [], 0
-    runs = [one.id for one in store.runs()]
+    old, new = (store.run(run).whole for run in (old, new))
+    runs = [*dict.fromkeys(one.whole for one in store.runs())]
     place = runs.index(old)
     past = [one for one in runs[place : place + _RUNS] if one != new]
     changes, too_few = [], 0
     measured = store.measured(runs=[*past, new])
     for cell in common.ordered(measured):
-        now = {one.figure.name: one for one in measured[cell] if one.run.id == new}
-        earlier = [one for one in measured[cell] if one.run.id != new]
+        now = {one.figure.name: one for one in measured[cell] if one.run.whole == new}
+        earlier = [one for one in measured[cell] if one.run.whole != new]
         for _, one in sorted(now.items()):
             found = trend.level([each.figure.value for each in trend.comparable(earlier, one)])
             expected = trend.noise(found.values)
@@ -124,16 +134,13 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
 
 
 def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Diff) -> None:
-    if not cells:
-        return
-    failed_old, failed_new = store.failures(old), store.failures(new)
-    # A test that failed only once may not have run the other time. The other tests are queried for those cells only.
-    broke = {cell: tests for cell in cells if (tests := failed_new.get(cell, {}).keys() - failed_old.get(cell, {}))}
-    mended = {cell: tests for cell in cells if (tests := failed_old.get(cell, {}).keys() - failed_new.get(cell, {}))}
-    ran_old, ran_new = store.outcomes(old, broke), store.outcomes(new, mended)
-    for found, there, into in ((broke, ran_old, diff.tests_broke), (mended, ran_new, diff.tests_mended)):
-        for cell, tests in found.items():
-            if both := sorted(test for test in tests if there[cell].get(test, "skipped") != "skipped"):
+    failed = {run: store.outcomes(run, cells, failed_only=True) for run in (old, new)}
+    for run, other, into in ((new, old, diff.tests_broke), (old, new, diff.tests_mended)):
+        # A test that failed only once may not have run the other time. The other tests are queried for those cells only.
+        once = {cell: tests for cell in cells if (tests := failed[run][cell].keys() - failed[other][cell])}
+        ran = store.outcomes(other, once)
+        for cell, tests in once.items():
+            if both := sorted(test for test in tests if ran[cell].get(test, "skipped") != "skipped"):
                 into[cell] = both
 
 
@@ -147,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the changes; returns 1 if something broke."""
     with common.open_store(arguments.store) as store:
-        old, new = (store.run(store.resolve(name)) for name in (arguments.old, arguments.new))
+        old, new = (common.whole(store.parts(store.resolve(name))) for name in (arguments.old, arguments.new))
         diff = compare(store, old.id, new.id)
     if arguments.json:
         print(json.dumps({"old": common.as_json(old), "new": common.as_json(new)} | _as_json(diff), indent=2))

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..cells import Cell, parse
+from ..errors import MatrixError
 from ..results import CellResult, Test
 from ..store import Measured, Past, Store
+from ..words import plural
 from . import common, trend
 
 #: The packages that are shown without `--full`.
@@ -38,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     with common.open_store(arguments.store) as store:
         history = store.history(cell)
         measured = store.measured(cell=cell).get(cell, [])
-        name = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
-        lines = [*_explained(store, cell, name, history, arguments)] if name else [*_without(store, cell)]
+        run = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
+        lines = [*_explained(store, cell, run, history, arguments)] if run else [*_without(store, cell)]
     common.show([*lines, *_figures(measured), *_history(history)])
     return 0
 
@@ -65,10 +67,14 @@ def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
 
 
 def _explained(
-    store: Store, cell: Cell, name: str, history: Sequence[Past], arguments: argparse.Namespace
+    store: Store, cell: Cell, run: str, history: Sequence[Past], arguments: argparse.Namespace
 ) -> Iterator[common.Line]:
-    found = store.result(name, cell)
-    past = next(past for past in history if past.run.id == name and past.summary.attempt == found.attempt)
+    parts = {part.id for part in store.parts(run)}
+    latest = {past.run.id: past for past in reversed(history) if past.run.id in parts}
+    past = min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
+    if past is None:
+        raise MatrixError(f"the run {run} has no result of {cell}")
+    found = store.result(past.run.id, cell, past.summary.attempt)
     yield common.Line(f"{cell}: ", "bold").add(*_state(past))
     if found.reason:
         yield common.Line(common.clean(found.reason))
@@ -108,7 +114,7 @@ def telling(lines: Sequence[str], most: int = 8) -> list[str]:
     """The error lines of a pytest report; the last lines of any other text."""
     errors = [line for line in lines if line.startswith("E ")]
     kept = errors[:most] or [line for line in lines if line.strip()][-most:]
-    return kept if len(kept) == len(lines) else [*kept, f"({len(lines) - len(kept)} more lines: --full)"]
+    return kept if len(kept) == len(lines) else [*kept, f"({plural(len(lines) - len(kept), 'more line')}: --full)"]
 
 
 def _environment(environment: Mapping[str, Any], full: bool) -> Iterator[common.Line]:

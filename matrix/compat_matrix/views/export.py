@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the runs into a new file; returns the exit code."""
     with common.open_store(arguments.store) as store:
-        runs = [store.resolve(name) for name in arguments.runs]
+        runs = [part.id for name in arguments.runs for part in store.parts(store.resolve(name))]
         store.export(runs, arguments.path)
     print(f"{arguments.path}: {', '.join(runs)}")
     return 0

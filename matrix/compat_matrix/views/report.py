@@ -115,7 +115,7 @@ def _pages(store: Store, runs: Sequence[str] | None) -> Iterator[tuple[str, str]
         return environment.get_template(name).render(root=root, **values)
 
     current = store.current(runs)
-    known = [one for one in store.runs() if (not one.partial if runs is None else one.id in runs)]
+    known = [one for one in store.runs() if (not one.partial if runs is None else one.whole in runs)]
     summary = {cell: past.summary for cell, past in current.items()}
     yield "style.css", render("style.css")
     yield (
@@ -170,6 +170,8 @@ def _last_two(store: Store, runs: Sequence[Run]) -> tuple[Run | None, Run | None
     """The newest run, and the newest before it that shares cells with it."""
     new, cells = None, set[Cell]()
     for one in runs:
+        if new and (one.whole == new.whole or one.suite != new.suite):
+            continue
         ran = {cell for cell, summary in store.summary(one.id).items() if summary.verdict}
         if new is None and ran:
             new, cells = one, ran

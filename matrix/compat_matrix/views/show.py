@@ -12,6 +12,7 @@ from ..cells import Cell
 from ..errors import MatrixError
 from ..results import Figure
 from ..store import Summary
+from ..words import plural
 from . import common, trend
 
 
@@ -28,19 +29,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the grid of a run; returns the exit code."""
     with common.open_store(arguments.store) as store:
         name = store.resolve(arguments.chosen)
-        found, summary, figures = store.run(name), store.summary(name), store.figures(name)
+        parts, summary, figures = store.parts(name), store.summary(name), store.figures(name)
+    found = common.whole(parts)
     if arguments.json:
         cells = [
             common.summary_as_json(cell, summary[cell]) | {"figures": [one._asdict() for one in figures.get(cell, ())]}
             for cell in common.ordered(summary)
         ]
-        print(json.dumps({"run": common.as_json(found), "cells": cells}, indent=2))
+        run = {"run": common.as_json(found), "parts": [common.as_json(one) for one in parts], "cells": cells}
+        print(json.dumps(run, indent=2))
         return 0
+    state = common.one_line(found.state) + (f", in {len(parts)} parts" if len(parts) > 1 else "")
+    counts = common.counted(one.state for one in summary.values())
     lines = [
-        common.Line(
-            f"run {common.named(found)}, {common.one_line(found.state)}, begun {common.moment(found.started)}", "bold"
-        ),
-        common.Line(f"{len(summary)} cells: {common.counted(one.state for one in summary.values())}"),
+        common.Line(f"run {common.named(found)}, {state}, begun {common.moment(found.started)}", "bold"),
+        common.Line(f"{plural(len(summary), 'cell')}: {counts}"),
     ]
     words = {cell: (common.word(one), common.style(one)) for cell, one in summary.items()}
     if arguments.figure is not None:
@@ -113,7 +116,7 @@ def _grid(block: common.Block, words: Mapping[Cell, tuple[str, str]], width: int
 
 def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
     """The reasons of failures, known ones and flaky tests included, the most frequent first."""
-    failed = [cell for cell in common.ordered(summary) if summary[cell].state in ("failed", "known", "flaky")]
+    failed = common.ordered(cell for cell, one in summary.items() if one.state in ("failed", "known", "flaky"))
     why = {cell: (common.word(summary[cell]).split(" ")[0], common.one_line(summary[cell].reason)) for cell in failed}
     counts = Counter(why.values())
     example = {reason: cell for cell, reason in reversed(why.items())}
@@ -128,4 +131,4 @@ def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
             .add(f"  {said}  (such as {example[reason]})")
         )
     if len(counts) > 10:
-        yield common.Line(f"{len(counts) - 10} more reasons: --json has them")
+        yield common.Line(f"{plural(len(counts) - 10, 'more reason')}: --json has them")

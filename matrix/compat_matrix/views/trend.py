@@ -96,13 +96,11 @@ def level(series: Iterable[float]) -> Level:
 def comparable(measured: Iterable[Measured], to: Measured) -> list[Measured]:
     """The values that may be compared with one: of the same figure in the same unit, on the same device, in the same suite."""
     name, _, unit, _ = to.figure
-    suite = common.suite(to.run)
+    suite = to.run.suite
     return [
         one
         for one in measured
-        if one.figure.name == name
-        and (one.figure.unit, one.device) == (unit, to.device)
-        and common.suite(one.run) == suite
+        if one.figure.name == name and (one.figure.unit, one.device) == (unit, to.device) and one.run.suite == suite
     ]
 
 
