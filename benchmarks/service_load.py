@@ -1,19 +1,18 @@
-"""Whether the service holds 50 workers and 50 readers on 2 cores, with 100,000 results in its store.
+"""Whether the service's readers wait while it executes runs and takes uploads, with 100,000 results in its store, on 2 cores.
 
 Run by hand: python benchmarks/service_load.py [sqlite] [postgresql] [--seconds 60] [--think 1.0]. It needs
 kernel-compat-matrix[service,postgres], aiohttp, Debian's postgresql and 1 GB of disk in the temporary folder. The service is one
-process with nothing configured. Each worker leases a cell, has it for a second, and reports 300 tests and 8 KB of log; each reader
-asks for the grid, cells, runs and the API in turn, with a pause of `--think` seconds. This process takes its part of the same cores.
+process with nothing configured. 50 readers ask for the grid, cells, runs and the API in turn, with a pause of `--think` seconds: first
+alone, then while the service runs cells of 300 tests, then while stores of 168 such results are uploaded one after the other. This
+process takes its part of the same cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
-import resource
 import signal
 import sqlite3
 import subprocess
@@ -21,12 +20,13 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import aiohttp
-import psutil
-from matrix_store import copy_runs, fill, result
+import requests
+from matrix_store import copy_runs, fill
 from sqlalchemy import select, text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -35,12 +35,10 @@ from postgresql import Postgres
 from small import Small
 
 from compat_matrix.axes import Axes
-from compat_matrix.fingerprint import of_axes
 from compat_matrix.service import tokens
-from compat_matrix.service.protocol import Machine, Result, Wanted
-from compat_matrix.store import Store, models
+from compat_matrix.store import Store, models, submissions
 
-WORKERS = READERS = 50
+READERS = 50
 TESTS = 300
 #: With this many copies of two runs of 168 cells there are 100,128 results.
 COPIES = 297
@@ -61,7 +59,7 @@ def copied(path: Path, url: str) -> None:
                                 for column, value in zip(table.c, row, strict=True)
                             ]
                         )
-                if "id" in table.c and table.name != "lease":
+                if "id" in table.c:
                     newest = f"(SELECT coalesce(max(id), 1) FROM {table.name})"
                     writing.execute(text(f"SELECT setval(pg_get_serial_sequence('{table.name}', 'id'), {newest})"))
         with target._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -69,47 +67,19 @@ def copied(path: Path, url: str) -> None:
 
 
 class Load:
-    def __init__(self, url: str, token: str, axes: Axes, seconds: float, think: float) -> None:
-        self.url, self.seconds, self.think = url, seconds, think
+    def __init__(self, url: str, token: str, axes: Axes, think: float) -> None:
+        self.url, self.think = url, think
         self.cells = [cell.name for cell in axes.cells]
-        self.auth = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+        self.auth = {"authorization": f"Bearer {token}"}
         self.took: dict[str, list[float]] = defaultdict(list)
         self.answers: Counter[tuple[str, int]] = Counter()
-        self.counted: Counter[str] = Counter()
-        self.fingerprint = of_axes(axes)
-        reports = [Result.of(result(cell, TESTS, fail=n % 10 == 0, seed=n)) for n, cell in enumerate(axes.cells[:20])]
-        self.results = [one.model_dump_json(exclude_unset=True) for one in reports]
-        self.log = b"".join(b"tests/integration/test_%d.py ........ [%d%%]\n" % (n, n % 100) for n in range(200))
 
-    async def ask(
-        self, session: aiohttp.ClientSession, what: str, method: str, path: str, data: bytes | None = None
-    ) -> tuple[int, bytes]:
+    async def ask(self, session: aiohttp.ClientSession, what: str, path: str) -> None:
         began = time.perf_counter()
-        headers = self.auth if method != "GET" else None
-        async with session.request(method, self.url + path, data=data, headers=headers) as answer:
-            body = await answer.read()
+        async with session.get(self.url + path) as answer:
+            await answer.read()
         self.took[what].append(time.perf_counter() - began)
         self.answers[what, answer.status] += 1
-        return answer.status, body
-
-    async def worker(self, number: int, end: float) -> None:
-        machine = Machine(name=f"w{number}", version="0.1", fingerprint=self.fingerprint, memory=64.0)
-        wanted = Wanted(machine=machine, free_memory=64.0).model_dump_json().encode()
-        async with aiohttp.ClientSession() as session:
-            await asyncio.sleep(random.random())
-            while time.monotonic() < end:
-                status, body = await self.ask(session, "lease", "POST", "/api/v1/leases", wanted)
-                if status != 200:
-                    await asyncio.sleep(random.uniform(0.25, 0.5))
-                    continue
-                lease = json.loads(body)["lease"]
-                await asyncio.sleep(random.uniform(0.8, 1.2))
-                if not number % 5:
-                    await self.ask(session, "renew", "POST", f"/api/v1/leases/{lease}/renewal")
-                await self.ask(session, "log", "PUT", f"/api/v1/leases/{lease}/log", self.log)
-                sent = f'{{"now": {time.time()}, "result": {random.choice(self.results)}}}'
-                _, body = await self.ask(session, "report", "POST", f"/api/v1/leases/{lease}/result", sent.encode())
-                self.counted[body.decode()] += 1
 
     async def reader(self, number: int, end: float) -> None:
         pages = (
@@ -133,74 +103,74 @@ class Load:
                 cell = random.choice(self.cells)
                 tf, torch = (part.lstrip("tforch") for part in cell.split("-")[1:3])
                 path = path.format(cell=cell, tf=tf, torch=torch, patch=random.randrange(20))
-                await self.ask(session, what, "GET", path)
+                await self.ask(session, what, path)
                 if self.think:
                     await asyncio.sleep(random.uniform(0.5, 1.5) * self.think)
 
-    async def submitter(self, end: float) -> None:
-        """Keep the queue filled: two runs ahead."""
-        async with aiohttp.ClientSession() as session:
-            runs = 0
-            while time.monotonic() < end:
-                if runs * len(self.cells) - self.answers["lease", 200] < len(self.cells):
-                    status, _ = await self.ask(session, "submit", "POST", "/api/v1/runs", b'{"label": "load"}')
-                    assert status == 201
-                    runs += 1
-                await asyncio.sleep(0.1)
+    async def uploader(self, uploads: Sequence[Path], end: float) -> int:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
+            for count, path in enumerate(uploads):
+                if time.monotonic() >= end:
+                    return count
+                headers = {**self.auth, "content-type": "application/vnd.sqlite3"}
+                async with session.post(f"{self.url}/api/v1/runs", data=path.read_bytes(), headers=headers) as answer:
+                    assert answer.status == 201, await answer.text()
+        return len(uploads)
 
-    async def run(self) -> None:
-        end = time.monotonic() + self.seconds
-        workers = [self.worker(number, end) for number in range(WORKERS)]
-        await asyncio.gather(self.submitter(end), *workers, *(self.reader(number, end) for number in range(READERS)))
+    async def run(self, seconds: float, uploads: Sequence[Path] = ()) -> int:
+        end = time.monotonic() + seconds
+        self.took.clear()
+        readers = (self.reader(number, end) for number in range(READERS))
+        done, *_ = await asyncio.gather(self.uploader(uploads, end), *readers)
+        return done
 
-    def show(self) -> None:
-        for what, took in self.took.items():
+    def show(self, what: str) -> None:
+        print(f"    {what}:")
+        every = sorted(one for took in self.took.values() for one in took)
+        for name, took in [*self.took.items(), ("all", every)]:
             took.sort()
             p50, p99 = (took[int(len(took) * part)] * 1000 for part in (0.5, 0.99))
-            print(f"    {what:16} {len(took):7} p50 {p50:7.0f} ms, p99 {p99:7.0f} ms, at most {took[-1] * 1000:.0f} ms")
-        bad = {f"{what} {status}": count for (what, status), count in self.answers.items() if status >= 400}
-        late = {said: count for said, count in self.counted.items() if said != '{"counted":true}'}
-        print(f"    errors: {bad or 'none'}; not counted: {late or 'none'}")
+            print(
+                f"        {name:16} {len(took):7} p50 {p50:7.0f} ms, p99 {p99:7.0f} ms, at most {took[-1] * 1000:.0f} ms"
+            )
+        bad = {f"{name} {status}": count for (name, status), count in self.answers.items() if status >= 400}
+        print(f"        errors: {bad or 'none'}", flush=True)
 
 
-def busy(process: psutil.Process) -> float:
-    every = [process, *process.children(recursive=True)]
-    return sum(times.user + times.system for times in (one.cpu_times() for one in every))
-
-
-def measure(url: str, axes: Axes, seconds: float, think: float, server: psutil.Process | None) -> None:
+def measure(url: str, axes: Axes, seconds: float, think: float, uploads: Sequence[Path]) -> None:
     with Store.open(url) as store:
-        token = tokens.add(store, f"load-{os.getpid()}", ["submit", "work"])
-        before = len(store.runs())
+        token = tokens.add(store, f"load-{os.getpid()}", ["submit"])
     command = [sys.executable, "-m", "compat_matrix", "serve", "--store", url, "--axes", str(axes.path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+    environment = {**os.environ, "KERNEL_COMPAT_MATRIX_CACHE": str(axes.folder / "cache"), "UV_OFFLINE": "1"}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_reportlog.plugin"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as service:
         try:
             assert service.stdout is not None
             address = service.stdout.readline().split()[0]
             time.sleep(3)
-            load = Load(address, token, axes, seconds, think)
-            processes = {"service": psutil.Process(service.pid)} | ({"database": server} if server else {})
-            was = {name: busy(process) for name, process in processes.items()}
-            own = resource.getrusage(resource.RUSAGE_SELF)
-            began = time.monotonic()
-            asyncio.run(load.run())
-            took = time.monotonic() - began
-            now = resource.getrusage(resource.RUSAGE_SELF)
-            load.show()
-            shares = {name: busy(process) - was[name] for name, process in processes.items()}
-            shares["load"] = now.ru_utime + now.ru_stime - own.ru_utime - own.ru_stime
-            of = ", ".join(f"{name} {share / took * 100:.0f} %" for name, share in shares.items())
-            print(f"    of a core: {of}; the service's memory: {processes['service'].memory_info().rss / 1e6:.0f} MB")
-            reported = load.answers["report", 200]
-            rate = sum(load.answers.values()) / took
-            print(f"    {reported} results in {took:.0f} s; {rate:.0f} requests a second", flush=True)
+            load = Load(address, token, axes, think)
+            asyncio.run(load.run(seconds))
+            load.show("nothing runs")
+            requests.post(
+                f"{address}/api/v1/runs", json={"all": True}, headers=load.auth, timeout=60
+            ).raise_for_status()
+            time.sleep(10)  # for the environments
+            with Store.open(url) as store:
+                before = _ended(store)
+                asyncio.run(load.run(seconds))
+                load.show(f"cells run, {_ended(store) - before} results were stored")
+                (waits,) = submissions.waiting(store)
+                submissions.cancel(store, waits.run)
+            time.sleep(5)
+            done = asyncio.run(load.run(seconds, uploads))
+            load.show(f"{done} stores of {len(axes.cells)} results were uploaded")
         finally:
             service.send_signal(signal.SIGTERM)
-    with Store.open(url) as store:
-        new = store.runs()[: len(store.runs()) - before]
-        ended = sum(1 for one in new for summary in store.summary(one.id).values() if summary.verdict)
-        print(f"    in the store: {ended} results of these", flush=True)
-        assert ended == reported
+
+
+def _ended(store: Store) -> int:
+    with store.reading() as connection:
+        return connection.scalar(text("SELECT count(*) FROM result")) or 0
 
 
 def main() -> None:
@@ -212,7 +182,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         small = Small.make(folder / "small")
-        small.write("test_it.py", "def test_it(): pass")
+        small.write("test_it.py", "import pytest\n@pytest.mark.parametrize('n', range(300))\ndef test_it(n): pass")
         axes = small.axes([f"5.{n}" for n in range(28)], [f"2.{n}" for n in range(10, 16)])
         path = folder / "store.db"
         with Store.open(str(path)) as store:
@@ -223,20 +193,24 @@ def main() -> None:
             connection.execute("UPDATE run SET started = datetime(started, ?)", (f"-{COPIES + 1} hours",))
         with Store.open(str(path)) as store, store.reading() as connection:
             count = connection.scalar(text("SELECT count(*) FROM result"))
+        uploads = []
+        for seed in range(10):
+            with Store.open(str(folder / f"upload-{seed}.db")) as store:
+                fill(store, axes.cells, TESTS, seed)
+                store.single_file()
+            uploads.append(folder / f"upload-{seed}.db")
         for kind in options.databases or ["sqlite", "postgresql"]:
-            print(
-                f"{kind}: {WORKERS} workers, {READERS} readers, {options.seconds:.0f} s, {count:,} results", flush=True
-            )
+            print(f"{kind}: {READERS} readers, {options.seconds:.0f} s, {count:,} results", flush=True)
             if kind == "sqlite":
                 copy = folder / "copy.db"
                 with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
                     source.backup(target)
-                measure(str(copy), axes, options.seconds, options.think, None)
+                measure(str(copy), axes, options.seconds, options.think, uploads)
                 copy.unlink()
             else:
                 with Postgres.running() as server:
                     copied(path, server.url)
-                    measure(server.url, axes, options.seconds, options.think, psutil.Process(server.pid))
+                    measure(server.url, axes, options.seconds, options.think, uploads)
 
 
 if __name__ == "__main__":

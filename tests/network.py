@@ -1,4 +1,4 @@
-"""A matrix service of a small project and its workers, as separate processes."""
+"""A matrix service of a small project, as a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import requests
 from forked import Forked
 from small import Small
 
-from compat_matrix.store import Store
+from compat_matrix.store import Run, Store, submissions
 
 #: A test that reports its start, then waits for the caller.
 WAITS = """
@@ -37,15 +37,14 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 class Network:
-    """The service of a small project and its workers. The command line makes every token."""
+    """The service of a small project. The command line makes its token."""
 
     def __init__(self, small: Small, store: str = "matrix.sqlite") -> None:
         self.small = small
         self.stored = store if "://" in store else str(small.folder / store)
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        words = ("--scope", "submit", "--scope", "work", "--store", self.stored)
-        self.token = small.run("token", "add", "all", *words).stdout.strip()
+        self.token = small.run("token", "add", "all", "--scope", "submit", "--store", self.stored).stdout.strip()
 
     @property
     def store(self) -> Store:
@@ -58,15 +57,12 @@ class Network:
         assert process.said().startswith(f"{self.url} serves "), process.said()
         return process
 
-    def work(self, *options: str, **more: str) -> Forked:
-        return self.small.fork(
-            "work", self.url, "-j", "1", *options, **{"KERNEL_COMPAT_MATRIX_TOKEN": self.token, **more}
-        )
+    def ask(self, verb: str, path: str, **more: Any) -> requests.Response:
+        headers = {"authorization": f"Bearer {self.token}", **more.pop("headers", {})}
+        return requests.request(verb, f"{self.url}/api/v1{path}", headers=headers, timeout=60, **more)
 
     def submit(self, **wanted: Any) -> str:
-        found = requests.post(
-            f"{self.url}/api/v1/runs", json=wanted, headers={"authorization": f"Bearer {self.token}"}, timeout=30
-        )
+        found = self.ask("POST", "/runs", json=wanted or {"all": True})
         assert found.status_code == 201, found.text
         run: str = found.json()["run"]
         return run
@@ -75,6 +71,14 @@ class Network:
         with self.store as store:
             return store.run(run).state
 
+    def runs(self) -> list[Run]:
+        with self.store as store:
+            return store.runs()
+
+    def running(self) -> list[submissions.Running]:
+        with self.store as store:
+            return submissions.running(store)
+
     def began(self) -> Counter[str]:
         return Counter(
             path.name.partition(".tf")[0].rsplit(".", 1)[0] for path in (self.small.folder / "began").glob("*")
@@ -82,10 +86,6 @@ class Network:
 
     def go(self) -> None:
         (self.small.folder / "go").touch()
-
-    def histories(self, run: str) -> dict[str, int]:
-        with self.store as store:
-            return {cell.name: len(store.history(cell)) for cell in store.summary(run)}
 
 
 def _free_port() -> int:

@@ -7,19 +7,18 @@ import json
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stored import SHIMS
 
 from compat_matrix.axes import Axes, load
-from compat_matrix.cells import Cell, parse
+from compat_matrix.cells import Cell
 from compat_matrix.expressions import Expression
-from compat_matrix.fingerprint import of_axes
 from compat_matrix.results import CellResult, Kind, Test, Verdict
-from compat_matrix.service.protocol import Leased, Machine, Report, Result, Submission, Wanted
-from compat_matrix.service.queue import Queue
-from compat_matrix.service.settings import Settings
-from compat_matrix.store import Store, documents, inserts
+from compat_matrix.service.executing import Queue
+from compat_matrix.service.submission import Submission
+from compat_matrix.store import Store, documents, inserts, submissions
+from compat_matrix.store.models import SUBMISSION
 
 AXES = """
 version = 1
@@ -72,7 +71,7 @@ class Demo(NamedTuple):
 
 
 def fill(store: Store, folder: Path) -> Demo:
-    """Store four runs, one of them unfinished, with workers, a late result and an atlas."""
+    """Store four runs, one of them executed now, and an atlas."""
     axes = write_axes(folder)
     now = datetime.now(timezone.utc)
     every = axes.cells
@@ -116,46 +115,36 @@ def write_axes(folder: Path) -> Axes:
     return load(folder / "axes.toml")
 
 
-def machine(name: str, fingerprint: str, **values: Any) -> Machine:
-    found = {"name": name, "version": "0.1.0", "fingerprint": fingerprint, "memory": 64.0, "jobs": 2, "labels": ["cpu"]}
-    return Machine.model_validate(found | values)
+def run_now(store: Store, run: str, cells: Iterable[Cell], since: datetime | None = None) -> None:
+    """Let these cells of a submitted run, and no others, run now."""
+    now = datetime.now(timezone.utc)
+    running = {cell.name: (since or now).isoformat() for cell in cells}
+    values = {"claim": "0" * 32, "host": "h200-4", "seen": now, "running": json.dumps(running)}
+    with store.writing() as connection:
+        own = SUBMISSION.c.run_id == inserts.key(connection, run)
+        connection.execute(SUBMISSION.update().where(own).values(values))
 
 
-def lease(queue: Queue, worker: str, only: str | None = None, **values: Any) -> Leased:
-    """Lease the next cell to a worker."""
-    wanted = Wanted(machine=machine(worker, queue.fingerprint, **values), free_memory=64.0, only=only)
-    found = queue.lease(wanted, "ci")
-    assert found is not None
-    return found
-
-
-def report(queue: Queue, leased: Leased, result: CellResult) -> bool:
-    now = datetime.now(timezone.utc).timestamp()
-    return queue.report(leased.lease, Report(result=Result.of(result), now=now))
+def report(store: Store, run: str, result: CellResult) -> None:
+    """Store the result of a cell that runs now."""
+    store.add(run, result)
+    left = {one.cell: one.since for one in submissions.running(store, run) if one.cell != result.cell}
+    run_now(store, run, left, next(iter(left.values()), None))
 
 
 def _queue(store: Store, axes: Axes, now: datetime) -> tuple[Queue, str]:
-    """An unfinished run: one cell is done, five are leased, and one result came too late."""
-    clock = [now - timedelta(minutes=20)]
-    queue = Queue(store, axes, Settings(lease_seconds=600), fingerprint=of_axes(axes), now=lambda: clock[0])
+    """An unfinished run: one cell is done, and five run."""
+    queue = Queue(store, axes)
     cells = [
-        cell.name
+        cell
         for cell in axes.cells
         if cell.device == "cpu"
         and (cell.python, cell.transformers) in (("3.12", "5.23"), ("3.12", "5.22"), ("3.13", "5.23"))
     ]
-    run = queue.submit(Submission(cells=cells, label="watch: transformers 5.23")).run
-    gpus = [{"name": "NVIDIA H200", "capability": "9.0", "memory": 139.8}] * 4
-    one = "python==3.12 and transformers==5.22 and torch==2.10"  # names one cell: PostgreSQL may lease any of several
-    lost = lease(queue, "h200-4", one, gpus=gpus, memory=512.0, jobs=8, labels=["gpu"])
-    clock[0] = now - timedelta(minutes=4)
-    late = CellResult(parse(lost.cell), "failed", "crash", "killed by signal 9", now - timedelta(minutes=18), 480.0)
-    assert not report(queue, lost, late)
-    first = lease(queue, "worker-1", one)
-    assert report(queue, first, passed(parse(first.cell), now - timedelta(minutes=4)))
-    clock[0] = now - timedelta(seconds=40)
-    for worker, python in zip(("worker-1", "worker-2") * 3, ("3.12", "3.12", "3.12", "3.13", "3.13"), strict=False):
-        lease(queue, worker, only=f"python=={python}")
+    run = queue.submit(Submission(cells=[cell.name for cell in cells], label="watch: transformers 5.23")).run
+    store.add(run, passed(cells[0], now - timedelta(minutes=4)))
+    pythons = [[cell for cell in cells[1:] if cell.python == python] for python in ("3.12", "3.13")]
+    run_now(store, run, [*pythons[0][:3], *pythons[1][:2]], now - timedelta(seconds=40))
     return queue, run
 
 

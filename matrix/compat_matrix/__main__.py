@@ -2,6 +2,7 @@
 
 import sys
 
-from .cli import main
+from compat_matrix.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # processes that this one starts import it by its path
+    sys.exit(main())

@@ -122,7 +122,6 @@ def _alike(values: list[str]) -> list[str]:
 
 Requirement = Annotated[str, AfterValidator(_requirement)]
 Condition = Annotated[str, AfterValidator(_condition)]
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")]
 Releases = Annotated[list[Annotated[str, AfterValidator(_release)]], Field(min_length=1), AfterValidator(_distinct)]
 Pythons = Annotated[
     list[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]], Field(min_length=1), AfterValidator(_distinct)
@@ -234,7 +233,7 @@ class Tests(_Table):
         minutes: the time limit.
         gpus: the number of GPUs that a cell leases; each gets a pytest worker.
         memory: the memory in GiB, for schedulers.
-        labels: the labels that a worker of the service must have.
+        accelerator: the type of these GPUs, as Ray names it; without Ray it has no effect.
         environment: environment variables in addition to the runner's.
         watch: an axis of releases; on its new ones `watch` runs this suite too, in the last cell of each release.
     """
@@ -247,7 +246,7 @@ class Tests(_Table):
     minutes: Annotated[float, Field(gt=0, strict=False)] = 30
     gpus: Annotated[int, Field(ge=0)] = 0
     memory: Annotated[float, Field(gt=0, strict=False)] = 4
-    labels: Annotated[list[Label], AfterValidator(_distinct)] = []
+    accelerator: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,59}$")] | None = None
     environment: dict[str, str] = {}
     watch: str | None = None
 

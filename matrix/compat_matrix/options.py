@@ -9,12 +9,16 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .axes import OWN, Axes, load
 from .base_python import BasePython, torch_alone
 from .cells import Cell, shard
 from .errors import MatrixError
 from .work import Job
+
+if TYPE_CHECKING:
+    from .runner import Executor
 
 AXES = Path("matrix") / "axes.toml"
 _TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
@@ -49,6 +53,25 @@ def add_environments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--base-python", type=Path, metavar="PATH", help="use the torch of this Python")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="the folder of the environments")
+
+
+def add_executor(parser: argparse.ArgumentParser) -> None:
+    """Add the options of executors."""
+    parser.add_argument("-j", "--jobs", type=positive, help="cells to run at a time (default: the number of cores)")
+    parser.add_argument(
+        "--no-fork", action="store_true", help="start a new process for every cell, which imports torch itself"
+    )
+
+
+def executor_of(options: argparse.Namespace, ray: bool) -> Executor:
+    """The executor for ``--jobs`` and ``--no-fork``: this machine, or the Ray cluster at RAY_ADDRESS."""
+    from . import gpus, runner
+
+    if ray:
+        from .ray_executor import RayExecutor
+
+        return RayExecutor(options.jobs, options.cache, fork=not options.no_fork)
+    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible(), not options.no_fork)
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +113,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def days(text: str) -> int:
+    """A number of days such as ``90d``; anything else is an error of the arguments."""
+    number = text.removesuffix("d")
+    if number == text or not number.isdecimal() or not 1 <= int(number) <= 100_000:
+        raise argparse.ArgumentTypeError(f"a number of days such as 90d, not {text!r}")
+    return int(number)
+
+
 def axes_of(options: argparse.Namespace) -> Axes:
     """The axes in ``--axes``, or in the first default file that exists."""
     return load(options.axes or axes_in(Path()) or (OWN if OWN.exists() else AXES))
@@ -112,6 +143,21 @@ def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:
         if not cells:
             raise MatrixError(f"the part {options.shard} has no cells")
     return cells
+
+
+def check_bounded(options: argparse.Namespace, axes: Axes) -> None:
+    """Check that cells are selected, or all of them with ``--all``.
+
+    Raises:
+        MatrixError: neither or both.
+    """
+    selected = bool(options.cells or options.only or options.pairwise or options.shard)
+    if selected and options.all:
+        raise MatrixError("--all can't be combined with a selection of cells")
+    if not selected and not options.all:
+        raise MatrixError(
+            f"no cells are selected: --all selects every one that {axes.path.name} has ({len(axes.cells):,})"
+        )
 
 
 def pin_folder(options: argparse.Namespace, axes: Axes) -> Path:

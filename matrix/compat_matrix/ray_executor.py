@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import platform
@@ -50,7 +51,7 @@ class RayExecutor:
         fork: fork cells without a GPU from a process that has imported torch.
 
     Raises:
-        MatrixError: the cluster doesn't exist or can't be joined.
+        MatrixError: the cluster doesn't exist or can't be joined, or anybody else on the network could join it.
     """
 
     def __init__(self, jobs: int | None, cache: Path | None, *, fork: bool = True) -> None:
@@ -58,12 +59,15 @@ class RayExecutor:
         self._refs: dict[Cell, Any] = {}
         self._fingerprint: dict[Path, str] = {}
         self._closing = threading.Event()
-        _reachable(os.environ.get("RAY_ADDRESS", ""))
+        address = os.environ.get("RAY_ADDRESS", "")
+        check_private(address)
+        _reachable(address)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             ray.init(num_cpus=jobs, **quiet)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise MatrixError(f"the Ray cluster can't be joined: {error}") from None
+        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+            hint = "if it requires a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN must be as on its nodes"
+            raise MatrixError(f"the Ray cluster can't be joined: {error} ({hint})") from None
         self.jobs = int(ray.cluster_resources().get("CPU", 1))
         node = ray.get_runtime_context().get_node_id()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -79,6 +83,8 @@ class RayExecutor:
         needs = {"CPU": 1.0, "memory": job.tests.memory * 2**30}
         if job.cell.device == "cuda" and job.tests.gpus:
             needs["GPU"] = float(job.tests.gpus)
+            if job.tests.accelerator is not None:
+                needs[f"accelerator_type:{job.tests.accelerator}"] = 0.001
         future: Future[CellResult] = Future()
         if (lacking := _lacking(needs)) is not None:
             now = datetime.now(timezone.utc)
@@ -88,6 +94,7 @@ class RayExecutor:
             name=job.cell.name,
             num_cpus=1,
             num_gpus=needs.get("GPU", 0),
+            accelerator_type=job.tests.accelerator if "GPU" in needs else None,
             memory=int(needs["memory"]),
             max_retries=RETRIES,
             retry_exceptions=False,
@@ -163,19 +170,47 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
         return work.run(job, held, hosts=_hosts if fork else None)
 
 
+def check_private(address: str) -> None:
+    """Check that a cluster isn't one that everybody on its network can use.
+
+    Raises:
+        MatrixError: it isn't at a loopback address, and Ray's token authentication is off; or its host isn't known.
+    """
+    host = _host(address)[0]
+    if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        return
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError) as error:
+        raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
+    if not all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found):
+        raise MatrixError(
+            f"the Ray cluster at {address} isn't on this machine, and whoever reaches it can run commands on it: "
+            "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on its nodes and here"
+        )
+
+
 def _reachable(address: str) -> None:
-    """Check that the cluster can be connected to.
+    """Check that a cluster can be connected to.
 
     Raises:
         MatrixError: nothing listens at ``HOST:PORT``: Ray itself would wait, and then end this process.
     """
-    host, _, port = address.rpartition(":")
-    if "/" in host or not port.isdecimal():
-        return
+    host, port = _host(address)
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError) as error:
+        if port.isdecimal():
+            socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError, UnicodeError) as error:
         raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
+
+
+def _host(address: str) -> tuple[str, str]:
+    """The host and the port in an address of Ray; both are empty for a cluster that was started on this machine."""
+    place = address.rpartition("://")[2]
+    if place in ("", "auto", "local"):
+        return "", ""
+    host, colon, port = place.rpartition(":")
+    return (host if colon else place).strip("[]"), port if colon else ""
 
 
 def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:
@@ -203,7 +238,8 @@ def _lacking(needs: Mapping[str, float]) -> str | None:
     wanted = [f"{needs['memory'] / 2**30:g} GiB of memory"]
     if "GPU" in needs:
         wanted.insert(0, f"{needs['GPU']:g} GPU{'s' * (needs['GPU'] != 1)}")
+    wanted += [name.replace("accelerator_type:", "the accelerator ") for name in needs if ":" in name]
     return f"it needs {' and '.join(wanted)}, and no node of the Ray cluster has that"
 
 
-__all__ = ["RETRIES", "RayExecutor"]
+__all__ = ["RETRIES", "RayExecutor", "check_private"]

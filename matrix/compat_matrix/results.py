@@ -16,6 +16,9 @@ Verdict = Literal["passed", "flaky", "known", "failed", "not run"]
 #: The verdicts of a cell whose tests ran, best first.
 ENDED: tuple[Verdict, ...] = ("passed", "flaky", "known", "failed")
 
+#: Those that don't fail a run.
+FINE = ENDED[:3]
+
 #: The kinds of failure, the most specific first: a cell that couldn't be installed has no tests, and one whose seams changed
 #: fails many tests. ``stale`` is an entry for a known failure that has run out or isn't needed any more. ``test`` is a failed test
 #: for none of the other reasons.

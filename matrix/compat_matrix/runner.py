@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ import platformdirs
 
 from . import gpus, pins, work
 from .axes import Axes
-from .cells import Cell
+from .cells import Cell, one_and_more
 from .environments import Environments
 from .errors import MatrixError
 from .locking import ResolutionError
@@ -142,10 +143,45 @@ def jobs_of(
     return jobs
 
 
-def execute(run: str, jobs: Sequence[Job], store: Store, executor: Executor, progress: Progress) -> Counter[str]:
+def failed(store: Store, run: str) -> dict[Cell, int]:
+    """The cells of a run that failed or couldn't run, with the number of their attempts."""
+    return {cell: found.attempt for cell, found in store.summary(run).items() if found.verdict in ("failed", "not run")}
+
+
+def left(store: Store, run: str, axes: Axes, again: Mapping[Cell, int]) -> tuple[list[Cell], dict[Cell, int]]:
+    """The cells that are left to run in a run, and the number of earlier attempts at those that are repeated.
+
+    Args:
+        again: the cells to repeat, with their attempts so far; one that has a later attempt by now is left out.
+
+    Raises:
+        MatrixError: the axes don't have one of these cells.
+    """
+    summary = store.summary(run)
+    repeated = {cell: attempts for cell, attempts in again.items() if summary[cell].attempt == attempts}
+    cells = [*store.unfinished(run), *repeated]
+    if gone := [cell.name for cell in cells if cell not in axes.all_cells]:
+        raise MatrixError(
+            f"{axes.path} has no {one_and_more(gone)} any more, which {run} planned: continue with the axes file that it was started with"
+        )
+    return cells, repeated
+
+
+def execute(
+    run: str,
+    jobs: Sequence[Job],
+    store: Store,
+    executor: Executor,
+    progress: Progress,
+    *,
+    patience: float = 0.0,
+) -> Counter[str]:
     """Run the jobs and store each result; returns the number of cells with each verdict.
 
     Ctrl-C ends running cells and leaves the run ``interrupted``: finished cells are stored, the others are unfinished.
+
+    Args:
+        patience: the seconds for which storing a result is tried again, for a database that is restarted.
 
     Raises:
         MatrixError: a result can't be stored; earlier results stay stored.
@@ -161,11 +197,24 @@ def execute(run: str, jobs: Sequence[Job], store: Store, executor: Executor, pro
             for future in done:
                 result = future.result()
                 if result.verdict != "not run" or result.attempt == 1:  # it would hide the cell's earlier result
-                    store.add(run, result)
+                    _add(store, run, result, patience)
                 pending.remove(future)
                 progress.ended(result)
                 counts[result.verdict] += 1
     return counts
+
+
+def _add(store: Store, run: str, result: CellResult, patience: float) -> None:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            store.add(run, result)
+        except MatrixError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(1)
+        else:
+            return
 
 
 @contextmanager

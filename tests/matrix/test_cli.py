@@ -7,8 +7,12 @@ import subprocess
 
 import pytest
 from small import TAG, Small
+from sqlalchemy import text
 
-from compat_matrix.axes import OWN
+from compat_matrix.axes import OWN, load
+from compat_matrix.service.executing import Queue
+from compat_matrix.service.submission import Submission
+from compat_matrix.store import Store, submissions
 
 
 @pytest.fixture
@@ -34,6 +38,14 @@ because = "no kernel on a CPU"
         ("run --only transformers>5.1", "no cell of axes.toml matches 'transformers>5.1'"),
         (f"run {TAG}-tf9.9-torch2.11", f"there is no cell '{TAG}-tf9.9-torch2.11' in axes.toml"),
         (f"run {TAG}-tf5.0-torch2.11-fa4", f"{TAG}-tf5.0-torch2.11-fa4 is excluded: no kernel on a CPU"),
+        ("run", "no cells are selected: --all selects every one that axes.toml has (6)"),
+        ("run --store new.sqlite --suite default", "no cells are selected"),
+        ("run --all nonsense", "--all can't be combined with a selection of cells"),
+        ("run --all --export pyproject.toml", "--export pyproject.toml: it exists"),
+        ("run --all --export nowhere/results.sqlite", "--export nowhere/results.sqlite: there is no such folder"),
+        ("delete latest", "matrix.sqlite: it doesn't exist"),
+        ("prune --keep 90", "a number of days such as 90d, not '90'"),
+        ("prune --keep 0d", "a number of days such as 90d, not '0d'"),
         ("run nonsense", "there is no cell 'nonsense' in axes.toml"),
         ("list --shard 9/8", "--shard takes a part such as 3/8, from 1/8 to 8/8, not '9/8'"),
         ("list --shard 8/8 --only torch==2.11", "the part 8/8 has no cells"),
@@ -43,8 +55,8 @@ because = "no kernel on a CPU"
         ("list --axes matrix", "matrix: Is a directory"),
         ("pin --axes nowhere.toml", "nowhere.toml: No such file or directory"),
         ("pin --only fa==fa5", "flash_attention is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
-        ("run --pins elsewhere", "has no pins: create them with `kernel-compat-matrix pin`, or use --latest"),
-        ("run --suite full", "axes.toml has the suites default, not 'full'"),
+        ("run --all --pins elsewhere", "has no pins: create them with `kernel-compat-matrix pin`, or use --latest"),
+        ("run --all --suite full", "axes.toml has the suites default, not 'full'"),
         ("run --failed", "--failed needs --resume: a new run runs all its cells"),
         ("run --resume", "the store matrix.sqlite"),
         ("run --resume nonsense", "the store matrix.sqlite"),
@@ -52,14 +64,14 @@ because = "no kernel on a CPU"
             "run --resume --only torch==2.11",
             "--resume continues with the cells of that run, and can't be combined with a selection of cells",
         ),
-        ("run --store /proc/none/matrix.sqlite", "the store /proc/none/matrix.sqlite: "),
-        ("run --store matrix", "the store matrix: "),
-        ("run --store ", "the name of a store can't be empty"),
-        ("run --store test_it.py", "the store test_it.py: "),
-        ("run --store nosuch://host/db", "the store nosuch://host/db: "),
-        ("run --offline nowhere", "nowhere"),
-        ("run --cache test_it.py", "test_it.py"),
-        ("run --pytest 'unbalanced", '--pytest "\'unbalanced": No closing quotation'),
+        ("run --all --store /proc/none/matrix.sqlite", "the store /proc/none/matrix.sqlite: "),
+        ("run --all --store matrix", "the store matrix: "),
+        ("run --all --store ", "the name of a store can't be empty"),
+        ("run --all --store test_it.py", "the store test_it.py: "),
+        ("run --all --store nosuch://host/db", "the store nosuch://host/db: "),
+        ("run --all --offline nowhere", "nowhere"),
+        ("run --all --cache test_it.py", "test_it.py"),
+        ("run --all --pytest 'unbalanced", '--pytest "\'unbalanced": No closing quotation'),
         ("run -j 0", "a number from 1 on, not '0'"),
         ("run -j many", "a number from 1 on, not 'many'"),
         ("walk", "invalid choice: 'walk'"),
@@ -81,8 +93,8 @@ def test_bad_input_is_told_in_a_line_or_two(project: Small, arguments: str, says
 
 def test_a_project_that_is_none_is_told(project: Small) -> None:
     (project.folder / "pyproject.toml").unlink()
-    for command in ("run", "pin"):
-        done = project.run(command)
+    for command in (("run", "--all"), ("pin",)):
+        done = project.run(*command)
         assert done.returncode == 2, done
         assert "no project to test" in done.stderr
 
@@ -90,14 +102,14 @@ def test_a_project_that_is_none_is_told(project: Small) -> None:
 def test_a_pin_file_that_is_broken_is_pointed_at(project: Small) -> None:
     path = project.folder / "matrix" / "pins" / f"{TAG}-tf5.0.txt"
     path.write_text("# by hand\ntransformers>=5\n")
-    done = project.run("run")
+    done = project.run("run", "--all")
     assert done.returncode == 2
     assert f"{path}:2: not a pin of the form NAME==VERSION --hash=sha256:...: 'transformers>=5'" in done.stderr
 
 
 def test_nothing_is_installed_or_stored_before_the_input_is_right(project: Small) -> None:
     (project.folder / "matrix" / "pins" / f"{TAG}-tf5.1.txt").unlink()
-    assert project.run("run").returncode == 2
+    assert project.run("run", "--all").returncode == 2
     assert not (project.folder / "matrix.sqlite").exists()
     assert not (project.folder / "cache" / "base").exists()
 
@@ -190,3 +202,39 @@ def test_one_cell_is_not_some_cells(small: Small) -> None:
     assert ("1 cell\n" in text, ": 1 cell, " in text, "\n1 cell: 1 failed\n" in text) == (True, True, True)
     assert "1 of 1 test failed" in text
     assert not re.findall(r"\b1 (?:more )?(?:cell|test|run|part|file|line|reason)s\b", text)
+
+
+def test_runs_are_cancelled_and_deleted_on_the_command_line(project: Small) -> None:
+    with Store.open(str(project.folder / "matrix.sqlite")) as store:
+        killed, old, new = (store.new_run([], label=label) for label in ("killed", "old", "new"))
+        for run in (old, new):
+            store.finish(run, "finished")
+        with store.writing() as connection:
+            connection.execute(text("UPDATE run SET finished = '2020-01-01 00:00:00' WHERE name = :run"), {"run": old})
+
+    def runs() -> set[str]:
+        with project.store as store:
+            return {one.id for one in store.runs()}
+
+    done = project.run("prune", "--keep", "90d", "--dry-run")
+    assert done.stdout.splitlines()[0].startswith(f"{old} (old) of 20")
+    assert done.stdout.splitlines()[1:] == ["1 run would be deleted"]
+    assert runs() == {killed, old, new}
+    assert project.run("prune", "--keep", "90d").stdout.splitlines()[1:] == ["1 run was deleted"]
+    assert project.run("prune", "--keep", "90d").stdout == "0 runs were deleted\n"
+    assert runs() == {killed, new}
+    refused = project.run("delete", "new", "killed")
+    assert (refused.returncode, f"the run {killed} hasn't ended: cancel it first" in refused.stderr) == (2, True)
+    assert project.run("cancel", "killed").stdout == f"{killed} is interrupted\n"
+    assert "has ended" in project.run("cancel", "killed").stderr
+    assert project.run("delete", "new", "killed", new).stdout == f"deleted: {new}, {killed}\n"
+    assert runs() == set()
+
+
+def test_a_run_that_a_service_has_is_not_resumed(project: Small) -> None:
+    with Store.open(str(project.folder / "matrix.sqlite")) as store:
+        run = Queue(store, load(project.folder / "matrix" / "axes.toml")).submit(Submission(all=True)).run
+        done = project.run("run", "--resume")
+        assert (done.returncode, f"{run} waits for a service or is executed by one" in done.stderr) == (2, True)
+        submissions.cancel(store, run)
+    assert project.run("run", "--resume").returncode == 0

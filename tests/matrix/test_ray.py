@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from forked import Forked
+from network import Network, ended, until
 from small import TAG, Small
 
 from compat_matrix import gpus
 
 pytest.importorskip("ray", reason="Ray isn't installed")
+import ray
 from ray.cluster_utils import Cluster
 
 #: Reports that it has started, then waits for the test.
@@ -29,6 +39,7 @@ layer = pathlib.Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).name
 while not os.path.exists("go"):
     time.sleep(0.05)
 print("devices:", os.environ["CUDA_VISIBLE_DEVICES"])
+pathlib.Path("seen").write_text(repr(dict(os.environ)))
 """
 MINORS = ("5.0", "5.1", "5.2", "5.3")
 
@@ -72,7 +83,12 @@ def project(small: Small) -> Small:
 def start(small: Small, cluster: Cluster, *arguments: str) -> subprocess.Popen[str]:
     # Workers have their node's environment, not the submitter's.
     cache = str(small.folder / "cache")
-    return small.start("run", "--executor", "ray", "--cache", cache, *arguments, RAY_ADDRESS=cluster.address)
+    return small.start("run", "--all", "--executor", "ray", "--cache", cache, *arguments, RAY_ADDRESS=local(cluster))
+
+
+def local(cluster: Cluster) -> str:
+    """The address of a cluster without a token: on the loopback."""
+    return f"127.0.0.1:{cluster.address.rpartition(':')[2]}"
 
 
 def started(small: Small) -> list[str]:
@@ -176,19 +192,26 @@ def test_a_node_with_another_state_of_the_project_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("address", "prepare", "message"),
     [
-        ("", "the Ray cluster at 127.0.0.1:9 can't be joined"),
-        ("sys.modules['ray'] = None", "pip install 'kernel-compat-matrix[ray]'"),
+        ("127.0.0.1:9", "", "the Ray cluster at 127.0.0.1:9 can't be joined"),
+        ("127.0.0.1:9", "sys.modules['ray'] = None", "pip install 'kernel-compat-matrix[ray]'"),
+        (
+            "192.0.2.1:9",
+            "",
+            "isn't on this machine, and whoever reaches it can run commands on it: set RAY_AUTH_MODE=token",
+        ),
+        ("ray://192.0.2.1:9", "", "isn't on this machine"),
+        ("head.invalid:9", "", "the Ray cluster at head.invalid:9 can't be joined"),
     ],
 )
-def test_no_cluster_and_no_ray_are_said(project: Small, prepare: str, message: str) -> None:
+def test_no_cluster_and_no_ray_and_no_token_are_said(project: Small, address: str, prepare: str, message: str) -> None:
     project.axes(MINORS[:1], command=["python", "cell.py"])
-    code = f"import sys; {prepare}\nfrom compat_matrix.cli import main\nsys.exit(main(['run', '--executor', 'ray']))"
+    code = f"import sys; {prepare}\nfrom compat_matrix.cli import main\nsys.exit(main(['run', '--all', '--executor', 'ray']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=project.folder,
-        env=project.environment(RAY_ADDRESS="127.0.0.1:9"),
+        env=project.environment(RAY_ADDRESS=address),
         capture_output=True,
         text=True,
         timeout=120,
@@ -198,3 +221,122 @@ def test_no_cluster_and_no_ray_are_said(project: Small, prepare: str, message: s
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (project.folder / "matrix.sqlite").exists()
+
+
+def served(network: Network, cluster: Cluster) -> Forked:
+    return network.serve("--ray", local(cluster), "--cache", str(network.small.folder / "cache"))
+
+
+def test_a_service_on_ray_is_killed_and_goes_on_and_a_run_is_cancelled(
+    project: Small, cluster: Cluster, nodes: Callable[..., Any]
+) -> None:
+    project.axes(MINORS, command=["python", "cell.py"])
+    nodes(num_cpus=2)
+    nodes(num_cpus=2)
+    network = Network(project)
+    service = served(network, cluster)
+    run = network.submit()
+    until(lambda: len(started(project)) == 4, "four beginnings")
+    until(lambda: len(network.running()) == 4, "four running cells")
+    service.kill()
+    service.wait()
+    until(lambda: not cells(project), "an end of the cells")
+    assert network.state(run) == "running"
+    service = served(network, cluster)
+    until(lambda: len(started(project)) == 8, "four more beginnings")
+    (project.folder / "go").touch()
+    until(lambda: network.state(run) == "finished", "an end of the run")
+    with network.store as store:
+        assert {(one.verdict, one.attempt) for one in store.summary(run).values()} == {("passed", 1)}
+        assert [len(store.history(cell)) for cell in store.summary(run)] == [1] * 4
+    (project.folder / "go").unlink()
+    cancelled = network.submit()
+    until(lambda: len(started(project)) == 12, "a beginning")
+    assert network.ask("POST", f"/runs/{cancelled}/cancel").status_code == 204
+    until(lambda: not cells(project), "an end of the cells")
+    assert network.state(cancelled) == "interrupted"
+    assert ended(service) == 0, service.said()
+
+
+def cells(project: Small) -> list[psutil.Process]:
+    return [process for process in project.processes() if "cell.py" in process.cmdline()]
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[tuple[str, dict[str, str], Callable[[], subprocess.Popen[bytes]]]]:
+    """A cluster of processes that requires a token: its address, its token, and a function that adds a node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    processes = []
+
+    def start(*words: str) -> subprocess.Popen[bytes]:
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+        command += ["--min-worker-port=0", "--max-worker-port=0", *words]
+        environment = {**os.environ, **token}
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL))
+        return processes[-1]
+
+    start("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={tempfile.mkdtemp()}")
+    until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "a head")
+    yield (
+        f"{ray.util.get_node_ip_address()}:{port}",
+        token,
+        lambda: start(f"--address=127.0.0.1:{port}", "--num-cpus=2"),
+    )
+    for process in processes[::-1]:
+        lose(process)
+
+
+def lose(node: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a node."""
+    try:
+        found = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        found = []
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    node.wait()
+
+
+#: Waits for the CPUs of a cluster.
+WAITS = """
+import ray, sys, time
+ray.init(log_to_driver=False)
+while ray.cluster_resources().get("CPU", 0) < int(sys.argv[1]):
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_of_processes_with_a_token(
+    project: Small, guarded: tuple[str, dict[str, str], Callable[[], subprocess.Popen[bytes]]]
+) -> None:
+    """What the other tests see on a cluster in their own process, and that the token is needed."""
+    address, token, add = guarded
+    environment = {**token, "RAY_ADDRESS": address}
+    project.axes(MINORS, command=["python", "cell.py"])
+    words = ("run", "--all", "--executor", "ray", "--cache", str(project.folder / "cache"))
+    assert "set RAY_AUTH_MODE=token" in project.run(*words, RAY_ADDRESS=address).stderr
+    wrong = project.start(*words, **{**environment, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    output, _ = wrong.communicate(timeout=120)
+    assert wrong.returncode == 2, output
+    assert "if it requires a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN must be as on its nodes" in output
+    for cpus in ("2", "4"):
+        lost = add()
+        joined = [sys.executable, "-c", WAITS, cpus]
+        subprocess.run(joined, env={**os.environ, **environment}, check=True, timeout=120)
+    run = project.start(*words, **environment)
+    wait_for(lambda: len(started(project)) == 4, run)
+    lose(lost)
+    wait_for(lambda: len(cells(project)) == 2, run)
+    add()
+    wait_for(lambda: len(started(project)) == 6, run)
+    (project.folder / "go").touch()
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, output
+    assert sorted(Counter(started(project)).values()) == [1, 1, 2, 2]
+    assert {(one.verdict, one.attempt) for one in project.results().values()} == {("passed", 1)}
+    assert token["RAY_AUTH_TOKEN"] not in (project.folder / "seen").read_text()

@@ -21,6 +21,7 @@ from small import PYTHON, TAG, Small
 from compat_matrix import gpus
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import Figure
+from compat_matrix.store import Store
 
 #: Records in files which cells began and which ended, and sleeps for the given time.
 SAYS = """
@@ -89,7 +90,7 @@ def test_a_cell_runs_in_its_own_environment(small: Small, how: tuple[str, ...]) 
     small.wheel("torch", "2.11.0", {"torch.py": NO_GPU}, f"{TAG}-torch2.11")
     for version in ("5.0.0", "5.1.3"):
         small.wheel("transformers", version, {"transformers/__init__.py": ""}, f"{TAG}-tf{version[:3]}")
-    done = small.run("run", "--pytest", "-k 'not old'", *how)
+    done = small.run("run", "--all", "--pytest", "-k 'not old'", *how)
     assert done.returncode == 1, done
     old, new = small.results().values()
     assert (old.verdict, old.kind, new.verdict, new.kind) == ("failed", "test", "passed", None), new
@@ -111,7 +112,7 @@ def test_what_can_not_be_installed_fails_alone(small: Small) -> None:
     pinned = pin.read_text()
     small.wheel("transformers", "5.2.0", {"transformers.py": "# another one"}, pin.stem)
     pin.write_text(pinned)
-    done = small.run("run")
+    done = small.run("run", "--all")
     assert done.returncode == 1
     found = {name.split("-")[1]: one for name, one in small.results().items()}
     assert {name: (one.verdict, one.kind) for name, one in found.items()} == {
@@ -126,11 +127,11 @@ def test_what_can_not_be_installed_fails_alone(small: Small) -> None:
 
 def test_a_command_need_not_be_pytest(small: Small) -> None:
     small.axes(("5.0",), command=("python", "-c", "import sys; print(sys.prefix); sys.exit(3)"))
-    assert small.run("run").returncode == 1
+    assert small.run("run", "--all").returncode == 1
     (found,) = small.results().values()
     assert found.reason.startswith(f"its command ended with 3: {small.folder / 'cache' / 'base' / TAG}-torch2.11-")
     small.axes(("5.0",), command=("no-such-program",))
-    assert small.run("run").returncode == 1
+    assert small.run("run", "--all").returncode == 1
     (found,) = small.results().values()
     assert (found.kind, found.reason) == ("installation", "no-such-program can't be started: No such file or directory")
 
@@ -156,7 +157,7 @@ HANGS = """
 def test_a_cell_that_hangs_is_ended_with_its_log_kept(small: Small, how: tuple[str, ...], first: str) -> None:
     small.write("test_it.py", HANGS.format(first=first, folder=str(small.folder)))
     small.axes(("5.0",), command=("pytest", "-s", "test_it.py"), minutes=0.08)
-    assert small.run("run", *how).returncode == 1
+    assert small.run("run", "--all", *how).returncode == 1
     (found,) = small.results().values()
     assert (found.verdict, found.kind) == ("failed", "timeout")
     assert found.reason == "ended after 0.08 min, in test_it.py::test_hangs"
@@ -173,7 +174,7 @@ def test_a_cell_that_hangs_is_ended_with_its_log_kept(small: Small, how: tuple[s
 def test_ctrl_c_leaves_a_store_that_can_be_resumed(small: Small, how: tuple[str, ...], all_of_it: bool) -> None:
     small.write("test_it.py", SAYS.format(seconds=0.3))
     small.axes([f"5.{n}" for n in range(5)])
-    runner = small.start("run", "-j", "1", *how)
+    runner = small.start("run", "--all", "-j", "1", *how)
     until(lambda: len(stored(small)) >= 2, "a second result")
     (os.killpg if all_of_it else os.kill)(runner.pid, signal.SIGINT)
     output, _ = runner.communicate(timeout=60)
@@ -198,6 +199,22 @@ def test_ctrl_c_leaves_a_store_that_can_be_resumed(small: Small, how: tuple[str,
     assert (again.returncode, again.stdout) == (0, f"no cell is left to run in {run.id}\n")
 
 
+def test_a_time_limit_of_a_scheduler_leaves_a_file_of_what_has_ended(small: Small) -> None:
+    small.write("test_it.py", SAYS.format(seconds=0.3))
+    small.axes([f"5.{n}" for n in range(8)])
+    runner = small.fork("run", "--shard", "1/1", "-j", "1", "--export", "there.sqlite")
+    until(lambda: len(stored(small)) >= 2, "a second result")
+    runner.send_signal(signal.SIGTERM)
+    assert runner.wait(60) == 130
+    assert small.processes() == []
+    with Store.open(str(small.folder / "there.sqlite"), create=False) as store, small.store as own:
+        (run,) = store.runs()
+        assert run == own.run(run.id)
+        assert run.state == "interrupted"
+        assert store.summary(run.id) == own.summary(run.id)
+        assert 2 <= sum(one.verdict is not None for one in store.summary(run.id).values()) < 8
+
+
 def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small) -> None:
     """Kills the runner KERNEL_COMPAT_TEST_KILLS times."""
     kills = int(os.environ.get("KERNEL_COMPAT_TEST_KILLS", "4"))
@@ -206,7 +223,7 @@ def test_a_runner_that_is_killed_loses_nothing_and_repeats_nothing(small: Small)
     small.write("test_it.py", SAYS.format(seconds=0.2))
     small.axes(names)
     kept: dict[str, int] = {}
-    resume: list[str] = []
+    resume = ["--all"]
     killed = 0
     for _ in range(kills):
         how = chance.choice([[], ["--no-fork"]])
@@ -268,7 +285,7 @@ def test_a_runner_that_is_killed_leaves_no_process(
     for name, text in files.items():
         small.write(name, text)
     small.axes(("5.0",), command=command)
-    runner = small.start("run", *how)
+    runner = small.start("run", "--all", *how)
     until((small.folder / "began.txt").exists, "a beginning")
     assert len(small.processes()) >= 2
     runner.kill()
@@ -287,7 +304,7 @@ def test_what_failed_runs_once_more(small: Small) -> None:
         """,
     )
     small.axes()
-    assert small.run("run").returncode == 1
+    assert small.run("run", "--all").returncode == 1
     (small.folder / "mended").touch()
     done = small.run("run", "--resume")
     assert done.stdout.startswith("no cell is left to run in")
@@ -412,7 +429,7 @@ def test_known_failures(small: Small) -> None:
 def test_a_run_does_not_go_on_with_axes_that_lack_its_cells(small: Small) -> None:
     small.write("test_it.py", "def test_it(): assert 0")
     small.axes(("5.0", "5.1"))
-    assert small.run("run").returncode == 1
+    assert small.run("run", "--all").returncode == 1
     small.axes(("5.1",))
     done = small.run("run", "--resume", "--failed")
     assert done.returncode == 2
@@ -432,7 +449,7 @@ def test_a_run_of_less_than_the_cells_default_is_partial(small: Small) -> None:
         (("--suite", "other"), True),
     ]
     for options, less in runs:
-        assert small.run("run", *options).returncode == (0 if less else 1), options
+        assert small.run("run", "--all", *options).returncode == (0 if less else 1), options
         with small.store as store:
             newest = store.runs()[0]
             assert newest.partial == less, options
@@ -448,7 +465,7 @@ def test_a_run_of_less_than_the_cells_default_is_partial(small: Small) -> None:
 def test_a_machine_without_the_gpu_hides_no_failure(small: Small) -> None:
     small.write("test_it.py", "def test_a(): assert 0")
     small.axes(("5.0",), axes='device = ["cuda"]', more="gpus = 1")
-    assert small.run("run", CUDA_VISIBLE_DEVICES="0").returncode == 1
+    assert small.run("run", "--all", CUDA_VISIBLE_DEVICES="0").returncode == 1
     assert "not run (hardware)" in small.run("run", "--resume", "--failed").stdout
     (found,) = small.results().values()
     assert (found.verdict, found.attempt) == ("failed", 1)
@@ -458,7 +475,7 @@ def test_environments_that_can_not_be_kept_end_a_run(small: Small) -> None:
     small.write("test_it.py", "def test_a(): pass")
     small.write("cache/base", "a file")
     small.axes(("5.0",))
-    done = small.run("run")
+    done = small.run("run", "--all")
     assert done.returncode == 2
     assert "environments can't be kept in" in done.stderr
 
@@ -466,7 +483,7 @@ def test_environments_that_can_not_be_kept_end_a_run(small: Small) -> None:
 def test_a_cell_without_its_gpu_is_not_run(small: Small) -> None:
     small.write("test_it.py", "def test_a(): pass")
     small.axes(("5.0",), axes='device = ["cpu", "cuda"]', more="gpus = 2")
-    done = small.run("run")
+    done = small.run("run", "--all")
     assert done.returncode == 1
     cpu, cuda = small.results().values()
     assert (cpu.verdict, cuda.verdict, cuda.kind) == ("passed", "not run", "hardware")
@@ -491,7 +508,7 @@ def test_each_worker_has_a_gpu_of_its_own(small: Small) -> None:
     small.axes(("5.0",), axes='device = ["cuda"]', more="gpus = 2")
     devices = [f"GPU-{os.getpid()}-{number}" for number in range(2)]
     plugins = "pytest_reportlog.plugin,xdist.plugin,xdist.looponfail"
-    done = small.run("run", "-j", "2", CUDA_VISIBLE_DEVICES=",".join(devices), PYTEST_PLUGINS=plugins)
+    done = small.run("run", "--all", "-j", "2", CUDA_VISIBLE_DEVICES=",".join(devices), PYTEST_PLUGINS=plugins)
     assert done.returncode == 0, done
     seen = {tuple(line.split()) for line in (small.folder / "seen.txt").read_text().splitlines()}
     assert seen == {("gw0", devices[0]), ("gw1", devices[1])}
@@ -580,7 +597,7 @@ def test_the_visible_gpus_are_those_cuda_would_see(monkeypatch: pytest.MonkeyPat
 def test_two_runners_share_environments_and_store(small: Small) -> None:
     small.write("test_it.py", "def test_a(): pass")
     small.axes()
-    forked, started = small.fork("run"), small.start("run")
+    forked, started = small.fork("run", "--all"), small.start("run", "--all")
     output, _ = started.communicate(timeout=60)
     assert started.returncode == 0, output
     assert forked.wait(60) == 0, forked.said()
@@ -592,6 +609,6 @@ def test_two_runners_share_environments_and_store(small: Small) -> None:
 def test_a_downstream_project_reads_its_results_as_json(small: Small) -> None:
     small.write("test_it.py", "def test_a(): pass")
     small.axes()
-    small.run("run", "--label", "mine")
+    small.run("run", "--all", "--label", "mine")
     found = json.loads(small.run("show", "mine", "--json").stdout)
     assert [cell["state"] for cell in found["cells"]] == ["passed", "passed"]

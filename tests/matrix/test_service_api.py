@@ -1,14 +1,11 @@
-"""The API for submitting, leasing and reporting, through a real server."""
+"""The API for submitting and managing runs, through a real server."""
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import http.client
 import json
-import os
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +15,17 @@ import pytest
 import requests
 from served import served
 from small import TAG, Small
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import create_engine, event, select, text
 from stored import failed, passed
 
 from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
-from compat_matrix.fingerprint import of_axes
-from compat_matrix.results import Test
-from compat_matrix.service import queue_view, tokens
+from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
-from compat_matrix.service.guard import HEADERS, Limiter
-from compat_matrix.service.protocol import REPORT_BYTES, REQUEST_BYTES, Machine, Report, Result, Wanted
+from compat_matrix.service.guard import HEADERS, REQUEST_BYTES, Limiter
 from compat_matrix.service.settings import Settings
-from compat_matrix.store import Store, database
+from compat_matrix.store import Store, database, submissions
+from compat_matrix.store.models import SUBMISSION
 
 CELLS = [f"{TAG}-tf5.{n}-torch2.11" for n in range(3)]
 
@@ -42,10 +37,10 @@ class Api:
         self.url, self.store, self.axes = url, store, axes
         self.tokens = {
             "submit": tokens.add(store, "submit", ["submit"]),
-            "work": tokens.add(store, "work", ["work"]),
-            "both": tokens.add(store, "both", ["submit", "work"]),
-            "expired": tokens.add(store, "expired", ["submit", "work"], days=0),
-            "revoked": tokens.add(store, "revoked", ["submit", "work"]),
+            "read": tokens.add(store, "read", ["read"]),
+            "both": tokens.add(store, "both", ["submit", "read"]),
+            "expired": tokens.add(store, "expired", ["submit", "read"], days=0),
+            "revoked": tokens.add(store, "revoked", ["submit", "read"]),
         }
         tokens.revoke(store, "revoked")
 
@@ -58,23 +53,6 @@ class Api:
         assert found.status_code == 201, found.text
         run: str = found.json()["run"]
         return run
-
-    @property
-    def wanted(self) -> dict[str, Any]:
-        machine = Machine(name="worker", version="0.1.0", fingerprint=of_axes(self.axes), memory=64.0)
-        found: dict[str, Any] = Wanted(machine=machine, free_memory=64.0).model_dump()
-        return found
-
-    def lease(self) -> dict[str, Any]:
-        found = self.ask("POST", "/api/v1/leases", json=self.wanted)
-        assert found.status_code == 200, found.text
-        leased: dict[str, Any] = found.json()
-        return leased
-
-    def report(self, lease: str, found: Any) -> requests.Response:
-        body = Report(result=Result.of(found), now=time.time()).model_dump_json(exclude_unset=True)
-        headers = {"content-type": "application/json"}
-        return self.ask("POST", f"/api/v1/leases/{lease}/result", data=body.encode(), headers=headers)
 
 
 @pytest.fixture
@@ -93,47 +71,34 @@ def api(store: Store, axes: Axes, settings: Settings) -> Iterator[Api]:
         yield Api(url, store, axes)
 
 
-WRITES: dict[str, tuple[str, str, str]] = {
-    "submit": ("POST", "/api/v1/runs", "submit"),
-    "lease": ("POST", "/api/v1/leases", "work"),
-    "renew": ("POST", f"/api/v1/leases/{'x' * 32}/renewal", "work"),
-    "log": ("PUT", f"/api/v1/leases/{'x' * 32}/log", "work"),
-    "report": ("POST", f"/api/v1/leases/{'x' * 32}/result", "work"),
-    "give back": ("DELETE", f"/api/v1/leases/{'x' * 32}", "work"),
+NO_RUN = "20261121-114502-7f3a"
+WRITES = {
+    "submit": ("POST", "/api/v1/runs"),
+    "cancel": ("POST", f"/api/v1/runs/{NO_RUN}/cancel"),
+    "retry": ("POST", f"/api/v1/runs/{NO_RUN}/retry"),
+    "delete": ("DELETE", f"/api/v1/runs/{NO_RUN}"),
 }
-
-
-def body(api: Api, name: str) -> dict[str, Any]:
-    if name == "report":
-        report = Report(result=Result.of(passed(parse(CELLS[0]))), now=time.time())
-        return {"json": report.model_dump()}
-    bodies: dict[str, dict[str, Any]] = {
-        "submit": {"json": {}},
-        "lease": {"json": api.wanted},
-        "log": {"data": b"a log"},
-    }
-    return bodies.get(name, {})
 
 
 @pytest.mark.parametrize("settings", [Settings(failures_per_minute=1_000)])
 def test_every_write_needs_a_token_of_its_scope(api: Api) -> None:
     paths = requests.get(f"{api.url}/api/v1/openapi.json", timeout=10).json()["paths"]
     writes = {(verb.upper(), path) for path, verbs in paths.items() for verb in verbs if verb not in ("get", "head")}
-    assert {(verb, path.replace("x" * 32, "{lease}")) for verb, path, _ in WRITES.values()} == writes
-    for name, (verb, path, scope) in WRITES.items():
-        refused = {None: 401, "wrong": 401, "": 401, "expired": 401, "revoked": 401}
-        refused["submit" if scope == "work" else "work"] = 403
+    assert {(verb, path.replace(NO_RUN, "{run}")) for verb, path in WRITES.values()} == writes
+    for name, (verb, path) in WRITES.items():
+        body = {"json": {"all": True}} if name == "submit" else {}
+        refused = {None: 401, "wrong": 401, "": 401, "expired": 401, "revoked": 401, "read": 403}
         for token, status in refused.items():
-            found = api.ask(verb, path, token, **body(api, name))
+            found = api.ask(verb, path, token, **body)
             assert (name, token, found.status_code) == (name, token, status), found.text
             assert set(found.json()) == {"detail"}
             if status == 401:
                 assert found.headers["www-authenticate"] == "Bearer"
         with_a_password = base64.b64encode(f"me:{api.tokens['both']}".encode()).decode()
         for wrong in (f"Basic {with_a_password}", f"Token {api.tokens['both']}", "Bearer"):
-            assert api.ask(verb, path, None, headers={"authorization": wrong}, **body(api, name)).status_code == 401
-        found = api.ask(verb, path, scope, **body(api, name))
-        assert found.status_code == {"submit": 201, "lease": 200}.get(name, 404), found.text
+            assert api.ask(verb, path, None, headers={"authorization": wrong}, **body).status_code == 401
+        found = api.ask(verb, path, "submit", **body)
+        assert found.status_code == (201 if name == "submit" else 404), found.text
     assert len(api.store.runs()) == 1
 
 
@@ -142,31 +107,36 @@ def test_a_run_through_the_api(api: Api) -> None:
     assert found.status_code == 201
     run = found.json()["run"]
     assert found.json() == {"run": run, "cells": 2, "excluded": 0}
-    for make in (passed, failed):
-        leased = api.lease()
-        assert leased["run"] == run
-        assert api.ask("POST", f"/api/v1/leases/{leased['lease']}/renewal").json() == {"seconds": 60.0}
-        result = dataclasses.replace(make(parse(leased["cell"])), log="was \x1b[31mred\x1b[0m <script>\0")
-        log = result.log.encode()
-        assert api.ask("PUT", f"/api/v1/leases/{leased['lease']}/log", data=log).status_code == 204
-        for _ in range(2):
-            answer = api.report(leased["lease"], result)
-            assert (answer.status_code, answer.json()) == (200, {"counted": True}), answer.text
-        stored = api.store.result(run, result.cell)
-        assert stored == dataclasses.replace(result, started=stored.started)
-        assert api.ask("POST", f"/api/v1/leases/{leased['lease']}/renewal").status_code == 410
-        assert api.ask("PUT", f"/api/v1/leases/{leased['lease']}/log", data=log).status_code == 410
-    found = api.ask("POST", "/api/v1/leases", json=api.wanted)
-    assert (found.status_code, found.content) == (204, b"")
-    assert api.store.run(run).state == "finished"
+    assert api.store.run(run).state == "running"
+    assert [one.run for one in submissions.waiting(api.store)] == [run]
+    assert api.ask("DELETE", f"/api/v1/runs/{run}").status_code == 409
+    assert api.ask("POST", f"/api/v1/runs/{run}/retry").status_code == 409
+    assert api.ask("POST", f"/api/v1/runs/{run}/cancel").status_code == 204
+    assert (api.store.run(run).state, submissions.waiting(api.store)) == ("interrupted", [])
+    assert api.ask("POST", f"/api/v1/runs/{run}/cancel").status_code == 409
+    api.store.add(run, passed(parse(CELLS[1])))
+    api.store.add(run, failed(parse(CELLS[2])))
+    assert api.ask("POST", f"/api/v1/runs/{run}/retry").json() == {"run": run, "cells": 1, "excluded": 0}
+    with api.store.reading() as connection:
+        assert json.loads(str(connection.scalar(select(SUBMISSION.c.again)))) == {CELLS[2]: 1}
+    assert api.ask("POST", f"/api/v1/runs/{run}/cancel").status_code == 204
+    assert api.ask("DELETE", f"/api/v1/runs/{run}").status_code == 204
+    assert api.store.runs() == []
 
 
-def test_a_worker_with_another_project_is_refused_with_the_reason(api: Api) -> None:
-    wanted = api.wanted
-    wanted["machine"]["fingerprint"] = "0" * 64
-    found = api.ask("POST", "/api/v1/leases", json=wanted)
-    assert found.status_code == 409
-    assert "update both to the same commit" in found.json()["detail"]
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ({"revision": "1f0c7d2ab9e4"}, "tested 1f0c7d2ab9e4, and here is "),
+        ({"command": "run --pytest=-x"}, "was made with --pytest"),
+        ({"command": "run --latest"}, "was made with --latest"),
+    ],
+)
+def test_a_run_of_something_else_is_not_retried(api: Api, made: dict[str, str], reason: str) -> None:
+    run = api.store.new_run([parse(CELLS[0])], **made)  # type: ignore[arg-type]
+    api.store.finish(run, "interrupted")
+    found = api.ask("POST", f"/api/v1/runs/{run}/retry")
+    assert (found.status_code, reason in found.json()["detail"]) == (409, True), found.text
 
 
 #: Requests that don't name cells of the axes or that contain anything else.
@@ -184,6 +154,11 @@ WRONG: list[Any] = [
     {"label": "\udc80"},
     {"only": "torch==2.11\udc80"},
     {"only": "(" * 1_000},
+    {},
+    {"all": False},
+    {"cells": []},
+    {"all": True, "only": "torch==2.11"},
+    {"all": "yes"},
     {"path": "/etc"},
     [],
     "x",
@@ -235,32 +210,19 @@ def test_a_body_that_is_too_large_is_not_kept_in_memory(api: Api) -> None:
     def most_memory() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    for path, most in (("/api/v1/runs", REQUEST_BYTES), (f"/api/v1/leases/{'x' * 32}/result", REPORT_BYTES)):
-        assert raw(api, path, f"content-length: {most + 1}", iter(())) == 413
-        before = most_memory()
-        assert raw(api, path, "transfer-encoding: chunked", chunked(250_000_000)) == 413
-        assert most_memory() - before < 100_000_000
+    assert raw(api, "/api/v1/runs", f"content-length: {REQUEST_BYTES + 1}", iter(())) == 413
+    before = most_memory()
+    assert raw(api, "/api/v1/runs", "transfer-encoding: chunked", chunked(250_000_000)) == 413
+    assert most_memory() - before < 100_000_000
     assert raw(api, "/api/v1/runs", "content-length: -1", iter(())) == 400
     assert requests.get(f"{api.url}/api/v1/openapi.json", timeout=10).ok
 
 
-def test_a_log_of_100_mb_is_cut_in_its_middle(api: Api) -> None:
-    api.submit(cells=CELLS[:1])
-    lease = api.lease()["lease"]
-    line = b"\x1b[31m<script>alert(1)</script>\xff\0 ...................\n"
-    lines = 100_000_000 // len(line)
-    parts = (b"".join([b"the beginning\n", line * 1_000]) if n == 0 else line * 1_000 for n in range(lines // 1_000))
-    found = api.ask(
-        "PUT", f"/api/v1/leases/{lease}/log", data=(part for one in (parts, [b"the end\n"]) for part in one)
-    )
-    assert found.status_code == 204, found.text
-    assert api.report(lease, failed(parse(CELLS[0]))).json() == {"counted": True}
-    (past,) = api.store.history(parse(CELLS[0]))
-    log = api.store.result(past.run.id, parse(CELLS[0])).log
-    assert len(log) < 8 * 2**20 + 1_000
-    assert log.startswith("the beginning\n\x1b[31m<script>alert(1)</script>\N{REPLACEMENT CHARACTER}\0 ...")
-    assert log.endswith("...\nthe end\n")
-    assert " bytes of this log were not kept ...]" in log
+@pytest.mark.parametrize("settings", [Settings(upload_bytes=100_000)])
+def test_a_store_that_is_too_large_is_refused(api: Api) -> None:
+    kind = {"content-type": "application/vnd.sqlite3"}
+    for data in (bytes(100_001), (bytes(10_000) for _ in range(11))):
+        assert api.ask("POST", "/api/v1/runs", data=data, headers=kind).status_code == 413
 
 
 # Rate limits.
@@ -283,12 +245,12 @@ def test_too_many_requests_are_told_to_wait(api: Api) -> None:
         assert all(1 <= int(one.headers["retry-after"]) <= 60 for one in found if one.status_code == 429)
         return [one.status_code for one in found]
 
-    renewal = f"/api/v1/leases/{'x' * 32}/renewal"
-    assert said(7, "POST", renewal, "work") == [404] * 5 + [429] * 2
-    assert said(1, "POST", renewal, "both") == [404]
-    assert said(4, "POST", "/api/v1/runs", "submit", json={}) == [201] * 3 + [429]
-    assert said(6, "POST", renewal, "guess") == [401] * 4 + [429] * 2
-    assert said(1, "POST", renewal, "both") == [404]  # wrong tokens don't lock out valid ones
+    cancel = f"/api/v1/runs/{NO_RUN}/cancel"
+    assert said(7, "POST", cancel, "submit") == [404] * 5 + [429] * 2
+    assert said(1, "POST", cancel, "both") == [404]
+    assert said(4, "POST", "/api/v1/runs", "submit", json={"all": True}) == [201] * 3 + [429]
+    assert said(6, "POST", cancel, "guess") == [401] * 4 + [429] * 2
+    assert said(1, "POST", cancel, "both") == [404]  # wrong tokens don't lock out valid ones
 
 
 # Reading.
@@ -302,10 +264,10 @@ def test_a_closed_service_is_read_with_any_token(api: Api) -> None:
         assert found.headers["www-authenticate"].startswith("Basic ")  # makes a browser ask for a token
         for token in ("wrong", "expired", "revoked"):
             assert api.ask("GET", path, token).status_code == 401
-        for token in ("submit", "work"):
+        for token in ("submit", "read"):
             assert api.ask("GET", path, token).status_code in (200, 404)
     url = f"{api.url}/api/v1/openapi.json"
-    assert requests.get(url, auth=("anybody", api.tokens["work"]), timeout=10).status_code == 200
+    assert requests.get(url, auth=("anybody", api.tokens["read"]), timeout=10).status_code == 200
     assert requests.get(url, auth=("anybody", "wrong"), timeout=10).status_code == 401
     assert requests.get(url, headers={"authorization": "Basic !!!"}, timeout=10).status_code == 401
 
@@ -325,11 +287,11 @@ def test_the_head_alone(api: Api) -> None:
         whole, head = api.ask("GET", path), api.ask("HEAD", path)
         assert (head.status_code, head.content) == (whole.status_code, b"")
         assert head.headers["content-type"] == whole.headers["content-type"]
-    assert api.ask("HEAD", "/api/v1/leases").status_code == 405
+    assert api.ask("HEAD", f"/api/v1/runs/{NO_RUN}/retry").status_code == 405
 
 
 def test_who_asks_for_a_page_gets_one(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_view, "progress", lambda store: 1 / 0)
+    monkeypatch.setattr(submissions, "waiting", lambda store: 1 / 0)
     for path, token, status in (("/runs", "wrong", 401), ("/nowhere", None, 404), ("/status", None, 500)):
         found = api.ask("GET", path, token)
         assert (found.status_code, found.headers["content-type"]) == (status, "text/html; charset=utf-8"), path
@@ -342,7 +304,7 @@ def test_json_that_does_not_say_so(api: Api) -> None:
     found = api.ask("POST", "/api/v1/runs", data=b"{}")
     assert (found.status_code, found.json()) == (
         422,
-        {"detail": "the request needs the header Content-Type: application/json"},
+        {"detail": "the request needs the header Content-Type: application/json, or application/vnd.sqlite3"},
     )
 
 
@@ -351,9 +313,8 @@ def test_json_that_does_not_say_so(api: Api) -> None:
 
 def test_an_error_of_ours_says_nothing_of_the_inside(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     with api.store.writing() as connection:
-        connection.execute(text("DROP TABLE late"))
-        connection.execute(text("ALTER TABLE task RENAME TO task_away"))
-    found = api.ask("POST", "/api/v1/leases", json=api.wanted)
+        connection.execute(text("ALTER TABLE submission RENAME TO submission_away"))
+    found = api.ask("POST", "/api/v1/runs", json={"all": True})
     gone = api.store.dialect == "sqlite"  # SQLite raises the same error for a missing table and for a full disk
     assert found.status_code == (503 if gone else 500)
     assert set(found.json()) == {"detail", "id"}
@@ -361,7 +322,7 @@ def test_an_error_of_ours_says_nothing_of_the_inside(api: Api, caplog: pytest.Lo
         "the database doesn't answer" if gone else "internal error of the service; its log has the details"
     )
     assert found.json()["id"] in caplog.text
-    assert "task" not in found.text
+    assert "submission" not in found.text
     assert found.headers.get("retry-after") == ("5" if gone else None)
     assert {name: found.headers.get(name) for name in HEADERS} == HEADERS
 
@@ -397,27 +358,23 @@ def on_postgres(request: pytest.FixtureRequest) -> Any:
 def test_a_database_that_was_away_is_back_without_a_restart(on_postgres: Any, axes: Axes) -> None:
     with Store.open(on_postgres.url) as store, served(create_app(store, axes, Settings())) as url:
         api = Api(url, store, axes)
-        api.submit()
-        lease = api.lease()["lease"]
+        run = api.submit(all=True)
         on_postgres.stop()
         try:
-            found = api.ask("POST", f"/api/v1/leases/{lease}/renewal")
+            found = api.ask("POST", f"/api/v1/runs/{run}/cancel")
         finally:
             on_postgres.start()
         assert found.status_code == 503
         assert found.headers["retry-after"] == "5"
         assert set(found.json()) == {"detail", "id"}
-        assert api.ask("POST", f"/api/v1/leases/{lease}/renewal").status_code == 200
-        assert api.lease()["cell"] in CELLS
+        assert api.ask("POST", f"/api/v1/runs/{run}/cancel").status_code == 204
 
 
 def test_a_full_disk_is_an_answer_and_loses_nothing(tmp_path: Path, axes: Axes) -> None:
-    with Store.open(str(tmp_path / "store.db")) as store, served(create_app(store, axes, Settings())) as url:
+    often = Settings(submissions_per_minute=10**6)
+    with Store.open(str(tmp_path / "store.db")) as store, served(create_app(store, axes, often)) as url:
         api = Api(url, store, axes)
-        run = api.submit(cells=CELLS[:1])
-        lease = api.lease()["lease"]
-        tests = [Test(f"t.py::test_{n}", "failed", 0.0, os.urandom(5_000).hex()) for n in range(100)]
-        result = failed(parse(CELLS[0]), tests=tests)
+        label = "x" * 100
 
         def pages(most: int) -> None:
             @event.listens_for(store._engine, "checkout")
@@ -425,9 +382,10 @@ def test_a_full_disk_is_an_answer_and_loses_nothing(tmp_path: Path, axes: Axes) 
                 connection.execute(f"PRAGMA max_page_count = {most}")
 
         pages(1)  # the database can't grow
-        found = api.report(lease, result)
+        found = [api.ask("POST", "/api/v1/runs", json={"all": True, "label": label}) for _ in range(200)][-1]
         assert found.status_code == 503
         assert "disk" not in found.text
         pages(2**30)
-        assert api.report(lease, result).json() == {"counted": True}
-        assert api.store.run(run).state == "finished"
+        known = {one.id for one in store.runs()}
+        assert {one.run for one in submissions.waiting(store)} == known
+        assert api.submit(all=True) not in known

@@ -30,7 +30,6 @@ from served import served
 from stored import cells, failed, stored
 
 from compat_matrix.axes import load
-from compat_matrix.cells import parse
 from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
 from compat_matrix.store import Store
@@ -227,21 +226,21 @@ def test_without_javascript(open_page: Open, demo: tuple[str, service_demo.Demo]
 def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_path: Path) -> None:
     with Store.open(str(tmp_path / "store.db")) as store:
         made = service_demo.fill(store, tmp_path)
-        queue = made.queue
+        run = made.runs["running"]
         app = create_app(store, load(tmp_path / "axes.toml"), Settings())
         with served(app) as address:
-            leased = service_demo.lease(queue, "worker-3")
-            cell = parse(leased.cell)
+            cell, second = store.unfinished(run)[-2:]
+            service_demo.run_now(store, run, [cell])
             query = f"/?python={cell.python}"
             page = open_page(address + query)
             shown = page.locator(f".grid a[href='/cells/{cell}']")
             assert "running" in shown.get_attribute("aria-label")
             shown.focus()
             other = open_page(f"{address}/cells/{cell}")
-            assert "running on worker-3" in " ".join(other.locator("main").inner_text().split())
+            assert f"running in {run}" in " ".join(other.locator("main").inner_text().split())
             status = open_page(f"{address}/status")
             assert str(cell) in status.locator("main").inner_text()
-            assert service_demo.report(queue, leased, service_demo.passed(cell, datetime.now(timezone.utc)))
+            service_demo.report(store, run, service_demo.passed(cell, datetime.now(timezone.utc)))
             expect(shown).to_have_attribute(
                 "aria-label", f"ok now: transformers {cell.transformers}, torch {cell.torch}", timeout=15_000
             )
@@ -249,10 +248,10 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
             assert page.evaluate("document.activeElement.getAttribute('href')") == f"/cells/{cell}"
             expect(other.locator(".verdict")).to_contain_text("ok", timeout=15_000)
             expect(other.locator("#activity")).to_have_count(0, timeout=15_000)
-            expect(status.locator("main")).not_to_contain_text("worker-3 just now", timeout=15_000)
+            expect(status.locator("main")).not_to_contain_text(cell.name, timeout=15_000)
             # Later changes are shown too.
-            second = service_demo.lease(queue, "worker-3", only=f"python=={cell.python}")
-            expect(page.locator(f".grid a[href='/cells/{second.cell}']")).to_have_attribute(
+            service_demo.run_now(store, run, [second])
+            expect(page.locator(f".grid a[href='/cells/{second}']")).to_have_attribute(
                 "aria-label", re.compile("running"), timeout=20_000
             )
             for one in (page, other, status):  # closed while the service still answers them

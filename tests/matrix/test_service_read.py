@@ -30,7 +30,7 @@ from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service import api_read, feed, queries, verdicts
 from compat_matrix.service.app import create_app
-from compat_matrix.service.queue import Queue
+from compat_matrix.service.executing import Queue
 from compat_matrix.service.settings import Settings
 from compat_matrix.service.snapshot import SnapshotCache
 from compat_matrix.service.verdicts import Wanted, answer
@@ -479,7 +479,7 @@ def test_the_newest_of_every_cell_and_the_history_of_one(store: Store, client: T
     newest = get(client, f"cells/{every[0]}/history", limit=1)
     before = get(client, f"cells/{every[0]}/history", cursor=newest["next"])
     assert [cell["run"] for cell in newest["cells"] + before["cells"]] == runs[::-1]
-    assert (before["next"], before["late"]) == (None, [])
+    assert before["next"] is None
     assert get(client, f"cells/{every[3]}/history")["cells"] == []
     get(client, "cells/py312-tf9.9-torch2.11/history", 404)
 
@@ -547,8 +547,8 @@ def test_metrics(store: Store, client: TestClient) -> None:
     assert found["kernel_compat_matrix_cells", "cpu", "none", "", "passed"] == 1
     assert found["kernel_compat_matrix_cells", "cpu", "none", "wrong", "failed"] == 1
     assert found["kernel_compat_matrix_runs", "finished"] == 1
-    assert found["kernel_compat_matrix_queue_cells", "queued"] == 0
-    assert found[("kernel_compat_matrix_workers",)] == 0
+    assert found["kernel_compat_matrix_queue_runs", "waiting"] == 0
+    assert found[("kernel_compat_matrix_running_cells",)] == 0
     stored(store, [passed(two)])
     while 'state="failed"' in client.get("metrics").text:  # metrics lag by some milliseconds
         time.sleep(0.01)
@@ -723,7 +723,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         store.add(run, failed(every[0], reason=ODD))
         keep(store, "atlas", '{"seams": []}')
         APP.state.store, APP.state.snapshots = store, SnapshotCache(store)
-        APP.state.queue = Queue(store, None, Settings())
+        APP.state.queue = Queue(store, None)
         yield
 
 

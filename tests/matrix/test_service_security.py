@@ -10,10 +10,9 @@ import logging
 import re
 import socket
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -33,28 +32,28 @@ from stored import failed, passed
 
 from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
-from compat_matrix.fingerprint import of_axes
 from compat_matrix.results import CellResult
 from compat_matrix.service import guard, head_timeout, tokens
 from compat_matrix.service.app import create_app
+from compat_matrix.service.executing import Queue
 from compat_matrix.service.guard import HEADERS
-from compat_matrix.service.protocol import Machine, Report, Result, Submission, Wanted
-from compat_matrix.service.queue import Queue
 from compat_matrix.service.settings import Settings
+from compat_matrix.service.submission import Submission
 from compat_matrix.store import Store
-from compat_matrix.store.models import TASK, TOKEN, metadata
+from compat_matrix.store.models import TOKEN, metadata
 
 CELLS = [f"{TAG}-tf5.{n}-torch2.11" for n in range(3)]
 #: A label that the command line may set, but no request.
 LABEL = "one\r\nX-Injected: yes\r\n\r\n<script>alert(1)</script>"
-UNLIMITED = Settings(
-    lease_seconds=10**6, writes_per_minute=10**9, submissions_per_minute=10**9, failures_per_minute=10**9
-)
+UNLIMITED = Settings(writes_per_minute=10**9, submissions_per_minute=10**9, failures_per_minute=10**9)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     return Small.make(tmp_path_factory.mktemp("security") / "small")
+
+
+NO_RUN = "20261121-114502-7f3a"
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +62,7 @@ def axes(small: Small) -> Axes:
 
 
 class Target:
-    """A service whose store has every kind of content, and its tokens.
-
-    Attributes:
-        leases: a running, a counted and a lost lease; each is a secret.
-    """
+    """A service whose store has every kind of content, and its tokens."""
 
     def __init__(self, store: Store, axes: Axes, settings: Settings) -> None:
         self.store = store
@@ -75,53 +70,38 @@ class Target:
         self.queue: Queue = self.app.state.queue
         self.tokens = {
             "submit": tokens.add(store, "submit", ["submit"]),
-            "work": tokens.add(store, "work", ["work"]),
-            "both": tokens.add(store, "both", ["submit", "work"]),
+            "read": tokens.add(store, "read", ["read"]),
+            "both": tokens.add(store, "both", ["submit", "read"]),
             "none": tokens.add(store, "none", []),
-            "expired": tokens.add(store, "expired", ["submit", "work"], days=0),
-            "revoked": tokens.add(store, "revoked", ["submit", "work"]),
+            "expired": tokens.add(store, "expired", ["submit", "read"], days=0),
+            "revoked": tokens.add(store, "revoked", ["submit", "read"]),
         }
         tokens.revoke(store, "revoked")
-        machine = Machine(name="worker", version="0.1.0", fingerprint=of_axes(axes), memory=64.0)
-        self.wanted = Wanted(machine=machine, free_memory=64.0)
         for label in (LABEL, ""):
             run = store.new_run([parse(name) for name in CELLS], label=label)
             for name in CELLS:
                 store.add(run, odd(passed(parse(name)) if name != CELLS[0] or label else failed(parse(name))))
             store.finish(run, "finished")
         self.run = run
-        self.leases = [self.lease(), self.lease(), self.lease()]
-        cell = self.queue.running()[1].cell
-        assert self.queue.report(self.leases[1], self.report(passed(cell)))
-        self.queue.give_back(self.leases[2])
+        self.queue.submit(Submission(all=True))
 
-    def lease(self) -> str:
-        leased = self.queue.lease(self.wanted, "work")
-        if leased is None:
-            self.queue.submit(Submission())
-            leased = self.queue.lease(self.wanted, "work")
-        assert leased is not None
-        return leased.lease
-
-    def report(self, found: CellResult) -> Report:
-        return Report(result=Result.of(found), now=time.time())
+    def ready(self, path: str) -> str:
+        """The id of a run for which the operation is allowed."""
+        run = self.store.new_run([parse(CELLS[0])])
+        if not path.endswith("/cancel"):
+            self.store.finish(run, "interrupted")
+        return run
 
     def body(self, path: str) -> Any:
         """A valid body for a route."""
-        if path.endswith("/result"):
-            return self.report(passed(parse(CELLS[0]))).model_dump(mode="json")
-        return {"runs": {}, "leases": self.wanted.model_dump(mode="json")}.get(path.rpartition("/")[2])
+        return {"all": True} if path.endswith("/runs") else None
 
     def rows(self) -> dict[str, list[Any]]:
-        """All rows of the database, except when a token was last used and when a lease ends."""
+        """All rows of the database, except when a token was last used."""
         with self.store.reading() as connection:
             return {
                 table.name: [
-                    tuple(
-                        value
-                        for column, value in zip(table.c, row, strict=True)
-                        if column is not TOKEN.c.used and column is not TASK.c.until
-                    )
+                    tuple(value for column, value in zip(table.c, row, strict=True) if column is not TOKEN.c.used)
                     for row in connection.execute(select(table))
                 ]
                 for table in metadata.sorted_tables
@@ -213,11 +193,10 @@ def test_what_is_written_is_as_documented(
     door: Target, operation: Any, mode: schemathesis.GenerationMode, token: str | None
 ) -> None:
     def there() -> dict[str, Any]:
-        known = {"lease": next(leases)}
+        known = {"run": door.ready(operation.path) if token else NO_RUN}
         body = door.body(operation.path)
         return known if body is None else {**known, "body": body}
 
-    leases = cycle(door.leases)
     headers = {"authorization": f"Bearer {door.tokens[token]}"} if token else {}
     examples = documented.EXAMPLES if token else max(documented.EXAMPLES // 5, 2)
     before = None if token else door.rows()
@@ -227,11 +206,11 @@ def test_what_is_written_is_as_documented(
         assert {*answers} <= {401}
         assert door.rows() == before
     elif mode is documented.GOOD:
-        assert min(answers) < 300 or "/leases/{" in operation.path
+        assert min(answers) < 300
 
 
 def test_every_operation_that_writes_says_that_it_needs_a_token() -> None:
-    assert len(WRITING) >= 6
+    assert len(WRITING) == 4
     for operation in WRITING:
         assert operation.definition.raw["security"], operation.label
         assert {"401", "403", "413", "415", "422", "429", "503"} <= operation.definition.raw["responses"].keys()
@@ -254,14 +233,14 @@ def routes(app: FastAPI) -> list[tuple[str, str]]:
 
 
 def filled(path: str, target: Target) -> str:
-    values = {"lease": target.leases[0], "run": target.run, "cell": CELLS[0], "axis": "transformers", "value": "5.0"}
+    values = {"run": target.run, "cell": CELLS[0], "axis": "transformers", "value": "5.0"}
     return re.sub(r"\{(\w+)(:path)?\}", lambda match: values.get(match[1], CELLS[0]), path)
 
 
 def test_no_write_is_taken_without_its_token(target: Target, url: str) -> None:
     found = routes(target.app)
     writes = [(method, path) for method, path in found if method not in ("GET", "HEAD", "OPTIONS")]
-    assert {path for _, path in found} >= {"/", "/api/v1/compat", "/api/v1/leases/{lease}/result"}
+    assert {path for _, path in found} >= {"/", "/api/v1/compat", "/api/v1/runs/{run}/retry"}
     assert len(writes) == len(WRITING)
     secret = target.tokens["both"]
     password = base64.b64encode(f"me:{secret}".encode()).decode()
@@ -286,8 +265,7 @@ def test_no_write_is_taken_without_its_token(target: Target, url: str) -> None:
             assert (method, path, given, answer.status) == (method, path, given, 401)
         for query in (f"token={secret}", f"access_token={secret}", f"authorization=Bearer%20{secret}"):
             assert sent(url, method, f"{address}?{query}", kind | {"cookie": query}, body).status == 401
-        scope = "submit" if path.endswith("/runs") else "work"
-        for name in {"submit", "work", "none"} - {scope}:
+        for name in ("read", "none"):
             headers = kind | {"authorization": f"Bearer {target.tokens[name]}"}
             assert sent(url, method, address, headers, body).status == 403, (method, path, name)
     assert target.rows() == before
@@ -304,11 +282,11 @@ def test_what_is_only_read_can_not_be_written(target: Target, url: str) -> None:
     assert target.rows() == before
 
 
-def test_tokens_and_leases_are_in_no_answer_and_no_log(
+def test_tokens_are_in_no_answer_and_no_log(
     target: Target, url: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    secrets = {*target.tokens.values(), *target.leases}
+    secrets = {*target.tokens.values()}
     seen = b""
     for method, path in routes(target.app):
         if path.endswith("/log"):
@@ -342,9 +320,9 @@ def test_who_guesses_tokens_has_to_wait_whatever_it_says_of_its_address(
                     headers["x-forwarded-for"] = f"10.0.0.{number}, 192.0.2.7"
                     headers["forwarded"] = f"for=10.0.0.{number}"
                     headers["x-real-ip"] = f"10.0.0.{number}"
-                statuses.append(sent(url, "DELETE", "/api/v1/leases/" + "x" * 32, headers).status)
-            good = {"authorization": f"Bearer {found.tokens['work']}"}
-            assert sent(url, "DELETE", "/api/v1/leases/" + "x" * 32, good).status == 404
+                statuses.append(sent(url, "DELETE", f"/api/v1/runs/{NO_RUN}", headers).status)
+            good = {"authorization": f"Bearer {found.tokens['submit']}"}
+            assert sent(url, "DELETE", f"/api/v1/runs/{NO_RUN}", good).status == 404
     assert statuses == [401] * 5 + [429] * 15
 
 
@@ -536,8 +514,8 @@ BODIES = {
 def test_bodies_that_are_none(target: Target, url: str) -> None:
     before = target.rows()
     for operation in WRITING:
-        if operation.method.upper() == "DELETE" or operation.path.endswith(("/log", "/renewal")):
-            continue  # takes text or no body
+        if not operation.path.endswith("/runs"):
+            continue  # takes no body
         for name, body in BODIES.items():
             for kind in (
                 "application/json",

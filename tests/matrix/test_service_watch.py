@@ -223,7 +223,10 @@ def test_a_new_release_is_read_into_the_atlas_and_runs_against_everything(watche
 def test_what_broke_is_told_by_exit_code_feed_and_webhook(watched: Watched, listener: Listener) -> None:
     watched.watch()
     assert (
-        watched.small.run("run", "--latest", UV_DEFAULT_INDEX=f"{watched.url}/simple", UV_OFFLINE="0").returncode == 0
+        watched.small.run(
+            "run", "--all", "--latest", UV_DEFAULT_INDEX=f"{watched.url}/simple", UV_OFFLINE="0"
+        ).returncode
+        == 0
     )
     watched.publish("transformers", "5.2.0", right=False, loading="def load(other): ...\n")
     listener.answers = [(503, b""), (500, b""), (204, b"")]

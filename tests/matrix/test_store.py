@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,15 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from forked import Forked
 from network import until
-from sqlalchemy import create_engine, event, make_url, text
+from sqlalchemy import create_engine, event, func, make_url, select, text
 from sqlalchemy.engine import Engine
 from stored import cells, failed, not_run, passed, stored
 
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Figure, Test
-from compat_matrix.store import Store, database, schema
+from compat_matrix.service import tokens
+from compat_matrix.store import Store, database, inserts, removal, schema, submissions
 from compat_matrix.store.models import metadata
 
 CELLS = cells()
@@ -366,6 +368,68 @@ with Store.open(sys.argv[1]) as store:
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
+# Deleting.
+
+
+def rows(store: Store) -> dict[str, int]:
+    with store.reading() as connection:
+        return {
+            table.name: connection.scalar(select(func.count()).select_from(table)) or 0
+            for table in metadata.tables.values()
+        }
+
+
+def test_a_deleted_run_leaves_nothing_and_takes_nothing_of_others(store: Store) -> None:
+    shared = [failed(CELLS[0]), passed(CELLS[1])]
+    kept = store.new_run(CELLS[:2], axes="the same")
+    for one in shared:
+        store.add(kept, one)
+    store.finish(kept, "finished")
+    before = rows(store)
+    gone = store.new_run(CELLS[:2], axes="the same")
+    own = [
+        dataclasses.replace(
+            failed(CELLS[0], tests=[Test("test_own.py::test", "failed", 1.0, "its message")]),
+            pins="own==1",
+            log="its log",
+        ),
+        failed(CELLS[0], attempt=2),
+        shared[1],
+    ]
+    for one in own:
+        store.add(gone, one)
+    store.finish(gone, "interrupted")
+    assert rows(store)["nodeid"] == before["nodeid"] + 1
+    assert rows(store)["shared_text"] > before["shared_text"]
+    removal.delete_runs(store, [gone])
+    assert rows(store) == before
+    assert [store.result(kept, one.cell) for one in shared] == shared
+    with pytest.raises(MatrixError, match="no run"):
+        removal.delete_runs(store, [gone])
+    removal.delete_runs(store, [kept])
+    assert set(rows(store).values()) == {0}
+
+
+def test_a_run_that_goes_on_is_never_deleted(store: Store) -> None:
+    ended, running = store.new_run(CELLS), store.new_run(CELLS)
+    store.finish(ended, "finished")
+    with pytest.raises(submissions.StateError, match=f"{running} hasn't ended: cancel it first"):
+        removal.delete_runs(store, [ended, running])
+    assert {one.id for one in store.runs()} == {ended, running}
+    assert removal.older(store, timedelta(days=1)) == []
+    assert [one.id for one in removal.older(store, timedelta(0))] == [ended]
+    submissions.cancel(store, running)
+    with pytest.raises(submissions.StateError, match="has ended"):
+        submissions.cancel(store, running)
+    with store.writing() as connection:  # another service has it, and the one that lost it has interrupted it
+        submissions.insert(connection, inserts.key(connection, running), "default", "", {})
+    with pytest.raises(submissions.StateError, match="hasn't ended"):
+        removal.delete_runs(store, [running])
+    with store.writing() as connection:
+        submissions.remove(connection, inserts.key(connection, running))
+    removal.delete_runs(store, [running])
+
+
 # Schemas.
 
 
@@ -405,6 +469,39 @@ def test_a_store_of_the_first_revision_is_migrated_with_its_results(url: str) ->
         assert (summary.failed, summary.flaky, summary.known) == (1, 0, 0)
         assert not store.run(store.resolve("old")).partial
         store.add(store.resolve("old"), passed(CELLS[0], attempt=2))
+
+
+def test_runs_that_waited_for_workers_are_migrated_and_can_be_resumed(url: str) -> None:
+    engine = database.connect(database.parse(url), create=True)
+    with database.writing(engine).begin() as connection:
+        schema.upgrade(connection, "0004")
+        began, lease = "'2026-01-01 00:00:00'", "VALUES ('l1', 1, 'w', 't', '2026-01-01 00:00:00', NULL, NULL)"
+        for statement in (
+            f"INSERT INTO run VALUES (1, 'waits', {began}, NULL, 'running', '', '', '', '', NULL, false)",
+            f"INSERT INTO run VALUES (2, 'alone', {began}, NULL, 'running', '', '', '', '', NULL, false)",
+            f"INSERT INTO run VALUES (3, 'ended', {began}, {began}, 'finished', '', '', '', '', NULL, false)",
+            "INSERT INTO cell VALUES (1, 'py312-tf4.57-torch2.10', '3.12', '4.57', '2.10', 'none', 'cpu')",
+            "INSERT INTO planned VALUES (1, 1, 0, NULL)",
+            "INSERT INTO planned VALUES (3, 1, 0, NULL)",
+            "INSERT INTO task VALUES (1, 1, 1, 1, 'default', 'f', '3.12', 0, 4, 0, 999, '', 0, 'leased', 0, 'l1', 'w', NULL)",
+            "INSERT INTO task VALUES (2, 3, 1, 1, 'default', 'f', '3.12', 0, 4, 0, 999, '', 0, 'done', 0, NULL, NULL, NULL)",
+            f"INSERT INTO lease {lease}",
+            *(
+                f"INSERT INTO token VALUES ({n}, '{name}', '{name}', '{name}', {began}, NULL, NULL, NULL)"
+                for n, name in enumerate(("submit work", "work", "submit"), 1)
+            ),
+        ):
+            connection.execute(text(statement))
+    engine.dispose()
+    with Store.open(url, create=False) as store:
+        assert {one.id: one.state for one in store.runs()} == {
+            "waits": "interrupted",
+            "alone": "running",
+            "ended": "finished",
+        }
+        assert store.run("waits").finished is not None
+        assert store.unfinished("waits") == [CELLS[0]]
+        assert [token.scopes for token in tokens.every(store)] == [{"submit"}, {"submit"}, {"read"}]
 
 
 def test_a_store_of_a_newer_version_is_left_alone(url: str) -> None:

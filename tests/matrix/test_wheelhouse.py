@@ -144,7 +144,8 @@ def fetched(small: Small, *options: str) -> str:
 def passed(small: Small, *options: str) -> dict[str, str]:
     """The logs of a run's cells, which must pass without the index they were downloaded from."""
     shutil.rmtree(small.folder / "index")
-    done = small.run("run", "--offline", "house", *options, **offline(small))
+    chosen = options if "--only" in options or any(one.startswith(TAG) for one in options) else ("--all", *options)
+    done = small.run("run", "--offline", "house", *chosen, **offline(small))
     results = small.results()
     assert done.returncode == 0, done.stdout + done.stderr + "".join(result.log for result in results.values())
     return {name: result.log for name, result in results.items()}
@@ -291,7 +292,7 @@ def test_a_release_that_changed_under_its_pin_is_refused(project: Small) -> None
 def test_a_missing_wheel_is_named_with_its_cells_before_anything_runs(project: Small) -> None:
     fetched(project)
     (project.folder / "house" / "transformers-5.1.0-py3-none-any.whl").unlink()
-    done = project.run("run", "--offline", "house", **offline(project))
+    done = project.run("run", "--all", "--offline", "house", **offline(project))
     assert done.returncode == 2
     assert f"transformers==5.1.0 (transformers-5.1.0-py3-none-any.whl), for {TAG}-tf5.1-torch2.11" in done.stderr
     assert f"{TAG}-tf5.0" not in done.stderr
@@ -318,7 +319,7 @@ def test_what_can_not_be_is_said(project: Small, arguments: list[str], message: 
     if "house" in arguments:
         fetched(project, "--only", "transformers==5.0")
     venv.create(project.folder / "bare", symlinks=True)
-    done = project.run("run", *arguments, **offline(project))
+    done = project.run("run", "--all", *arguments, **offline(project))
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -327,7 +328,7 @@ def test_what_can_not_be_is_said(project: Small, arguments: list[str], message: 
 def test_another_state_of_the_project_is_refused(project: Small) -> None:
     fetched(project)
     project.write("src/mine.py", "value = 2")
-    done = project.run("run", "--offline", "house", **offline(project))
+    done = project.run("run", "--all", "--offline", "house", **offline(project))
     assert done.returncode == 2
     assert "has another mine.py" in done.stderr
 
@@ -364,14 +365,14 @@ def test_cells_stand_on_the_torch_of_another_environment(project: Small, tmp_pat
     fetched(project, "--without-torch")
     names = {path.name.split("-")[0] for path in (project.folder / "house").glob("*.whl")}
     assert names == {"both", "small", "transformers"}, "neither torch nor what it alone needs"
-    done = project.run("run", "--offline", "house", **offline(project))
+    done = project.run("run", "--all", "--offline", "house", **offline(project))
     assert done.returncode == 2
     assert "torch==2.11.0, for" in done.stderr
     assert "--base-python" in done.stderr
 
     theirs = environment(tmp_path / "theirs", project, "torch-2.11.0", "onlytorch-1.0", "both-1.0")
     index = {**indexed(project), "UV_FIND_LINKS": str(project.folder / "index")}
-    done = project.run("run", "--base-python", str(theirs), **index)
+    done = project.run("run", "--all", "--base-python", str(theirs), **index)
     assert done.returncode == 0, done.stdout + done.stderr
     logs = passed(project, "--base-python", str(theirs))
     for log in logs.values():
@@ -387,7 +388,7 @@ def test_cells_stand_on_the_torch_of_another_environment(project: Small, tmp_pat
 def test_cells_of_another_torch_are_refused(project: Small, tmp_path: Path) -> None:
     wheel(project.folder / "index", "torch", "2.12.0", "both")
     theirs = environment(tmp_path / "theirs", project, "torch-2.12.0", "both-1.5")
-    done = project.run("run", "--base-python", str(theirs), **indexed(project))
+    done = project.run("run", "--all", "--base-python", str(theirs), **indexed(project))
     assert done.returncode == 2
     assert f"Python {PYTHON} with torch 2.12.0, which {TAG}-tf5.0-torch2.11 and 1 more can't use" in done.stderr
     assert f"python=={PYTHON} and torch==2.12" in done.stderr

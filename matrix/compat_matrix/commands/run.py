@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import shlex
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
-from .. import gpus, runner
+from .. import runner
 from ..axes import Axes
-from ..cells import Cell, one_and_more
+from ..cells import Cell
 from ..errors import MatrixError
-from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, partial, positive, revision
+from ..options import (
+    add_executor,
+    add_selection,
+    add_store,
+    add_working,
+    axes_of,
+    cells_of,
+    check_bounded,
+    executor_of,
+    jobs_of,
+    partial,
+    revision,
+)
 from ..progress import Progress
-from ..store import Store
+from ..results import FINE
+from ..store import Store, submissions
 from ..words import plural
 from ..work import Job
 
@@ -25,9 +39,9 @@ from ..work import Job
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     add_selection(parser)
+    parser.add_argument("--all", action="store_true", help="run every cell: without a selection this is needed")
     add_store(parser)
     add_working(parser)
-    parser.add_argument("-j", "--jobs", type=positive, help="cells to run at a time (default: the number of cores)")
     parser.add_argument("--label", default="", help="a name for the run")
     parser.add_argument(
         "--resume", nargs="?", const="latest", metavar="RUN", help="continue a run (default: the latest whole run)"
@@ -44,26 +58,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="local",
         help="run on this machine, or on the Ray cluster at $RAY_ADDRESS",
     )
+    add_executor(parser)
     parser.add_argument(
-        "--no-fork", action="store_true", help="start a new process for every cell, which imports torch itself"
+        "--export", type=Path, metavar="FILE", help="write the run into a new file at the end, for `merge` elsewhere"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the cells of a new run, or the remaining ones of an earlier run; returns the exit code."""
+    """Run the cells of a new run, or the remaining ones of an earlier run; returns the exit code.
+
+    SIGTERM, which schedulers send at a time limit, has the effect of Ctrl-C.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run(options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(options: argparse.Namespace) -> int:
     axes = axes_of(options)
     if options.failed and options.resume is None:
         raise MatrixError("--failed needs --resume: a new run runs all its cells")
-    if options.resume is not None and (options.cells or options.only or options.pairwise or options.shard):
+    if options.resume is not None and (
+        options.cells or options.only or options.pairwise or options.shard or options.all
+    ):
         raise MatrixError(
             "--resume continues with the cells of that run, and can't be combined with a selection of cells"
         )
+    if options.export is not None:
+        _check_export(options.export)
     console = Console()
     new = options.resume is None
+    ray = options.executor == "ray"
     if new:  # nothing is stored before the input is valid
+        check_bounded(options, axes)
         cells = cells_of(options, axes)
         work = _jobs(options, axes, cells, {})
-        executor = _executor(options)
+        executor = executor_of(options, ray)
     with Store.open(options.store, create=new) as store:
         if new:
             run = store.new_run(
@@ -78,20 +110,25 @@ def run(options: argparse.Namespace) -> int:
             )
         else:
             run = store.resolve(options.resume)
-            cells, attempts = _left(store, run, axes, options.failed)
+            submissions.check_free(store, run)
+            cells, attempts = runner.left(store, run, axes, runner.failed(store, run) if options.failed else {})
             if not cells:
                 print(f"no cell is left to run in {run}")
                 return _code(store, run)
             work = _jobs(options, axes, cells, attempts)
-            executor = _executor(options)
+            executor = executor_of(options, ray)
             store.finish(run, "running")
         console.print(f"run {run}: {plural(len(cells), 'cell')}, {executor.jobs} at a time", highlight=False)
-        with Progress(len(cells), executor.jobs, console) as progress:
-            counts = runner.execute(run, work, store, executor, progress)
+        try:
+            with Progress(len(cells), executor.jobs, console) as progress:
+                counts = runner.execute(run, work, store, executor, progress)
+        finally:  # also what an interrupted run has
+            if options.export is not None:
+                store.export([run], options.export)
         summary_line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         console.print(f"run {run}: {summary_line}", highlight=False)
         if new:  # whatever the other parts of the run gave
-            return 0 if {*counts} <= {"passed"} else 1
+            return 0 if {*counts} <= {*FINE} else 1
         return _code(store, run)
 
 
@@ -99,27 +136,14 @@ def _jobs(options: argparse.Namespace, axes: Axes, cells: list[Cell], attempts: 
     return [replace(job, retry=options.retry_failed) for job in jobs_of(options, axes, cells, attempts)]
 
 
+def _check_export(path: Path) -> None:
+    """Check before a run that its file can be written after it."""
+    if path.exists():
+        raise MatrixError(f"--export {path}: it exists")
+    if not path.absolute().parent.is_dir():
+        raise MatrixError(f"--export {path}: there is no such folder")
+
+
 def _code(store: Store, run: str) -> int:
     """1 if a cell of a run failed or has no result, including those of an interrupted earlier command; else 0."""
-    fine = {"passed", "flaky", "known", "excluded"}
-    return 0 if {summary.state for summary in store.summary(run).values()} <= fine else 1
-
-
-def _executor(options: argparse.Namespace) -> runner.Executor:
-    if options.executor == "ray":
-        from ..ray_executor import RayExecutor
-
-        return RayExecutor(options.jobs, options.cache, fork=not options.no_fork)
-    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible(), not options.no_fork)
-
-
-def _left(store: Store, run: str, axes: Axes, failed: bool) -> tuple[list[Cell], dict[Cell, int]]:
-    """The unfinished cells of a run, with `failed` also the failed ones, and the number of their earlier attempts."""
-    summary = store.summary(run)
-    again = [cell for cell, found in summary.items() if failed and found.verdict in ("failed", "not run")]
-    cells = [*store.unfinished(run), *again]
-    if gone := [cell.name for cell in cells if cell not in axes.all_cells]:
-        raise MatrixError(
-            f"{axes.path} has no {one_and_more(gone)} any more, which {run} planned: continue with the axes file that it was started with"
-        )
-    return cells, {cell: summary[cell].attempt for cell in again}
+    return 0 if {summary.state for summary in store.summary(run).values()} <= {*FINE, "excluded"} else 1

@@ -1,4 +1,4 @@
-"""``kernel-compat-matrix serve``: serve the store over HTTP, with a queue of cells for workers."""
+"""``kernel-compat-matrix serve``: serve the store over HTTP, and execute the runs that are submitted."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..axes import Axes
+from ..cells import Cell
 from ..errors import MatrixError
-from ..options import AXES, add_environments, add_store, axes_of, pin_folder, positive
-from ..store import Store
+from ..options import AXES, add_environments, add_executor, add_store, axes_of, days, jobs_of
+from ..store import Store, removal
 
 if TYPE_CHECKING:
-    from ..service.queue import Queue
+    from ..service.executing import Queue
 
 #: Seconds for open requests to end at shutdown.
 _GRACE = 10
+#: Seconds between two looks for runs that are too old.
+_PRUNED = 3600.0
 #: Python's thread switch interval, in seconds. With the default of 5 ms, a thread that returns from the database would wait
 #: that long for threads that compute.
 _SWITCH = 0.0005
@@ -46,22 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--read", choices=["open", "token"], default="open", help="allow reading without a token, or only with one"
     )
+    parser.add_argument("--ray", metavar="ADDRESS", help="run cells on this Ray cluster instead of this machine")
+    parser.add_argument("--no-run", action="store_true", help="run no cells: show the store, and take uploaded runs")
     parser.add_argument(
-        "--lease", type=positive, default=60, metavar="SECONDS", help="the duration of a lease (default: 60)"
+        "--keep", type=days, metavar="DAYS", help="delete runs this long after they have ended, such as 90d"
     )
-    parser.add_argument(
-        "--local", type=positive, metavar="N", help="also run cells on this machine, this number at a time"
-    )
-    parser.add_argument(
-        "--executor",
-        choices=["queue", "ray"],
-        default="queue",
-        help="run cells by workers, or on the Ray cluster at $RAY_ADDRESS",
-    )
-    parser.add_argument(
-        "--no-fork", action="store_true", help="start a new process for every cell, which imports torch itself"
-    )
+    add_executor(parser)
     add_environments(parser)
+    parser.add_argument("--execute", nargs=2, help=argparse.SUPPRESS)  # a run, in a process that the service starts
 
 
 def run(options: argparse.Namespace) -> int:
@@ -73,21 +69,29 @@ def run(options: argparse.Namespace) -> int:
         from ..service.head_timeout import HeadTimeout
     except ModuleNotFoundError as error:
         raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
-    from ..service import tokens
+    from ..service import executing, tokens
     from ..service.settings import Settings
 
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", options.root_path):
         raise MatrixError(f"--root-path takes a path such as /matrix, not {options.root_path!r}")
     axes = _axes(options)
-    pins = pin_folder(options, axes) if axes and options.offline is None else None
-    settings = Settings(
-        read=options.read,
-        pins=pins if pins and pins.is_dir() else None,
-        lease_seconds=options.lease,
-        root_path=options.root_path.rstrip("/"),
-    )
+    if options.ray is not None:
+        from ..ray_executor import check_private
+
+        check_private(options.ray)
+        os.environ["RAY_ADDRESS"] = options.ray
+    if options.execute is not None:
+        assert axes is not None
+        with Store.open(options.store, create=False) as store:
+            return executing.execute(options, axes, store, *options.execute)
+    settings = Settings(read=options.read, runs=not options.no_run, root_path=options.root_path.rstrip("/"))
+
+    def check(cells: Sequence[Cell], suite: str) -> None:
+        assert axes is not None
+        jobs_of(executing.for_suite(options, suite), axes, cells, {})
+
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening:
-        app = create_app(store, axes, settings)
+        app = create_app(store, axes, settings, check)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         config = uvicorn.Config(
             app,
@@ -100,16 +104,16 @@ def run(options: argparse.Namespace) -> int:
         )
         sys.setswitchinterval(_SWITCH)
         server = _server(uvicorn)(config)
-        with _worker(options, axes, app.state.queue), _ended_by(server):
+        with _executing(options, app.state.queue), _pruning(options, store), _ended_by(server):
             host, port = listening.getsockname()[:2]
             print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
             if axes is None:
                 print(
                     f"there is no {AXES} here and no --axes: stored results are shown, and runs are refused", flush=True
                 )
-            elif not tokens.every(store):
+            elif not options.no_run and not tokens.every(store):
                 print(
-                    "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit --scope work` creates one",
+                    "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit` creates one",
                     flush=True,
                 )
             server.run(sockets=[listening])
@@ -121,7 +125,7 @@ def _axes(options: argparse.Namespace) -> Axes | None:
     try:
         return axes_of(options)
     except MatrixError:
-        if options.axes is not None or options.local or options.executor == "ray":
+        if options.axes is not None or options.ray is not None:
             raise
         return None
 
@@ -173,35 +177,42 @@ def _ended_by(server: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _worker(options: argparse.Namespace, axes: Axes | None, queue: Queue) -> Iterator[None]:
-    """Run a worker beside the server if the options say so, for this machine or for Ray."""
-    if axes is None or not (options.local or options.executor == "ray"):
+def _executing(options: argparse.Namespace, queue: Queue) -> Iterator[None]:
+    """Execute the runs of the queue beside the server, unless the options say otherwise."""
+    if queue.axes is None:
         yield
         return
-    from ..service.client import Direct
-    from ..service.local_worker import Offer, worker
-
-    executor = None
-    if options.executor == "ray":
-        if options.local:
-            raise MatrixError("--local and --executor ray can't be combined")
-        from ..ray_executor import RayExecutor
-
-        executor = RayExecutor(None, options.cache, fork=not options.no_fork)
-    name = options.executor if executor else "local"
-    note = lambda text: print(text, flush=True)  # noqa: E731
-    found = worker(options, axes, Direct(queue, name), queue.store.name, note, Offer(options.local), executor=executor)
-
-    def work() -> None:
-        try:
-            found.work()
-        except MatrixError as error:
-            print(f"the local worker has ended: {error}", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=work, name="worker")
+    command = lambda run: [*options.words, "--execute", run, queue.id]  # noqa: E731
+    over = threading.Event()
+    thread = threading.Thread(target=queue.execute_all, args=(command, over), name="runs")
     thread.start()
     try:
         yield
     finally:
-        found.stop()
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def _pruning(options: argparse.Namespace, store: Store) -> Iterator[None]:
+    """Delete old runs beside the server if the options say so."""
+    if options.keep is None:
+        yield
+        return
+    over = threading.Event()
+
+    def prune() -> None:
+        while not over.is_set():
+            try:
+                removal.delete_runs(store, [one.id for one in removal.older(store, timedelta(days=options.keep))])
+            except MatrixError as error:  # the database is unavailable, and may come back
+                logging.getLogger(__name__).warning("old runs can't be deleted: %s", error)
+            over.wait(_PRUNED)
+
+    thread = threading.Thread(target=prune, name="prune")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
         thread.join()

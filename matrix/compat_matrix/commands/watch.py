@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
     parser.add_argument("--index", metavar="URL", help="the package index (default: the one that pip or uv would use)")
     parser.add_argument("--dry-run", action="store_true", help="list the releases and the cells; store nothing")
-    parser.add_argument("--submit", metavar="URL", help="submit the cells to this service, whose workers run them")
+    parser.add_argument("--submit", metavar="URL", help="submit the cells to this service, which runs them")
     add_token(parser)
     parser.add_argument("--webhook", metavar="URL", help="POST the report to this address, as JSON")
     parser.add_argument("--every", type=positive, metavar="MINUTES", help="repeat at this interval")

@@ -1,1 +1,1 @@
-"""The matrix as a web service: pages, an API, and a queue of cells for workers."""
+"""The matrix as a web service: pages, an API, and the execution of submitted runs."""

@@ -37,14 +37,12 @@ from .api_models import (
     Changes,
     Error,
     History,
-    LateResult,
     Result,
     Run,
     Runs,
     WholeRun,
     plain,
 )
-from .queue import Queue
 from .snapshot import SnapshotCache
 from .verdicts import Answer, Wanted
 
@@ -367,7 +365,7 @@ def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
 
 @router.get("/cells/{cell}/history", response_model=History, responses=_UNCHANGED | _MISSING)
 def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
-    """Every attempt at a cell, also in partial runs, newest first; the first page includes results that came too late."""
+    """Every attempt at a cell, also in partial runs, newest first."""
     wanted = _cell(cell)
 
     def make(store: Store) -> History:
@@ -376,8 +374,6 @@ def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Que
             raise MatrixError(f"no run has planned {cell}")
         order = {id(past): (past.run.started, past.run.id, past.summary.attempt) for past in every}
         found = sorted(every, key=lambda past: order[id(past)], reverse=True)
-        queue: Queue = request.app.state.queue
-        late = queue.late(wanted) if asked.cursor is None else ()
         if asked.cursor is not None:
             when, name, attempt = asked.cursor.split(".")
             after = (_EPOCH + timedelta(microseconds=int(when)), name, int(attempt))
@@ -386,7 +382,6 @@ def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Que
         return History(
             next=_cursor(*order[id(page[-1])]) if len(found) > asked.limit else None,
             cells=[CellState.of(wanted, past.run.id, past.summary) for past in page],
-            late=[LateResult.of(one.run, one.worker, one.received, one.result) for one in late],
         )
 
     return _answered(request, make)

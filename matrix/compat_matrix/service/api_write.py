@@ -1,21 +1,31 @@
-"""The writing API: submitting runs, leasing cells, reporting results. Every request needs a token."""
+"""The writing API: runs are submitted, uploaded, cancelled, retried and deleted. Every request needs a token."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import anyio
+import anyio.to_process
 import anyio.to_thread
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Path as PathParameter
+from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from sqlalchemy import select
 from starlette.exceptions import HTTPException
 
-from ..store.models import pack
-from .logs import Ends
-from .protocol import Leased, LeaseId, Renewed, Report, Submission, Submitted, Taken, Wanted
-from .queue import Over, Queue
-from .tokens import Scope, Token
+from ..errors import MatrixError
+from ..store import Store, removal, submissions
+from ..store.models import RUN
+from .executing import NICE, Queue
+from .guard import STORE, is_store
+from .submission import Merged, Submission, Submitted
+from .tokens import Token
 
 T = TypeVar("T")
 
@@ -33,20 +43,16 @@ def _answers(*codes: int) -> dict[int | str, dict[str, Any]]:
 _bearer = HTTPBearer(auto_error=False, description="a token of `kernel-compat-matrix token add`")
 
 
-def _with(scope: Scope) -> Callable[[Request], Token]:
-    def allowed(request: Request) -> Token:
-        token: Token | None = request.state.token
-        if token is None or scope not in token.scopes:
-            raise HTTPException(403, f"this needs a token with the scope {scope}")
-        return token
-
-    return allowed
+def _allowed(request: Request) -> Token:
+    token: Token | None = request.state.token
+    if token is None or "submit" not in token.scopes:
+        raise HTTPException(403, "this needs a token with the scope submit")
+    return token
 
 
 router = APIRouter(tags=["writing"], dependencies=[Depends(_bearer)])
-Submitter = Annotated[Token, Depends(_with("submit"))]
-Worker = Annotated[Token, Depends(_with("work"))]
-Lease = Annotated[LeaseId, Path()]
+Submitter = Annotated[Token, Depends(_allowed)]
+RunId = Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9-]{1,40}$", description="The id of a run.")]
 
 
 async def _in_turn(request: Request, do: Callable[[Queue], T]) -> T:
@@ -55,52 +61,80 @@ async def _in_turn(request: Request, do: Callable[[Queue], T]) -> T:
     return await anyio.to_thread.run_sync(do, queue, limiter=request.app.state.writers)
 
 
-@router.post("/runs", status_code=201, responses=_answers())
-async def submit(request: Request, wanted: Submission, token: Submitter) -> Submitted:
-    """Create a run of cells of the served axes."""
-    return await _in_turn(request, lambda queue: queue.submit(wanted))
+def _known(store: Store, run: str) -> str:
+    with store.reading() as connection:
+        known = connection.scalar(select(RUN.c.id).where(RUN.c.name == run))
+    if known is None:
+        raise HTTPException(404, f"there is no run {run}")
+    return run
 
 
 @router.post(
-    "/leases",
-    response_model=Leased,
-    responses={**_answers(409), 204: {"description": "There is nothing for this machine now."}},
+    "/runs",
+    status_code=201,
+    responses=_answers(),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": Submission.model_json_schema()},
+                STORE: {"schema": {"type": "string", "format": "binary"}},
+            },
+        }
+    },
 )
-async def lease(request: Request, wanted: Wanted, token: Worker) -> Any:
-    """Lease the next cell that a machine can run. 409: its project differs from the service's."""
-    leased = await _in_turn(request, lambda queue: queue.lease(wanted, token.name))
-    return leased or Response(status_code=204)
+async def submit(request: Request, token: Submitter) -> Submitted | Merged:
+    """Create a run of cells of the served axes, or copy the runs of a store that was written by `run --export`."""
+    if is_store(request.headers):
+        return await _merge(request)
+    body = await request.body()
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(422, f"the request needs the header Content-Type: application/json, or {STORE}")
+    try:
+        wanted = Submission.model_validate_json(body)
+    except ValidationError as error:
+        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+        raise RequestValidationError(found) from None
+    return await _in_turn(request, lambda queue: queue.submit(wanted))
 
 
-@router.post("/leases/{lease}/renewal", responses=_answers(404, 410))
-async def renew(request: Request, lease: Lease, token: Worker) -> Renewed:
-    """Renew a lease. 410: it has ended."""
-    return Renewed(seconds=await _in_turn(request, lambda queue: queue.renew(lease)))
+@router.post("/runs/{run}/cancel", status_code=204, responses=_answers(404, 409))
+async def cancel(request: Request, run: RunId, token: Submitter) -> None:
+    """Interrupt a run; its finished cells stay. 409: it has ended."""
+    await _in_turn(request, lambda queue: submissions.cancel(queue.store, _known(queue.store, run)))
 
 
-@router.put(
-    "/leases/{lease}/log",
-    status_code=204,
-    responses=_answers(404, 410),
-    openapi_extra={"requestBody": {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-)
-async def upload(request: Request, lease: Lease, token: Worker) -> None:
-    """Upload the log of a cell, before its result. The middle of a long log isn't kept."""
-    if await _in_turn(request, lambda queue: queue.ended(lease)) in ("counted", "late"):
-        raise Over("the result of this lease has already arrived")
-    ends = Ends(request.app.state.settings.log_bytes)
-    async for chunk in request.stream():
-        ends.add(chunk)
-    await _in_turn(request, lambda queue: queue.upload(lease, pack(ends.text())))
+@router.post("/runs/{run}/retry", status_code=202, responses=_answers(404, 409))
+async def retry(request: Request, run: RunId, token: Submitter) -> Submitted:
+    """Run the failed and the unfinished cells of a run again. 409: it hasn't ended, or has none."""
+    return await _in_turn(request, lambda queue: queue.retry(_known(queue.store, run)))
 
 
-@router.post("/leases/{lease}/result", responses=_answers(404))
-async def report(request: Request, lease: Lease, report: Report, token: Worker) -> Taken:
-    """Report the result of a cell. Repeating it changes nothing; after the lease has expired the result is kept as late."""
-    return Taken(counted=await _in_turn(request, lambda queue: queue.report(lease, report)))
+@router.delete("/runs/{run}", status_code=204, responses=_answers(404, 409))
+async def delete(request: Request, run: RunId, token: Submitter) -> Response:
+    """Delete a run with its results. 409: it hasn't ended."""
+    await _in_turn(request, lambda queue: removal.delete_runs(queue.store, [_known(queue.store, run)]))
+    return Response(status_code=204)
 
 
-@router.delete("/leases/{lease}", status_code=204, responses=_answers(404))
-async def give_back(request: Request, lease: Lease, token: Worker) -> None:
-    """Return a lease without a result; another worker gets the cell."""
-    await _in_turn(request, lambda queue: queue.give_back(lease))
+async def _merge(request: Request) -> Merged:
+    """Copy the runs of the store in a request's body."""
+    store: Store = request.app.state.store
+    with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as folder:
+        path = Path(folder) / "upload.sqlite"
+        async with await anyio.open_file(path, "wb") as file:
+            async for chunk in request.stream():
+                await file.write(chunk)
+        copied = await anyio.to_process.run_sync(_copied, store.url, str(path), limiter=request.app.state.writers)
+    return Merged(merged=copied)
+
+
+def _copied(url: str, upload: str) -> list[str]:
+    """Copy the runs of an uploaded store; returns their ids. Runs in a process of its own, so that readers don't wait."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    with Store.open(url, create=False) as store:
+        try:
+            with Store.open(upload, create=False) as other:
+                return store.merge(other)
+        except MatrixError as error:
+            raise MatrixError(str(error).replace(upload, "that was sent")) from None

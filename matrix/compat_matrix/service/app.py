@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import platform
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
 
 from .. import __version__
 from ..axes import Axes
+from ..cells import Cell
 from ..errors import MatrixError
-from ..fingerprint import of_axes
-from ..options import revision
 from ..store import Store
+from ..store.submissions import StateError
 from . import api_read, api_write, pages
+from .executing import Queue
 from .guard import Guard, failed, refusal
 from .html import Pages, add_error_pages
-from .queue import Differs, NoLease, Over, Queue
 from .settings import Settings
 from .snapshot import SnapshotCache
 
@@ -32,38 +28,29 @@ from .snapshot import SnapshotCache
 _READERS = 3
 _WRITERS = {"sqlite": 1}
 
-log = logging.getLogger(__name__)
 
-
-def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
+def create_app(
+    store: Store,
+    axes: Axes | None,
+    settings: Settings,
+    check: Callable[[Sequence[Cell], str], object] | None = None,
+) -> FastAPI:
     """The application over a store.
 
     Args:
-        axes: the axes whose cells can be run; None if no run can be submitted.
+        axes: the axes whose cells are shown and can be run; None if there is none.
+        check: raises a `MatrixError` if cells can't be run in a suite.
     """
-    queue = Queue(
-        store,
-        axes,
-        settings,
-        fingerprint=of_axes(axes) if axes else "",
-        revision=revision(axes.folder) if axes else "",
-        host=platform.node(),
-    )
+    queue = Queue(store, axes if settings.runs else None, check)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         to_thread.current_default_thread_limiter().total_tokens = _READERS
-        await run_in_threadpool(queue.start)
-        over = threading.Event()
-        keeper = threading.Thread(target=_keep, args=(queue, over), name="queue", daemon=True)
-        keeper.start()
         warming = app.state.warming = asyncio.create_task(pages.warm(app, settings.root_path))
         yield
         warming.cancel()
-        over.set()
         with suppress(asyncio.CancelledError):
             await warming  # a thread of it may still read the store, which is closed next
-        await run_in_threadpool(keeper.join)
 
     # FastAPI's own documentation pages load scripts from another host.
     app = FastAPI(
@@ -80,8 +67,7 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
     app.state.snapshots = SnapshotCache(store)
     app.state.site = pages.Site(store, queue, app.state.snapshots, axes.all_cells if axes else {}, Pages())
     app.add_middleware(Guard, store=store, settings=settings)
-    for kind, status in ((Differs, 409), (Over, 410), (NoLease, 404)):
-        app.add_exception_handler(kind, lambda _, error, status=status: refusal(status, str(error)))
+    app.add_exception_handler(StateError, lambda _, error: refusal(409, str(error)))
     app.add_exception_handler(MatrixError, lambda _, error: failed(error, store))
     app.add_exception_handler(RequestValidationError, _invalid)
     add_error_pages(app)
@@ -90,26 +76,9 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
     return app
 
 
-def _keep(queue: Queue, over: threading.Event) -> None:
-    """End expired leases and finished runs, also while no worker sends requests."""
-    pause, rounds = min(queue.settings.lease_seconds / 4, 10.0), 0
-    while not over.wait(pause):
-        try:
-            queue.sweep()
-            if rounds % 360 == 0:
-                queue.tidy()
-            rounds += 1
-        except MatrixError as error:  # the database is unavailable, and may come back
-            log.warning("%s", error)
-        except Exception:  # nothing else ends leases
-            log.exception("the queue can't be swept")
-
-
 def _invalid(request: Request, error: Exception) -> JSONResponse:
     """Validation errors, without the text of the request."""
     assert isinstance(error, RequestValidationError)
-    if isinstance(error.body, bytes) and "json" not in request.headers.get("content-type", ""):
-        return refusal(422, "the request needs the header Content-Type: application/json")
     found = [{"loc": [str(part) for part in one["loc"]], "msg": one["msg"]} for one in error.errors()[:20]]
     return JSONResponse({"detail": _plain(found)}, 422)
 

@@ -26,7 +26,6 @@ from ..errors import MatrixError
 from ..store import Store
 from . import tokens
 from .html import Refusal, error_page, of_api
-from .protocol import REPORT_BYTES, REQUEST_BYTES
 from .settings import Settings
 from .tokens import Token
 
@@ -36,6 +35,11 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
 }
+
+#: The media type of a store as a file.
+STORE = "application/vnd.sqlite3"
+#: The largest request except a store, in bytes.
+REQUEST_BYTES = 2**20
 
 #: Seconds after which clients should retry while the database is unavailable.
 AGAIN = 5
@@ -197,10 +201,12 @@ def _secret(headers: Headers, reading: bool) -> str | None:
 
 
 def _most(scope: Scope, settings: Settings) -> int:
-    path = scope["path"]
-    if path.endswith("/log"):
-        return settings.upload_bytes
-    return REPORT_BYTES if path.endswith("/result") else REQUEST_BYTES
+    return settings.upload_bytes if is_store(Headers(scope=scope)) else REQUEST_BYTES
+
+
+def is_store(headers: Headers) -> bool:
+    """Whether a request's body is a store."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == STORE
 
 
 def _limited(receive: Receive, most: int) -> Receive:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timedelta, timezone
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -12,14 +11,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..cells import Cell
-from ..store import Past, Run
+from ..store import Past, Run, submissions
 from ..views.common import clean
-from .queue import Queue
+from .executing import Queue
 
 MEDIA = CONTENT_TYPE_LATEST
-
-#: A worker that has been silent for longer isn't counted.
-_ALIVE = timedelta(minutes=5)
 
 
 def exposition(cells: Mapping[Cell, Past], runs: list[Run], queue: Queue) -> bytes:
@@ -56,19 +52,17 @@ class _Found(Collector):
                 (),
                 {(): newest.timestamp()},
             )
-        yield from _of_queue(self.queue, datetime.now(timezone.utc))
-
-
-def _of_queue(queue: Queue, now: datetime) -> Iterator[Metric]:
-    counts = queue.counts()
-    yield _gauge(
-        "queue_cells",
-        "Cells of runs that go on, by whether a worker has them.",
-        ("state",),
-        {("queued",): counts["queued"], ("leased",): counts["leased"]},
-    )
-    alive = [worker for worker in queue.workers() if now - worker.seen < _ALIVE]
-    yield _gauge("workers", "Workers heard of in the last five minutes.", (), {(): len(alive)})
+        waiting = submissions.waiting(self.queue.store)
+        yield _gauge(
+            "queue_runs",
+            "Runs that haven't ended, by whether a service executes them.",
+            ("state",),
+            {
+                ("waiting",): sum(not one.host for one in waiting),
+                ("executed",): sum(bool(one.host) for one in waiting),
+            },
+        )
+        yield _gauge("running_cells", "Cells that run now.", (), {(): len(self.queue.running())})
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Metric:

@@ -21,13 +21,14 @@ from starlette.concurrency import run_in_threadpool
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import CellResult, Test
-from ..store import Past, Run, State, Store, queries
+from ..store import Past, Run, State, Store, queries, submissions
 from ..store.models import CELL, RESULT, RUN
+from ..store.submissions import Running
 from ..views import architectures, common, diff, explain
-from . import atlas_view, details, html, queue_view
+from . import atlas_view, details, html
+from .executing import Queue
 from .grid import Entry, Wanted, age, cell_address, entry, grid, groups, of_all, of_run, run_address
 from .html import Made, Page, Pages, Refusal, page, render, send
-from .queue import Queue, Running
 from .snapshot import Snapshot, SnapshotCache
 
 router = APIRouter(include_in_schema=False, route_class=Page)
@@ -192,7 +193,6 @@ def the_cell(request: Request, name: str) -> Response:
         "waits": waits,
         "history": [(one, entry(one)) for one in history],
         "older": count - len(history),
-        "late": queue_view.late(site.store, cell),
         "reproduce": common.reproduce(cell, past.run) if past else f"kernel-compat-matrix run {shlex.quote(cell.name)}",
         "ago": lambda when: _ago(when, now),
         "newest": history[0] if history else None,
@@ -456,19 +456,18 @@ def the_types(request: Request) -> Response:
 
 @router.get("/status")
 async def the_status(request: Request) -> Response:
-    """The queue and its workers; with `live`, only the part that changes."""
+    """The runs that wait and the cells that run; with `live`, only the part that changes."""
     site = _site(request)
     template = "status.html" if request.query_params.get("live") is None else "status_live.html"
 
     def make(last: Made | None) -> tuple[str, bytes | None]:
         now = datetime.now(timezone.utc)
+        waiting = submissions.waiting(site.store)
+        names = {one.run for one in waiting}
         values = {
-            "counts": site.queue.counts(),
+            "waiting": waiting,
             "leased": site.queue.running(),
-            "workers": site.queue.workers(),
-            "machine": queue_view.machine,
-            "progress": queue_view.progress(site.store),
-            "late": queue_view.late(site.store),
+            "totals": _totals(site, [one for one in site.store.runs() if one.id in names]) if names else {},
             "store": site.store.name.rpartition("/")[2],
             "now": now,
             "ago": lambda when: _ago(when, now),

@@ -16,7 +16,7 @@ from ..results import ENDED
 from ..store import Past, Run, Store, Summary
 from ..store import queries as stored
 from ..store.inserts import chunks
-from ..store.models import CELL, DOCUMENT, LATE, PLANNED, RESULT, RUN, TEXT
+from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, TEXT
 
 #: The number of recent results that are counted, to notice one that was committed after a later one.
 _RECENT = 1000
@@ -27,16 +27,15 @@ _ENDED = RESULT.c.verdict.in_(ENDED)
 def version(store: Store) -> str:
     """A version token of a store: differs after every change that the API can show. Takes about a millisecond.
 
-    Rows are never deleted. PostgreSQL may commit rows in a different order than that of their ids, so recent ones are counted.
+    Only whole runs are deleted, which changes their number. PostgreSQL may commit rows in a different order than that of their ids, so recent ones are counted.
     """
     newest = select(func.max(RESULT.c.id)).scalar_subquery()
     recent = select(func.count()).select_from(RESULT).where(RESULT.c.id > newest - _RECENT).scalar_subquery()
     documents = select(func.max(DOCUMENT.c.id)).scalar_subquery()
-    late = select(func.count()).select_from(LATE).scalar_subquery()
     ended = func.count(RUN.c.finished)
     with store.reading() as connection:
         row = connection.execute(
-            select(newest, recent, documents, late, func.count(), ended, func.max(RUN.c.name), func.max(RUN.c.finished))
+            select(newest, recent, documents, func.count(), ended, func.max(RUN.c.name), func.max(RUN.c.finished))
         ).one()
         latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
         planned = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest))

@@ -17,8 +17,9 @@ from ..errors import MatrixError
 from ..store import Store
 from ..store.models import TOKEN
 
-Scope = Literal["submit", "work"]
-SCOPES: tuple[Scope, ...] = ("submit", "work")
+#: ``submit`` allows every request that writes, ``read`` none: with `Settings.read` any token allows reading.
+Scope = Literal["submit", "read"]
+SCOPES: tuple[Scope, ...] = ("submit", "read")
 
 #: The precision of the time at which a token was last used.
 _USED = timedelta(minutes=1)

@@ -85,7 +85,7 @@ class Report(BaseModel):
         ok: whether nothing broke, neither a cell nor a seam of a shim.
         releases: the new releases by distribution.
         run: the run, in the store or in the service that it was submitted to; null if no cell is affected.
-        submitted: the service whose workers run the cells; their results aren't known yet.
+        submitted: the service which runs the cells; their results aren't known yet.
         cells: the number of cells that were run or submitted.
         passed: the number of cells that passed.
         failed: the cells that failed.

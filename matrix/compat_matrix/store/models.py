@@ -225,7 +225,7 @@ LOG = Table(
     Column("content", Packed, nullable=False),
 )
 
-# The service's tables: tasks, workers, leases and tokens.
+# The service's tables: tokens and submissions.
 
 #: The tokens for writing. The token itself isn't stored.
 TOKEN = Table(
@@ -241,81 +241,25 @@ TOKEN = Table(
     Column("used", Utc),
 )
 
-WORKER = Table(
-    "worker",
+#: The runs that wait for a service or are executed by one, in the order of `id`.
+#:
+#: `again`: the cells to repeat, with their attempts so far, as JSON. `claim`, `host` and `seen`: the service that executes the
+#: run, and when it last said so; null while the run waits. `running`: the cells that run now, with their beginnings, as JSON.
+#: `tries`: how often its execution began since its last result. `reason`: why the last one failed.
+SUBMISSION = Table(
+    "submission",
     metadata,
     Column("id", Integer, primary_key=True),
-    Column("name", String(100), nullable=False, unique=True),
-    Column("token", String(100), nullable=False),
-    Column("began", Utc, nullable=False),
-    Column("seen", Utc, nullable=False, index=True),
-    Column("machine", Text, nullable=False),
-)
-
-#: A cell to run. `lease`, `worker` and `until` are those of its current lease, or null.
-#: `low` and `high` are compute capabilities, as in sm_90. The task with the lowest `rank` is leased first.
-TASK = Table(
-    "task",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("run_id", ForeignKey("run.id"), nullable=False),
-    Column("cell_id", ForeignKey("cell.id"), nullable=False),
-    Column("attempt", Integer, nullable=False),
+    Column("run_id", ForeignKey("run.id"), nullable=False, unique=True),
     Column("suite", Text, nullable=False),
     Column("fingerprint", String(64), nullable=False),
-    Column("python", String(40), nullable=False),
-    Column("gpus", Integer, nullable=False),
-    Column("memory", Float, nullable=False),
-    Column("low", Integer, nullable=False),
-    Column("high", Integer, nullable=False),
-    Column("labels", Text, nullable=False),
-    Column("rank", Integer, nullable=False),
-    Column("state", String(20), nullable=False),
+    Column("again", Text, nullable=False),
+    Column("claim", String(32)),
+    Column("host", Text, nullable=False),
+    Column("seen", Utc),
+    Column("running", Text, nullable=False),
     Column("tries", Integer, nullable=False),
-    Column("lease", String(64), unique=True),
-    Column("worker", String(100)),
-    Column("until", Utc),
-    UniqueConstraint("run_id", "cell_id", "attempt"),
-    Index("ix_task_state", "state", "rank", "id"),
-    Index("ix_task_state_until", "state", "until"),
-)
-
-#: All leases; `how` it ended is null while it is open. Knowing an `id` allows reporting for it, so it must not be shown.
-LEASE = Table(
-    "lease",
-    metadata,
-    Column("id", String(64), primary_key=True),
-    Column("task_id", ForeignKey("task.id"), nullable=False, index=True),
-    Column("worker", String(100), nullable=False),
-    Column("token", String(100), nullable=False),
-    Column("begun", Utc, nullable=False),
-    Column("ended", Utc),
-    Column("how", String(20)),
-)
-
-#: The log of a lease whose result hasn't arrived yet, compressed as by `Packed`.
-UPLOAD = Table(
-    "upload",
-    metadata,
-    Column("lease", ForeignKey("lease.id"), primary_key=True),
-    Column("received", Utc, nullable=False),
-    Column("content", LargeBinary, nullable=False),
-)
-
-#: Results that were reported after their lease had expired. They are kept, but don't count.
-LATE = Table(
-    "late",
-    metadata,
-    Column("lease", ForeignKey("lease.id"), primary_key=True),
-    Column("task_id", ForeignKey("task.id"), nullable=False, index=True),
-    Column("received", Utc, nullable=False),
-    Column("verdict", String(20), nullable=False),
-    Column("kind", String(20)),
     Column("reason", Text, nullable=False),
-    Column("started", Utc, nullable=False),
-    Column("seconds", Float, nullable=False),
-    Column("content", Packed, nullable=False),
-    Column("log", LargeBinary),
 )
 
 # The tables of `watch`.

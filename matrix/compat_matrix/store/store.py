@@ -61,6 +61,11 @@ class Store:
         return cls(engine, name)
 
     @property
+    def url(self) -> str:
+        """The URL of the database, with its password."""
+        return self._engine.url.render_as_string(hide_password=False)
+
+    @property
     def dialect(self) -> str:
         """``"sqlite"``, ``"postgresql"``."""
         return self._engine.dialect.name

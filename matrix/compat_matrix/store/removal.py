@@ -1,0 +1,93 @@
+"""Deleting runs, and what only they used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta, timezone
+
+from sqlalchemy import ColumnElement, Connection, Table, delete, select, update
+from sqlalchemy.exc import IntegrityError
+
+from . import inserts
+from .models import CELL, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
+from .records import Run
+from .store import Store
+from .submissions import StateError, waiting
+
+
+def delete_runs(store: Store, runs: Iterable[str]) -> None:
+    """Delete runs, each in a transaction, and then the texts, names of tests and cells that no other run uses.
+
+    If one of them can't be deleted, none is.
+
+    Raises:
+        StateError: a run hasn't ended.
+        MatrixError: a run doesn't exist.
+    """
+    names = [*dict.fromkeys(runs)]
+    executed = {one.run for one in waiting(store)}
+    for name in names:
+        if store.run(name).state == "running" or name in executed:
+            raise _running(name)
+    for name in names:
+        with store.writing() as connection:
+            deleted = _delete(connection, name)
+        if not deleted:
+            raise _running(name)
+    if names:
+        _sweep(store)
+
+
+def older(store: Store, keep: timedelta) -> list[Run]:
+    """The runs that ended longer ago than `keep`, newest first."""
+    before = datetime.now(timezone.utc) - keep
+    return [one for one in store.runs() if one.state != "running" and (one.finished or one.started) < before]
+
+
+def _running(name: str) -> StateError:
+    return StateError(f"the run {name} hasn't ended: cancel it first")
+
+
+def _delete(connection: Connection, name: str) -> bool:
+    """Delete a run and every row that refers to it or to its results, whichever table has it; false if it hasn't ended."""
+    key = inserts.key(connection, name)
+    waits = select(SUBMISSION.c.id).where(SUBMISSION.c.run_id == key).exists()
+    ended = RUN.c.id == key, RUN.c.state != "running", ~waits
+    if not connection.execute(update(RUN).where(*ended).values(state=RUN.c.state)).rowcount:  # locks the row
+        return False
+    results = select(RESULT.c.id).where(RESULT.c.run_id == key)
+    for table in reversed(metadata.sorted_tables):
+        for conditions in _references(table, RESULT.c.id):
+            connection.execute(delete(table).where(conditions.in_(results)))
+        if "run_id" in table.c:
+            connection.execute(delete(table).where(table.c.run_id == key))
+    connection.execute(delete(RUN).where(RUN.c.id == key))
+    return True
+
+
+def _references(table: Table, to: ColumnElement[int]) -> Iterator[ColumnElement[int]]:
+    """The columns of a table that refer to a column."""
+    return (foreign.parent for foreign in table.foreign_keys if foreign.column is to)
+
+
+def _sweep(store: Store) -> None:
+    """Delete the texts, the names of tests and the cells to which no row refers."""
+    for owner in (TEXT, NODEID, CELL):
+        for last in (False, False, True):
+            try:
+                with store.writing() as connection:
+                    _delete_unused(connection, owner)
+                break
+            except IntegrityError:  # a result that uses one of them was stored meanwhile
+                if last:
+                    raise
+
+
+def _delete_unused(connection: Connection, owner: Table) -> None:
+    # Not one statement: without an index of these columns one of the databases would look through a table for every row.
+    unused = set(connection.scalars(select(owner.c.id)))
+    for table in metadata.sorted_tables:
+        for column in _references(table, owner.c.id):
+            unused.difference_update(connection.scalars(select(column).distinct()))
+    for some in inserts.chunks(sorted(unused)):
+        connection.execute(delete(owner).where(owner.c.id.in_(some)))

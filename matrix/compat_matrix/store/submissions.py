@@ -1,0 +1,118 @@
+"""The runs that wait for a service, and those that a service executes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from sqlalchemy import Connection, delete, select, update
+
+from ..cells import Cell, parse
+from ..errors import MatrixError
+from . import inserts
+from .models import RUN, SUBMISSION
+from .store import Store
+
+
+class StateError(MatrixError):
+    """The state of a run doesn't allow the request."""
+
+
+class Running(NamedTuple):
+    """A cell that a service runs now, since this time by that service's clock."""
+
+    run: str
+    cell: Cell
+    since: datetime
+
+
+class Waiting(NamedTuple):
+    """A run that waits for a service or is executed by one.
+
+    Attributes:
+        host: the machine of the service that executes it; empty while it waits.
+        seen: when that service last said so, by its clock.
+        reason: why its execution failed before; empty if it didn't.
+    """
+
+    run: str
+    host: str
+    seen: datetime | None
+    reason: str
+
+
+def insert(connection: Connection, run: int, suite: str, fingerprint: str, again: Mapping[Cell, int]) -> None:
+    """Let a run wait for a service.
+
+    Args:
+        run: its key.
+        fingerprint: the state of the project that it tests.
+        again: the cells to repeat, with their attempts so far; its unfinished cells are run in any case.
+    """
+    values = {
+        "run_id": run,
+        "suite": suite,
+        "fingerprint": fingerprint,
+        "again": json.dumps({cell.name: attempts for cell, attempts in again.items()}),
+        "host": "",
+        "running": "{}",
+        "tries": 0,
+        "reason": "",
+    }
+    connection.execute(SUBMISSION.insert().values(values))
+
+
+def remove(connection: Connection, run: int) -> None:
+    """Let a run wait no more; the service that executes it ends its cells within seconds. It is interrupted."""
+    connection.execute(delete(SUBMISSION).where(SUBMISSION.c.run_id == run))
+    values = {"state": "interrupted", "finished": datetime.now(timezone.utc)}
+    connection.execute(update(RUN).where(RUN.c.id == run).values(values))
+
+
+def cancel(store: Store, run: str) -> None:
+    """Interrupt a run that waits for a service or is executed by one, or whose runner was killed.
+
+    Raises:
+        StateError: it has ended.
+        MatrixError: it doesn't exist.
+    """
+    with store.writing() as connection:
+        key = inserts.key(connection, run)
+        running = connection.scalar(select(RUN.c.state).where(RUN.c.id == key)) == "running"
+        if running:
+            remove(connection, key)
+    if not running:
+        raise StateError(f"the run {run} has ended")
+
+
+def check_free(store: Store, run: str) -> None:
+    """Check that no service executes a run, or will.
+
+    Raises:
+        StateError: one does or will.
+    """
+    if any(one.run == run for one in waiting(store)):
+        raise StateError(f"the run {run} waits for a service or is executed by one: cancel it first")
+
+
+def waiting(store: Store) -> list[Waiting]:
+    """The runs that wait or are executed, in order."""
+    query = select(RUN.c.name, SUBMISSION.c.host, SUBMISSION.c.seen, SUBMISSION.c.reason).join_from(SUBMISSION, RUN)
+    with store.reading() as connection:
+        return [Waiting(*row) for row in connection.execute(query.order_by(SUBMISSION.c.id))]
+
+
+def running(store: Store, run: str | None = None) -> list[Running]:
+    """The cells of one run or of all that services run now."""
+    query = select(RUN.c.name, SUBMISSION.c.running).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
+    if run is not None:
+        query = query.where(RUN.c.name == run)
+    with store.reading() as connection:
+        rows = connection.execute(query).all()
+    return [
+        Running(name, parse(cell), datetime.fromisoformat(since))
+        for name, cells in rows
+        for cell, since in json.loads(cells).items()
+    ]
