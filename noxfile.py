@@ -178,7 +178,7 @@ def nightly(session: nox.Session, transformers: str) -> None:
 def downstream(session: nox.Session) -> None:
     """The frameworks on their published packages, cells of tests/downstream/axes.toml. Arguments after -- go to `kernel-compat-matrix run`."""
     session.install("--editable", ".", "--editable", "matrix")
-    session.run("kernel-compat-matrix", "run", "--axes", "tests/downstream/axes.toml", *session.posargs)
+    session.run("kernel-compat-matrix", "run", "--axes", "tests/downstream/axes.toml", *(session.posargs or ["--all"]))
 
 
 @nox.session

@@ -196,7 +196,8 @@ def test_one_cell_is_not_some_cells(small: Small) -> None:
     small.write("test_it.py", "def test_bad(): assert False")
     cell = f"{TAG}-tf5.0-torch2.11"
     said = [
-        small.run(*words) for words in (["list"], ["run"], ["show"], ["runs"], ["explain", cell], ["pin", "--latest"])
+        small.run(*words)
+        for words in (["list"], ["run", "--all"], ["show"], ["runs"], ["explain", cell], ["pin", "--latest"])
     ]
     text = "".join(one.stdout + one.stderr for one in said)
     assert ("1 cell\n" in text, ": 1 cell, " in text, "\n1 cell: 1 failed\n" in text) == (True, True, True)

@@ -169,7 +169,7 @@ def test_runs_lists_the_parts(store: Store, capsys: pytest.CaptureFixture[str], 
         first: first,
         second: first,
     }
-    assert show.run(argparse.Namespace(store=url, json=False, chosen="latest")) == 0
+    assert show.run(argparse.Namespace(store=url, json=False, figure=None, chosen="latest")) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"run {first}, finished, in 2 parts, begun ")
     assert "\n2 cells: 2 passed\n" in shown

@@ -157,7 +157,7 @@ def test_the_release_is_installed_before_what_the_base_brings(small: Small, monk
         """,
     )
     assert small.run("pin").returncode == 0
-    done = small.run("run")
+    done = small.run("run", "--all")
     assert done.returncode == 0, done
 
 
@@ -169,7 +169,7 @@ def test_a_project_without_transformers_and_torch(small: Small) -> None:
     )
     for part in ("base", "layer"):
         small.write(f"pins/{TAG}-{part}.txt", "")
-    done = small.run("run")
+    done = small.run("run", "--all")
     assert done.returncode == 0, done
     assert [*small.results()] == [TAG]
     assert [line.split() for line in small.run("show").stdout.splitlines()[-4:-1]] == [

@@ -335,7 +335,7 @@ FLAKY = """
 def test_a_failed_test_is_repeated_on_request(small: Small, how: tuple[str, ...]) -> None:
     small.write("test_it.py", FLAKY.format(fails=""))
     small.axes(("5.0",))
-    done = small.run("run", "--retry-failed", *how)
+    done = small.run("run", "--all", "--retry-failed", *how)
     assert done.returncode == 0, done
     assert "1 flaky" in done.stdout
     (found,) = small.results().values()
@@ -348,9 +348,9 @@ def test_a_failed_test_is_repeated_on_request(small: Small, how: tuple[str, ...]
     assert "rerun previous 1 failure" in found.log
     assert found.environment["packages"]["pytest"]
     assert not (small.folder / ".pytest_cache").exists()
-    assert small.run("run", *how).returncode == 0  # now it passes
+    assert small.run("run", "--all", *how).returncode == 0  # now it passes
     (small.folder / "seen").unlink()
-    assert small.run("run", *how).returncode == 1  # not repeated unless requested
+    assert small.run("run", "--all", *how).returncode == 1  # not repeated unless requested
     (found,) = small.results().values()
     assert found.verdict == "failed"
 
@@ -358,7 +358,7 @@ def test_a_failed_test_is_repeated_on_request(small: Small, how: tuple[str, ...]
 def test_a_test_that_fails_twice_has_failed(small: Small) -> None:
     small.write("test_it.py", FLAKY.format(fails="def test_fails(): assert 0"))
     small.axes(("5.0",))
-    assert small.run("run", "--retry-failed").returncode == 1
+    assert small.run("run", "--all", "--retry-failed").returncode == 1
     (found,) = small.results().values()
     assert (found.verdict, found.reason) == ("failed", "1 of 3 tests failed, the first of them test_it.py::test_fails")
     assert [test.outcome for test in found.tests] == ["passed", "flaky", "failed"]
@@ -368,7 +368,7 @@ def test_without_pytest_s_cache_nothing_is_repeated(small: Small) -> None:
     small.write("test_it.py", FLAKY.format(fails=""))
     small.write("pytest.ini", "[pytest]\naddopts = -p no:cacheprovider --strict-config")
     small.axes(("5.0",))
-    assert small.run("run", "--retry-failed").returncode == 1
+    assert small.run("run", "--all", "--retry-failed").returncode == 1
     (found,) = small.results().values()
     assert (found.verdict, found.reason) == ("failed", "1 of 2 tests failed, the first of them test_it.py::test_flaky")
 
@@ -378,7 +378,7 @@ def test_a_repetition_ends_at_the_time_limit_of_the_cell(small: Small) -> None:
     small.write("test_it.py", hangs.format(fails=""))
     small.axes(("5.0",), minutes=0.1)
     began = time.monotonic()
-    assert small.run("run", "--retry-failed").returncode == 1
+    assert small.run("run", "--all", "--retry-failed").returncode == 1
     assert time.monotonic() - began < 30
     (found,) = small.results().values()
     assert (found.verdict, found.kind) == ("failed", "test")
@@ -401,7 +401,7 @@ def test_known_failures(small: Small) -> None:
     small.axes(("5.0", "5.1", "5.2"), more=KNOWN.format(until="transformers>=5.2"))
     for version, good in (("5.0.0", 1), ("5.1.0", 0), ("5.2.0", 1)):
         small.wheel("transformers", version, {"transformers.py": f"good = {good}"}, f"{TAG}-tf{version[:3]}")
-    done = small.run("run")
+    done = small.run("run", "--all")
     assert done.returncode == 0, done
     assert "2 passed, 1 known" in done.stdout or "1 known, 2 passed" in done.stdout, done
     found = {name.split("-")[1]: one for name, one in small.results().items()}
@@ -414,7 +414,7 @@ def test_known_failures(small: Small) -> None:
     assert found["tf5.1"].tests[0].outcome == "known"
 
     small.axes(("5.0", "5.1", "5.2"), more=KNOWN.format(until="2020-01-01"))
-    assert small.run("run", "--retry-failed").returncode == 1
+    assert small.run("run", "--all", "--retry-failed").returncode == 1
     found = {name.split("-")[1]: one for name, one in small.results().items()}
     assert {name: (one.verdict, one.kind) for name, one in found.items()} == {
         "tf5.0": ("passed", None),

@@ -265,7 +265,7 @@ def test_names_stay_in_the_folder(project: Small, name: str, monkeypatch: pytest
     manifest = project.folder / "house" / "manifest.json"
     found = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**found, "project": name}))
-    done = project.run("run", "--offline", "house", **offline(project))
+    done = project.run("run", "--all", "--offline", "house", **offline(project))
     assert done.returncode == 2
     assert "isn't a manifest of this version" in done.stderr
 
