@@ -11,14 +11,15 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Column, Connection, Table, and_, func, select
+from sqlalchemy import Column, Connection, Select, Table, and_, case, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
+from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult
-from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import COUNTS
+from .models import CELL, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .queries import COUNTS, NEWEST_FIRST, cell_of
 from .records import Provenance, Run
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapp
     ]
     if rows:
         connection.execute(PLANNED.insert(), rows)
+        _plan_newest(connection, key, keys.values())
 
 
 def add_result(connection: Connection, key: int, found: CellResult) -> int | None:
@@ -121,7 +123,80 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
         connection.execute(TEST.insert(), tests)
     if found.log:
         connection.execute(LOG.insert().values(result_id=result_key, content=found.log))
+    if not connection.scalar(select(RUN.c.partial).where(RUN.c.id == key)):
+        refresh_newest(connection, [cell_key])
     return result_key
+
+
+def refresh_newest(connection: Connection, cell_keys: Iterable[int]) -> None:
+    """Find the newest result of these cells again: after a result was inserted, or a run deleted."""
+    later, environment, pins = RESULT.alias(), TEXT.alias(), TEXT.alias()
+    same_run = and_(later.c.run_id == RESULT.c.run_id, later.c.cell_id == RESULT.c.cell_id)
+    last = select(func.max(later.c.attempt)).where(same_run).scalar_subquery()
+    rank = case((RESULT.c.verdict.in_(["passed", "failed"]), 0), else_=1)
+    ran = _first_of_each(RESULT.c.cell_id, (rank, *NEWEST_FIRST), RESULT.c.id.label("result_id"))
+    ran = ran.join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
+    ran = ran.where(RUN.c.partial.is_(False), RESULT.c.attempt == last)
+    plan = _first_of_each(PLANNED.c.cell_id, NEWEST_FIRST, PLANNED.c.run_id)
+    plan = plan.join_from(PLANNED, RUN, RUN.c.id == PLANNED.c.run_id).where(RUN.c.partial.is_(False))
+    for keys in chunks(cell_keys):
+        _lock(connection, keys)
+        connection.execute(delete(NEWEST).where(NEWEST.c.cell_id.in_(keys)))
+        best = ran.where(RESULT.c.cell_id.in_(keys)).subquery()
+        query = (
+            select(*(CELL.c[axis] for axis in AXES), CELL.c.id, RESULT.c.run_id, RESULT.c.id, environment.c.content)
+            .add_columns(pins.c.content)
+            .join_from(RESULT, best, and_(best.c.result_id == RESULT.c.id, best.c.number == 1))
+            .join(CELL, CELL.c.id == RESULT.c.cell_id)
+            .outerjoin(environment, environment.c.id == RESULT.c.environment_id)
+            .outerjoin(pins, pins.c.id == RESULT.c.pins_id)
+        )
+        rows = []
+        for *fields, cell_key, run_key, result_key, said, pinned in connection.execute(query):
+            found = versions.exact(cell_of(fields), _mapping(said), pinned or "")
+            rows.append((cell_key, run_key, result_key, json.dumps(found, sort_keys=True)))
+        if lacking := set(keys).difference(row[0] for row in rows):
+            plans = plan.where(PLANNED.c.cell_id.in_(lacking)).subquery()
+            planned = select(plans.c.cell_id, plans.c.run_id).where(plans.c.number == 1)
+            rows += [(cell_key, run_key, None, "{}") for cell_key, run_key in connection.execute(planned)]
+        if rows:
+            names = ("cell_id", "run_id", "result_id", "versions")
+            connection.execute(NEWEST.insert(), [dict(zip(names, row, strict=True)) for row in rows])
+
+
+def _plan_newest(connection: Connection, key: int, cell_keys: Iterable[int]) -> None:
+    """A run has planned these cells: it has the newest plan of those without a result, unless a newer run has planned them too."""
+    if connection.scalar(select(RUN.c.partial).where(RUN.c.id == key)):
+        return
+    for keys in chunks(cell_keys):
+        _lock(connection, keys)
+        known = select(NEWEST.c.cell_id, NEWEST.c.run_id, NEWEST.c.result_id).where(NEWEST.c.cell_id.in_(keys))
+        there = connection.execute(known).all()
+        rows = [
+            {"cell_id": one, "run_id": key, "versions": "{}"} for one in set(keys).difference(row[0] for row in there)
+        ]
+        if rows:
+            connection.execute(NEWEST.insert(), rows)
+        runs = {row.run_id for row in there if row.result_id is None}
+        order = connection.scalars(select(RUN.c.id).where(RUN.c.id.in_({key, *runs})).order_by(*NEWEST_FIRST)).all()
+        older = [row.cell_id for row in there if row.result_id is None and row.run_id in order[order.index(key) + 1 :]]
+        if older:
+            connection.execute(update(NEWEST).where(NEWEST.c.cell_id.in_(older)).values(run_id=key))
+
+
+def _first_of_each(key: Column[Any], order: tuple[Any, ...], *more: Any) -> Select[Any]:
+    return select(key, *more, func.row_number().over(partition_by=key, order_by=order).label("number"))
+
+
+def _lock(connection: Connection, cell_keys: Iterable[int]) -> None:
+    """Make other transactions that change the newest results of these cells wait. SQLite has one writer anyway."""
+    query = select(CELL.c.id).where(CELL.c.id.in_(sorted(cell_keys))).order_by(CELL.c.id)
+    connection.execute(query.with_for_update(key_share=True)).all()
+
+
+def _mapping(text: str | None) -> Mapping[str, Any]:
+    found = json.loads(text or "{}")
+    return found if isinstance(found, dict) else {}
 
 
 def _inserted(connection: Connection, table: Table, row: Mapping[str, Any]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Select, and_, case, func, select
 
 from ..cells import Cell
-from .models import CELL, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .models import CELL, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Past, Run, Summary
 
 _FIELDS = (CELL.c.python, CELL.c.transformers, CELL.c.torch, CELL.c.flash_attention, CELL.c.device)
@@ -59,14 +59,21 @@ def history(wanted: Cell) -> Select[Any]:
     return query.order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
 
 
-def newest(run_names: Collection[str] | None) -> Select[Any]:
-    """As `summary`, for the newest result of each cell in whole runs or in the given ones, followed by the run's fields."""
+def current(*more: Any) -> Select[Any]:
+    """As `summary`, for the newest result of each cell in whole runs, followed by `more` and the run's fields."""
+    query = _summarised(*more, *RUN_FIELDS).select_from(NEWEST).join(CELL, CELL.c.id == NEWEST.c.cell_id)
+    plan = and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id)
+    query = query.join(RUN, RUN.c.id == NEWEST.c.run_id).join(PLANNED, plan)
+    return query.outerjoin(RESULT, RESULT.c.id == NEWEST.c.result_id)
+
+
+def newest(run_names: Collection[str]) -> Select[Any]:
+    """As `summary`, for the newest result of each cell in the given runs, followed by the run's fields."""
     verdict = RESULT.c.verdict
     rank = case((verdict.in_(["passed", "failed"]), 0), (verdict.is_not(None), 1), else_=2)
     number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(rank, *NEWEST_FIRST)).label("number")
     query = summary(*RUN_FIELDS, number)
-    query = query.where(RUN.c.partial.is_(False) if run_names is None else RUN.c.name.in_(run_names))
-    every = query.subquery()
+    every = query.where(RUN.c.name.in_(run_names)).subquery()
     return select(*(column for column in every.c if column.name != "number")).where(every.c.number == 1)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # its import takes longer than opening a store that needs no 
     from alembic.config import Config
 
 #: The last revision in ``migrations/versions``.
-HEAD = "0004"
+HEAD = "0008"
 
 #: The table with a database's revision. Not alembic's default name, which others may use in the same database.
 VERSIONS = "kernel_compat_matrix_schema"

@@ -204,7 +204,7 @@ class Store:
         A run in which the cell wasn't run or was only planned counts if no other run has the cell.
         """
         with self.reading() as connection:
-            rows = connection.execute(queries.newest(runs)).all()
+            rows = connection.execute(queries.current() if runs is None else queries.newest(runs)).all()
         return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
 
     def totals(self) -> dict[str, Counter[State]]:
