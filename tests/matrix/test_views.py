@@ -18,9 +18,10 @@ from stored import SHIMS, cells, failed, not_run, passed, stored
 from compat_matrix.cells import Cell
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
+from compat_matrix.pages import report
 from compat_matrix.results import Test
 from compat_matrix.store import Store
-from compat_matrix.views import architectures, common, compatibility, diff, explain, export, merge, report, runs, show
+from compat_matrix.views import architectures, common, compatibility, diff, explain, export, merge, runs, show
 from kernel_compat.proving import table
 
 ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
@@ -348,6 +349,7 @@ class _Page(HTMLParser):
         self.ids: list[str] = []
         self.labels: list[str] = []
         self.tags: list[str] = []
+        self.scripts: list[str] = []
         self.open: list[str] = []
         self.unscoped = 0
         self.feed(text)
@@ -356,11 +358,13 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.tags.append(tag)
+        self.scripts += [given.get("src") or "in the page"] if tag == "script" else []
+        assert not [name for name in given if name.startswith("on") or name == "style"]
         self.links += [given[name] or "" for name in ("href", "src") if name in given]
         self.ids += [given["id"] or ""] if "id" in given else []
         self.labels += [given["aria-labelledby"] or ""] if "aria-labelledby" in given else []
         self.unscoped += tag == "th" and given.get("scope") not in ("row", "col")
-        if tag not in ("meta", "link", "br"):
+        if tag not in ("meta", "link", "br", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -372,7 +376,7 @@ def _pages(folder: Path) -> dict[Path, _Page]:
 
 
 def test_report(store: Store, call: Command, tmp_path: Path) -> None:
-    two_runs(store)
+    old, new = two_runs(store)
     site = tmp_path / "site"
     assert call(report, str(site)) == 0
     pages = _pages(site)
@@ -382,11 +386,13 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
         "diff.html",
         "types.html",
         *(f"cells/{one}.html" for one in [*OLD, NEW[2]]),
+        f"runs/{old}.html",
+        f"runs/{new}.html",
     }
     for path, page in pages.items():
         assert page.open == []
-        assert "script" not in page.tags
-        assert page.tags.count("table") == page.tags.count("caption")
+        own = ["keys.js", "answers.js", "ask.js"] if path.name == "index.html" else ["keys.js"]
+        assert [Path(one).name for one in page.scripts] == own
         assert page.unscoped == 0
         assert page.tags.count("h1") == 1
         assert len(set(page.ids)) == len(page.ids)
@@ -397,7 +403,7 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
             assert target.is_file(), f"{path}: {link}"
             assert not fragment or fragment in pages[target].ids
     index = (site / "index.html").read_text()
-    assert re.search(rf'href="cells/{OLD[1]}.html" aria-label="{OLD[1]}: failed, seam".*✗</span> seam</a>', index)
+    assert f'href="cells/{OLD[1]}.html" aria-label="seam 2026-11-20: transformers 4.57, torch 2.11"' in index
     cell = (site / f"cells/{OLD[1]}.html").read_text()
     for said in (
         "f is gone",
@@ -407,7 +413,7 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
         f"kernel-compat-matrix run {OLD[1]}",
     ):
         assert said in cell
-    assert '<th scope="row">tf5</th><td>applied</td>' in (site / f"cells/{OLD[2]}.html").read_text()
+    assert '<th scope="row">tf5</th><td><span class="shim applied">' in (site / f"cells/{OLD[2]}.html").read_text()
     assert "Broke: 1" in (site / "diff.html").read_text()
 
 
@@ -432,12 +438,14 @@ def test_a_report_shows_text_and_runs_nothing(store: Store, call: Command, tmp_p
     assert call(report, str(site)) == 0
     assert [*(tmp_path / "in").iterdir()] == [site]
     pages = _pages(site)
-    assert len(pages) == 5
+    assert len(pages) == 6
     for path, page in pages.items():
         text = path.read_text(encoding="utf-8")
         assert not set(text) & {"\x1b", "\x07", "\x00", "\r", "\u202e", "\udc80"}
-        assert "script" not in page.tags
+        assert {Path(one).name for one in page.scripts} <= {"keys.js", "answers.js", "ask.js"}
         assert "b" not in page.tags
+    answers = (site / "answers.js").read_text(encoding="utf-8")
+    assert "<script>" not in answers
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in (site / "index.html").read_text()
 
 
@@ -494,19 +502,19 @@ def test_a_report_that_fails_leaves_the_old_one(
 def test_a_report_of_nothing(store: Store, call: Command, tmp_path: Path) -> None:
     store.new_run([])
     assert call(report, str(tmp_path / "site")) == 0
-    assert "There is nothing yet." in (tmp_path / "site" / "index.html").read_text()
+    assert "There is no such cell." in (tmp_path / "site" / "index.html").read_text()
     assert "no two runs" in (tmp_path / "site" / "diff.html").read_text()
 
 
 def test_colours_can_be_told_from_what_is_behind_them() -> None:
-    style = files("compat_matrix").joinpath("views/templates/style.css").read_text()
+    style = files("compat_matrix").joinpath("pages/static/style.css").read_text()
     schemes = [
         dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in style.split("@media (prefers-color-scheme: dark)")
     ]
     assert len(schemes) == 2
     for colours in schemes:
         pairs = [("text", "page"), ("faint", "page"), ("link", "page"), ("text", "code")]
-        pairs += [(name, f"{name}-back") for name in ("passed", "failed", "not-run", "unfinished", "excluded")]
+        pairs += [(name, f"{name}-back") for name in ("passed", "wrong", "failed", "refused", "not-run", "running", "waiting", "never")]
         for front, back in pairs:
             light, dark = sorted((_luminance(colours[front]), _luminance(colours[back])), reverse=True)
             assert (light + 0.05) / (dark + 0.05) >= 4.5, (front, back)  # WCAG 2, level AA

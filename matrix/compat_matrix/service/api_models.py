@@ -116,29 +116,6 @@ class Cells(Page):
     cells: list[CellState]
 
 
-class LateResult(BaseModel):
-    """A result that was reported after its lease had expired; it doesn't count."""
-
-    run: str
-    worker: str
-    received: datetime
-    verdict: Ended
-    kind: Kind | None
-    reason: str
-
-    @classmethod
-    def of(cls, run: str, worker: str, received: datetime, found: CellResult) -> LateResult:
-        """The model of a late result."""
-        kind, reason = found.kind, clean(found.reason)
-        return cls(run=run, worker=clean(worker), received=received, verdict=found.verdict, kind=kind, reason=reason)
-
-
-class History(Cells):
-    """A page of a cell's results, with its late results."""
-
-    late: list[LateResult]
-
-
 class TestOutcome(BaseModel):
     """The outcome of a test."""
 

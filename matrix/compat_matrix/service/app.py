@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import platform
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
@@ -23,10 +22,9 @@ from ..options import revision
 from ..store import Store
 from . import api_read, api_write, pages
 from .guard import Guard, failed, refusal
-from .html import Pages, add_error_pages
+from .html import add_error_pages
 from .queue import Differs, NoLease, Over, Queue
 from .settings import Settings
-from .snapshot import SnapshotCache
 
 #: Threads that read, and that write (SQLite has one writer). More of them would wait longer for Python's lock than they work.
 _READERS = 3
@@ -57,12 +55,8 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
         over = threading.Event()
         keeper = threading.Thread(target=_keep, args=(queue, over), name="queue", daemon=True)
         keeper.start()
-        warming = app.state.warming = asyncio.create_task(pages.warm(app, settings.root_path))
         yield
-        warming.cancel()
         over.set()
-        with suppress(asyncio.CancelledError):
-            await warming  # a thread of it may still read the store, which is closed next
         await run_in_threadpool(keeper.join)
 
     # FastAPI's own documentation pages load scripts from another host.
@@ -77,15 +71,19 @@ def create_app(store: Store, axes: Axes | None, settings: Settings) -> FastAPI:
     )
     app.state.store, app.state.axes, app.state.settings, app.state.queue = store, axes, settings, queue
     app.state.writers = CapacityLimiter(_WRITERS.get(store.dialect, 3))
-    app.state.snapshots = SnapshotCache(store)
-    app.state.site = pages.Site(store, queue, app.state.snapshots, axes.all_cells if axes else {}, Pages())
+    app.state.site = pages.Site(store, queue, axes)
     app.add_middleware(Guard, store=store, settings=settings)
     for kind, status in ((Differs, 409), (Over, 410), (NoLease, 404)):
         app.add_exception_handler(kind, lambda _, error, status=status: refusal(status, str(error)))
     app.add_exception_handler(MatrixError, lambda _, error: failed(error, store))
     app.add_exception_handler(RequestValidationError, _invalid)
     add_error_pages(app)
-    for router, prefix in ((api_write.router, "/api/v1"), (api_read.router, "/api/v1"), (pages.router, "")):
+    for router, prefix in (
+        (api_write.router, "/api/v1"),
+        (api_read.router, "/api/v1"),
+        (pages.fixed, ""),
+        (pages.router, ""),
+    ):
         app.include_router(router, prefix=prefix)
     return app
 

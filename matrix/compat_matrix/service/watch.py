@@ -29,13 +29,12 @@ from ..axes import Axes, Packages
 from ..cells import VERSIONED, Cell
 from ..errors import MatrixError
 from ..expressions import release
+from ..pages.seams import Disagreement
 from ..pins import project_requirements
 from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
 from ..views import common
 from ..views.common import one_line
-from . import queries
-from .atlas_view import Disagreement
 
 #: The distributions whose releases are watched.
 DISTRIBUTIONS = ("transformers", "torch", "flash-attn-4", "flash-attn", "liger-kernel")
@@ -429,7 +428,7 @@ def results(store: Store, run: str) -> dict[Cell, Past]:
 
 def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple[dict[Cell, Past], dict[Cell, Past]]:
     """The previous results of these cells in a suite, and the newest results of all other cells in it."""
-    every = queries.newest(store, queries.cells(store))
+    every = dict(store.current())
     if suite != "default":  # its runs are partial, and so never a cell's newest
         own_runs = {cell: (past for past in store.history(cell) if common.suite(past.run) == suite) for cell in every}
         every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}

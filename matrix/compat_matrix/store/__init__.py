@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .records import Past, Provenance, Run, State, Summary
+from .records import Newest, Past, Provenance, Run, State, Summary
 from .store import Store
 
-__all__ = ["Past", "Provenance", "Run", "State", "Store", "Summary"]
+__all__ = ["Newest", "Past", "Provenance", "Run", "State", "Store", "Summary"]

@@ -59,11 +59,15 @@ def history(wanted: Cell) -> Select[Any]:
     return query.order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
 
 
-def current(*more: Any) -> Select[Any]:
-    """As `summary`, for the newest result of each cell in whole runs, followed by `more` and the run's fields."""
-    query = _summarised(*more, *RUN_FIELDS).select_from(NEWEST).join(CELL, CELL.c.id == NEWEST.c.cell_id)
+def current() -> Select[Any]:
+    """As `summary`, for the newest result of each cell in whole runs, followed by the run's key and the exact versions."""
+    return with_newest(_summarised(NEWEST.c.run_id, NEWEST.c.versions))
+
+
+def with_newest(query: Select[Any]) -> Select[Any]:
+    """`query` over the cells, with their newest results and plans."""
     plan = and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id)
-    query = query.join(RUN, RUN.c.id == NEWEST.c.run_id).join(PLANNED, plan)
+    query = query.select_from(NEWEST).join(CELL, CELL.c.id == NEWEST.c.cell_id).join(PLANNED, plan)
     return query.outerjoin(RESULT, RESULT.c.id == NEWEST.c.result_id)
 
 

@@ -14,7 +14,7 @@ from ..store import Past, Store
 from . import common
 
 #: The packages that are shown without `--full`.
-_TELLING = re.compile(
+TELLING = re.compile(
     r"(python|torch|transformers|triton|kernel.compat.*|flash.attn.*|fa3.fwd|kernels|liger.kernel|nvidia.cutlass.*)"
 )
 
@@ -109,7 +109,7 @@ def telling(lines: Sequence[str], most: int = 8) -> list[str]:
 
 def _environment(environment: Mapping[str, Any], full: bool) -> Iterator[common.Line]:
     lines = [f"{name}: {value}" for name, value in facts(environment).items()]
-    packages = {name: v for name, v in environment.get("packages", {}).items() if full or _TELLING.fullmatch(name)}
+    packages = {name: v for name, v in environment.get("packages", {}).items() if full or TELLING.fullmatch(name)}
     lines += [f"{name} {version}" for name, version in packages.items()]
     if lines:
         yield from _section("environment", [common.one_line(line, 1000) for line in lines])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
@@ -123,6 +123,13 @@ def stored(store: Store) -> Stored | None:
         ) from None
     timelines = [_timeline(atlas, name) for name in atlas.releases]
     return Stored(found[0].made, timelines, atlas.check.disagreements, atlas.notes)
+
+
+def values(atlas: Stored | None, distribution: str = "") -> dict[str, Any]:
+    """The values of the template, for one of the distributions, or for the first one."""
+    timelines = {one.distribution: one for one in atlas.timelines} if atlas else {}
+    timeline = timelines.get(distribution, next(iter(timelines.values()), None))
+    return {"stored": atlas, "names": [*timelines], "timeline": timeline}
 
 
 def _timeline(atlas: _Atlas, distribution: str) -> Timeline:
