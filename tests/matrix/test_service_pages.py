@@ -449,6 +449,66 @@ def test_what_only_a_partial_run_has(store: Store, get: Get) -> None:
     assert "test 1" in _page(get(f"/?run={run}")).text
 
 
+# The question.
+
+
+def test_does_my_combination_work(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, made, _ = demo
+    page = _page(get("/", params={"tf": "v5.23.1", "pt": "2.15.0+cu130", "fa": "none", "py": "3.12"}))
+    text = " ".join(page.text.split())
+    assert "It computes something else Exactly these releases were tested. 3 of 87 tests are off, by up to 0.31" in text
+    assert f"/runs/{made.runs['new']}" in page.links
+    assert "The nearest combination that works" in text
+    assert {one["name"]: one["value"] for one in page.all("input") if one.get("id") in ("tf", "pt", "fa", "py")} == {
+        "tf": "v5.23.1",
+        "pt": "2.15.0+cu130",
+        "fa": "none",
+        "py": "3.12",
+    }
+    # The grid is the reader's, whose column is the first one.
+    page = _page(get("/", params={"tf": "5.9", "pt": "2.11", "fa": "flash-attn-4 4.0.0b36"}))
+    assert "Python 3.12, FlashAttention-4, GPU" in page.text
+    columns = [one["data-value"] for one in page.all("th") if "data-value" in one and one["scope"] == "col"]
+    assert columns == ["2.11", "2.15", "2.14", "2.13", "2.12", "2.10"]
+    assert [one["data-value"] for one in page.all("th") if one.get("class") == "yours"] == ["2.11", "5.9"]
+
+
+def test_what_is_pasted_becomes_an_address(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    address = get("/").url
+    lock = "".join(
+        f'[[package]]\nname = "package-{n}"\nversion = "1.{n}"\nsource = "{"x" * 200}"\n' for n in range(1000)
+    )
+    lock += (
+        '[[package]]\nname = "torch"\nversion = "2.11.0+cu130"\n[[package]]\nname = "transformers"\nversion = "5.9.1"\n'
+    )
+    assert len(lock) > 200_000
+    form = {"tf": "", "pt": "", "fa": "", "py": "3.12", "text": lock}
+    moved = requests.post(urljoin(address, "/check"), data=form, timeout=30, allow_redirects=False)
+    assert (moved.status_code, moved.headers["location"]) == (303, "/?tf=5.9.1&pt=2.11.0%2Bcu130&fa=none&py=3.12")
+    assert "It works Exactly these releases were tested." in " ".join(
+        _page(get(moved.headers["location"])).text.split()
+    )
+
+
+def test_what_cannot_be_read_is_kept_and_explained(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    address = urljoin(get("/").url, "/check")
+    form = {"tf": "five", "pt": "2.11", "fa": "", "py": "", "text": "torch>=2.4 <script>"}
+    response = requests.post(address, data=form, timeout=30)
+    page = _page(response, 400)
+    fields = {one.get("id"): one for one in page.all("input")}
+    assert (fields["tf"]["value"], fields["tf"]["aria-invalid"], fields["pt"]["value"]) == ("five", "true", "2.11")
+    assert "'five' isn't a release such as 5.9.1" in page.text
+    assert "torch>=2.4 <script>" in page.text
+    assert "torch>=2.4 is a range: type the release that you have" in page.text
+    assert page.cell("py312-tf5.21-torch2.15")  # the grid is still there
+    _page(get("/?pt=%3E%3D2"), 400)
+    for body in (b"\xff", b"&".join(b"a=1" for _ in range(50)), b"tf=" + b"x" * 600):
+        _page(requests.post(address, data=body, timeout=30), 400)
+    assert requests.post(address, data={"text": "x" * 2**21}, timeout=30).status_code == 413
+
+
 # Escaping of results.
 
 

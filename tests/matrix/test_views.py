@@ -514,7 +514,10 @@ def test_colours_can_be_told_from_what_is_behind_them() -> None:
     assert len(schemes) == 2
     for colours in schemes:
         pairs = [("text", "page"), ("faint", "page"), ("link", "page"), ("text", "code")]
-        pairs += [(name, f"{name}-back") for name in ("passed", "wrong", "failed", "refused", "not-run", "running", "waiting", "never")]
+        pairs += [
+            (name, f"{name}-back")
+            for name in ("passed", "wrong", "failed", "refused", "not-run", "running", "waiting", "never")
+        ]
         for front, back in pairs:
             light, dark = sorted((_luminance(colours[front]), _luminance(colours[back])), reverse=True)
             assert (light + 0.05) / (dark + 0.05) >= 4.5, (front, back)  # WCAG 2, level AA

@@ -156,9 +156,8 @@ def _packages(text: str) -> Iterator[tuple[str, str]]:
         if name not in ("transformers", "torch", *_FLASH_PACKAGES) or (sign.isspace() and not version[0].isdigit()):
             continue
         if sign == "@":
-            wheel = re.search(
-                rf"{re.escape(name).replace('-', '[-_.]')}-(\d[^-/]*)(?:-|\.tar)".replace("\\", "\\"), unquote(version)
-            )
+            file = "[-_.]".join(name.split("-"))
+            wheel = re.search(rf"{file}-(\d[^-/]*)(?:-|\.tar)", unquote(version))
             if wheel is None:
                 raise MatrixError(f"{match[0].strip()[:100]} has no version: type it")
             version = wheel[1]

@@ -189,7 +189,7 @@ def _answers(store: Store, newest: Sequence[Newest], links: Links) -> str:
         transformers, torch, kernel, python = key
         wanted = Wanted(python or None, transformers, torch, kernel or None)
         judged = judge(store, wanted, newest)
-        if judged.found or judged.refusals:
+        if judged.found or judged.near or judged.refusals:
             shown = ask.shown(wanted, judged, most=2)
             answers["|".join(key)] = render("answer.html", links, "", answer=shown)
     data = {"values": {**values, "flash_attention": kernels}, "answers": answers, "closeness": ask.CLOSENESS}

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, and_, or_, select, text, true, update
+from sqlalchemy import Connection, Engine, Select, and_, or_, select, text, true, update
 from sqlalchemy.exc import IntegrityError
 
 from ..cells import Cell
@@ -215,9 +215,9 @@ class Store:
         with self.reading() as connection:
             rows = connection.execute(queries.current().where(wanted)).all()
             keys = {row.run_id for row in rows}
-            runs = {}
+            runs: dict[int, Run] = {}
             for some in inserts.chunks(keys):
-                query = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(some))
+                query: Select[Any] = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(some))
                 runs |= {row[0]: Run(*row[1:]) for row in connection.execute(query)}
         found = ((*queries.summary_of(row), row) for row in rows)
         return [Newest(cell, Past(runs[row.run_id], one), json.loads(row.versions)) for cell, one, row in found]

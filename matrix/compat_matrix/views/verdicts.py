@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
-from sqlalchemy import select
+from sqlalchemy import Select, select
 
 from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
 from ..errors import MatrixError
@@ -203,7 +203,7 @@ def answer(store: Store, wanted: Wanted, limit: int = 5) -> Answer:
     fit = found.exact and found.verdict != "refused"
     tested = (found.found if fit else found.near)[:limit]
     verdict = found.verdict if found.exact else "unknown"
-    counts = Counter(map(verdict_of, found.found)) if fit else Counter()
+    counts: Counter[str] = Counter(map(verdict_of, found.found) if fit else ())
     if verdict == "refused":
         counts = Counter(refused=sum(one.cells for one in found.refusals))
     reason = "another patch of it was tested" if found.found and not found.exact else found.reason
@@ -260,7 +260,7 @@ def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> l
     found = []
     with store.reading() as connection:
         for names in chunks(cell.name for cell in cells):
-            query = select(*(CELL.c[axis] for axis in AXES), *own).distinct()
+            query: Select[Any] = select(*(CELL.c[axis] for axis in AXES), *own).distinct()
             query = query.join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
             query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(CELL.c.name.in_(names), _ENDED)
             rows = connection.execute(query.where(RUN.c.partial.is_(False))).all()

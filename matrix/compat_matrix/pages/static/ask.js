@@ -7,11 +7,11 @@ const FLASH = /^(?:(?:flash[-_ ]?att(?:n|ention)|fa)(?:[-_ ]?([234]))?(?:[-_]fwd
 
 // A release such as 5.9.1; an error if the text isn't one.
 function release(text, names, example) {
-  if (/[<>~!*,]/.test(text)) throw `"${text}" is a range: one release, such as ${example}`;
+  if (/[<>~!*,]/.test(text)) throw `'${text}' is a range: one release, such as ${example}`;
   const short = names === "python" && /^(?:python|py|cp)?\s*3(\d{1,2})$/i.exec(text);
   if (short) return `3.${short[1]}`;
   const found = new RegExp(`^(?:(?:${names}|cpython|pytorch|py|cp)[\\s=:-]*)?v?(\\d+(?:\\.\\d+)*)((?:a|b|rc|\\.post|\\.dev)\\d+)*(?:[+ ].*)?$`, "i").exec(text);
-  if (!found) throw `"${text}" isn't a release such as ${example}`;
+  if (!found) throw `'${text}' isn't a release such as ${example}`;
   return found[1] + (found[2] || "");
 }
 
@@ -20,7 +20,7 @@ function flashAttention(text) {
   if (text === "torch") return "torch";
   const found = FLASH.exec(text);
   const kind = found && (found[1] || (found[2] || found[3] || "2")[0]);
-  if (!"234".includes(kind || "x")) throw `"${text}" isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none`;
+  if (!"234".includes(kind || "x")) throw `'${text}' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none`;
   return `fa${kind}`;
 }
 
