@@ -16,10 +16,14 @@ from ..results import Test
 from ..views import common
 from . import ask
 from .filters import STATES
+from .grid import Shown
 from .links import Links
 
 #: The name in the header for a project that has none.
 NAME = "kernel-compat-matrix"
+
+#: The classes of cells by their word, besides their state.
+_LOOKS = {"excluded": " never", "never": " quiet"}
 
 
 def project_name(axes: Axes | None) -> str:
@@ -63,6 +67,7 @@ def environment() -> Environment:
         "kernel_name": common.kernel_name,
         "one_line": common.one_line,
         "rows": _rows,
+        "cells_of": _cells,
         "SIGNS": STATES,
         "FIELDS": ask.FIELDS,
         "CLOSENESS": ask.CLOSENESS,
@@ -78,6 +83,26 @@ def _rows(tests: Iterable[Test]) -> Markup:
         name = escape(common.clean(one.nodeid))
         lines.append(f'<li><code>{name}</code> <span class="note">{one.seconds:.2f} s</span>{said}</li>')
     return Markup("".join(lines))
+
+
+def _cells(cells: Iterable[Shown | None], links: Links, run: str) -> Markup:
+    """The cells of a row of the grid: a page may have thousands of these, too."""
+    parts = []
+    for one in cells:
+        if one is None:
+            parts.append("<td></td>")
+            continue
+        look = f"c {one.state.replace(' ', '-')}{_LOOKS.get(one.word, '')}"
+        hint = f' title="{escape(common.clean(one.hint))}"' if one.hint else ""
+        said = f'<i aria-hidden="true">{one.sign}</i> {escape(common.clean(one.word))}'
+        said += f' <b class="{one.activity}">{STATES[one.activity]}</b>' if one.activity else ""
+        said += f" <small>{one.day}</small>" if one.day else ""
+        if address := links.cell(one.cell, run):
+            label = escape(common.clean(one.label))
+            parts.append(f'<td><a class="{look}" href="{escape(address)}" aria-label="{label}"{hint}>{said}</a></td>')
+        else:
+            parts.append(f'<td><span class="{look}"{hint}>{said}</span></td>')
+    return Markup("".join(parts))
 
 
 def _fit(value: Any) -> Any:
