@@ -16,13 +16,13 @@ from pathlib import Path
 
 import requests
 import uvicorn
+from compat_matrix.service.snapshot import SnapshotCache
 from matrix_store import cells, copy_runs, fill, result
 from playwright.sync_api import sync_playwright
 
 from compat_matrix.service.app import create_app
 from compat_matrix.service.html import FRESH
 from compat_matrix.service.settings import Settings
-from compat_matrix.service.snapshot import SnapshotCache
 from compat_matrix.store import Store
 
 TIMES = 9

@@ -91,6 +91,11 @@ def one_and_more(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
+def many(count: int, noun: str) -> str:
+    """``1 cell``, ``2 cells``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def shard(cells: Sequence[T], text: str) -> list[T]:
     """The part ``"3/8"`` of the cells: every eighth one, from the third on, so that all parts are alike.
 

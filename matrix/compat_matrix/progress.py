@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .cells import Cell
+from .cells import Cell, many
 from .results import CellResult
 
 _SYMBOLS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "not run": ("-", "yellow")}
@@ -62,7 +62,7 @@ class Progress:
         counts = ", ".join(f"{self.counts[verdict]} {verdict}" for verdict in _SYMBOLS if self.counts[verdict])
         left = self.total - sum(self.counts.values()) - len(self.running)
         table.add_row(
-            f"{sum(self.counts.values())} of {self.total} cells" + (f": {counts}" if counts else ""),
+            f"{sum(self.counts.values())} of {many(self.total, 'cell')}" + (f": {counts}" if counts else ""),
             f"{len(self.running)} running, {left} to go",
             f"{_clock(time.monotonic() - self._began)} so far, {self._time_left()} left",
         )

@@ -337,6 +337,12 @@ def test_nothing_changed(store: Store, call: Command, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.endswith("\nnothing changed\n")
 
 
+def test_one_of_a_kind_has_no_plural(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    stored(store, [passed(OLD[0])])
+    assert call(show) == 0
+    assert "1 cell: 1 passed" in capsys.readouterr().out
+
+
 # report
 
 

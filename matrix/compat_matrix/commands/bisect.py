@@ -14,7 +14,7 @@ from rich.console import Console
 
 from .. import gpus, runner
 from ..axes import Axes
-from ..cells import AXES, VERSIONED, Cell
+from ..cells import AXES, VERSIONED, Cell, many
 from ..errors import MatrixError
 from ..expressions import release
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, revision
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(
             f"{arguments.axis} {found.bad} is the first that broke {what}; {found.good} is good", soft_wrap=True
         )
-    console.print(f"{asking.ran} cells were run, {asking.reused} were known", soft_wrap=True)
+    console.print(f"{many(asking.ran, 'cell')} run, {asking.reused} known", soft_wrap=True)
     return 0
 
 

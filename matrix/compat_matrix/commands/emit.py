@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from ..cells import DEVICES, Cell, shard
+from ..cells import DEVICES, Cell, many, shard
 from ..options import add_selection, axes_of, cells_of, positive
 
 #: GitHub's limit on the jobs of one matrix.
@@ -64,7 +64,7 @@ _KEYS: tuple[Callable[[Cell], Hashable], ...] = (
 def _job(cells: Sequence[Cell], part: str = "") -> dict[str, str | int]:
     name = cells[0].name if len(cells) == 1 else f"{cells[0].base} ({len(cells)} cells)"
     return {
-        "name": f"{part} ({len(cells)} cells)" if part else name,
+        "name": f"{part} ({many(len(cells), 'cell')})" if part else name,
         "python": _values(cell.python for cell in cells),
         "transformers": _values(cell.transformers for cell in cells),
         "torch": _values(cell.torch for cell in cells),

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..cells import many
 from ..options import add_selection, axes_of, cells_of, pin_folder
 from ..wheelhouse import fetch
 
@@ -44,5 +45,7 @@ def run(options: argparse.Namespace) -> int:
     )
     files = wheelhouse.manifest.files.values()
     size = sum(file.size for file in files) / 1e6
-    print(f"{options.folder}: {len(wheelhouse.manifest.cells)} cells, {len(files)} files, {size:.1f} MB")
+    print(
+        f"{options.folder}: {many(len(wheelhouse.manifest.cells), 'cell')}, {many(len(files), 'file')}, {size:.1f} MB"
+    )
     return 0

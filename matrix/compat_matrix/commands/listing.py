@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 
+from ..cells import many
 from ..options import add_selection, axes_of, cells_of
 
 
@@ -26,12 +27,12 @@ def run(options: argparse.Namespace) -> int:
             print(json.dumps(refused, indent=2))
         else:
             for because, count in Counter(refused.values()).most_common():
-                print(f"{count} cells: {because}")
+                print(f"{many(count, 'cell')}: {because}")
         return 0
     cells = cells_of(options, axes)
     if options.json:
         print(json.dumps([{"name": cell.name, **vars(cell)} for cell in cells], indent=2))
     else:
         print("\n".join(cell.name for cell in cells))
-        print(f"{len(cells)} cells", file=sys.stderr)
+        print(many(len(cells), "cell"), file=sys.stderr)
     return 0

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from .. import gpus, runner
 from ..axes import Axes
-from ..cells import Cell, one_and_more
+from ..cells import Cell, many, one_and_more
 from ..errors import MatrixError
 from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, partial, positive, revision
 from ..progress import Progress
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
             work = jobs_of(options, axes, cells, attempts)
             executor = _executor(options)
             store.finish(run, "running")
-        console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
+        console.print(f"run {run}: {many(len(cells), 'cell')}, {executor.jobs} at a time", highlight=False)
         with Progress(len(cells), executor.jobs, console) as progress:
             counts = runner.execute(run, work, store, executor, progress)
         summary_line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

@@ -16,7 +16,7 @@ from .. import gpus, runner
 from ..atlas.cache import Cache, default_folder
 from ..atlas.index import Index
 from ..axes import Axes, cover
-from ..cells import Cell
+from ..cells import Cell, many
 from ..errors import MatrixError
 from ..expressions import Expression
 from ..options import add_environments, add_store, add_token, axes_of, jobs_of, positive, revision, token_of
@@ -151,7 +151,7 @@ def _run(
         revision=revision(axes.folder),
         partial=suite != "default" or bool(options.pytest),
     )
-    console.print(f"run {run}: {len(cells)} cells, {executor.jobs} at a time", highlight=False)
+    console.print(f"run {run}: {many(len(cells), 'cell')}, {executor.jobs} at a time", highlight=False)
     with Progress(len(cells), executor.jobs, console) as progress:
         runner.execute(run, jobs, store, executor, progress)
     return run

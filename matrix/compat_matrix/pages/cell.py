@@ -15,7 +15,7 @@ from . import logs
 from .grid import entry
 
 #: The number of rows of a list on one page.
-HISTORY = 50
+HISTORY = 20
 _TESTS = 5_000
 
 #: The number of failed tests whose reports are on a page.

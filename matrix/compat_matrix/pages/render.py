@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..axes import Axes
+from ..cells import many
 from ..results import Test
 from ..views import common
 from . import ask
@@ -60,7 +61,7 @@ def environment() -> Environment:
         "duration": common.duration,
         "counted": common.counted,
         "dashed": lambda text: text.replace(" ", "-"),
-        "many": common.many,
+        "many": many,
     }
     made.globals |= {
         "named": common.named,

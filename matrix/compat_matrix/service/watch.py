@@ -26,7 +26,7 @@ from ..atlas.index import File, Index, reason, shown
 from ..atlas.releases import covered
 from ..atlas.seam_list import SEAMS
 from ..axes import Axes, Packages
-from ..cells import VERSIONED, Cell
+from ..cells import VERSIONED, Cell, many
 from ..errors import MatrixError
 from ..expressions import release
 from ..pages.seams import Disagreement
@@ -128,7 +128,7 @@ def new_releases(
             if learn:
                 see(store, distribution, map(str, there))
             newest = f", the newest {there[-1]}" if there else ""
-            note(f"{distribution}: {len(there)} releases, seen for the first time{newest}")
+            note(f"{distribution}: {many(len(there), 'release')}, seen for the first time{newest}")
             continue
         unseen = [version for version in there if str(version) not in known]
         newest_of_minors = {version.release[:2]: version for version in unseen}
@@ -304,11 +304,11 @@ def reported(
     broke = [one for one in failed if one.broke]
     wrong = [one for one in scan.disagreements if one.certain]
     if submitted is not None:
-        said = f"{cells} cells were submitted"
+        said = f"{many(cells, 'cell')} submitted"
     elif not cells:
         said = "no cell is affected"
     else:
-        said = f"{len(broke)} of {cells} cells broke" if broke else f"no cell broke, {passed} of {cells} passed"
+        said = f"{len(broke)} of {many(cells, 'cell')} broke" if broke else f"no cell broke, {passed} of {cells} passed"
     said += f", {len(wrong)} seams differ from what shims expect" if wrong else ""
     lines = [f"{names}: {said}."]
     lines += [f"The atlas couldn't be created: {scan.error}"] if scan.error else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from sqlalchemy import Select, and_, case, func, select
@@ -28,19 +28,21 @@ COUNTS = (RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RE
 
 NEWEST_FIRST = (RUN.c.started.desc(), RUN.c.id.desc())
 
+_LATER = RESULT.alias()
+_LAST = (
+    select(func.max(_LATER.c.attempt))
+    .where(_LATER.c.run_id == PLANNED.c.run_id, _LATER.c.cell_id == PLANNED.c.cell_id)
+    .scalar_subquery()
+)
+
 
 def latest(query: Select[Any]) -> Select[Any]:
     """`query` over the planned cells and their latest results."""
-    later = RESULT.alias()
-    last = (
-        select(func.max(later.c.attempt))
-        .where(later.c.run_id == PLANNED.c.run_id, later.c.cell_id == PLANNED.c.cell_id)
-        .scalar_subquery()
-    )
-    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, RESULT.c.attempt == last)
+    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, RESULT.c.attempt == _LAST)
     return query.select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).outerjoin(RESULT, own)
 
 
+@lru_cache(16)  # making a statement takes as long as executing it
 def summary(*more: Any) -> Select[Any]:
     """The planned cells with their latest results: the columns for `summary_of`, followed by `more`."""
     return latest(_summarised(*more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
@@ -59,6 +61,7 @@ def history(wanted: Cell) -> Select[Any]:
     return query.order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
 
 
+@cache
 def current() -> Select[Any]:
     """As `summary`, for the newest result of each cell in whole runs, followed by the run's key and the exact versions."""
     return with_newest(_summarised(NEWEST.c.run_id, NEWEST.c.versions))

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Select, and_, or_, select, text, true, update
 from sqlalchemy.exc import IntegrityError
 
-from ..cells import Cell
+from ..cells import Cell, many
 from ..errors import MatrixError
 from ..results import CellResult, Outcome, Test
 from . import database, inserts, models, queries
@@ -142,7 +142,7 @@ class Store:
             back, whole = int(match[1] or 0), [one for one in known if not one.partial] or known
             if back < len(whole):
                 return whole[back].id
-            raise MatrixError(f"there is no {text}: the store {self.name} has {len(whole)} runs")
+            raise MatrixError(f"there is no {text}: the store {self.name} has {many(len(whole), 'run')}")
         for same in ([r for r in known if r.id == text], [r for r in known if text and r.label == text]):
             if same:
                 return same[0].id

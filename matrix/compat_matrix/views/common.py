@@ -207,11 +207,6 @@ def counted(states: Iterable[str] | Mapping[str, int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def many(count: int, noun: str) -> str:
-    """``1 cell``, ``2 cells``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def reproduce(cell: Cell, run: Run) -> str:
     """The command that repeats a cell of a run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

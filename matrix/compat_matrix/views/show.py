@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from ..cells import Cell
+from ..cells import Cell, many
 from ..store import Summary
 from . import common
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         common.Line(
             f"run {common.named(found)}, {common.one_line(found.state)}, begun {common.moment(found.started)}", "bold"
         ),
-        common.Line(f"{len(summary)} cells: {common.counted(one.state for one in summary.values())}"),
+        common.Line(f"{many(len(summary), 'cell')}: {common.counted(one.state for one in summary.values())}"),
     ]
     blocks = common.blocks(summary)
     for block in blocks:
@@ -88,4 +88,4 @@ def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
             common.Line(f"{count:5}  ").add(kind, common.STYLES["failed"]).add(f"  {said}  (such as {example[reason]})")
         )
     if len(counts) > 10:
-        yield common.Line(f"{len(counts) - 10} more reasons: --json has them")
+        yield common.Line(f"{many(len(counts) - 10, 'more reason')}: --json has them")
