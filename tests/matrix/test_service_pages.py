@@ -300,7 +300,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
     ]
     form = {one.get("name"): one.get("value") for one in page.all("input")}
     assert form["only"] == "transformers>=5.22 and torch==2.15"
-    assert [one["name"] for one in page.all("select")] == ["state", "run"]
+    assert [one["name"] for one in page.all("select")] == ["state"]
     # The facets keep the other filters; the form keeps the facets.
     assert "/?python=3.11&only=transformers%3E%3D5.22+and+torch%3D%3D2.15&state=wrong" in page.links
     assert {"name": "python", "value": "3.11", "type": "hidden"} in _page(get("/?python=3.11")).all("input")

@@ -169,7 +169,6 @@ def _home(filters: Filters, entries: Mapping[Cell, Entry], known: Sequence[Run])
         "grid": grid(filters, choice, own),
         "yours": ("", ""),
         "run": None,
-        "runs": known,
         "newest": whole[0],
         "before": whole[1],
         "active": False,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 from starlette.concurrency import run_in_threadpool
 
 from ..axes import Axes
@@ -145,7 +145,6 @@ def _home(request: Request, filters: Filters, question: ask.Question, template: 
         grid=found,
         yours=_yours(question.wanted),
         run=run,
-        runs=queries.run_page(site.store, _RUNS, None, {}),
         newest=whole[0] if whole else None,
         before=whole[1] if len(whole) > 1 else None,
         active=bool(leased or waits),
@@ -192,11 +191,8 @@ def _chosen(filters: Filters, wanted: Wanted | None, known: Mapping[tuple[str, s
 
 def _tallies(site: Site) -> dict[tuple[str, str, str], Tally]:
     found = {key: Tally(sum(not excluded for excluded in cells.values()), 0, 0) for key, cells in site.served.items()}
-    axes = [CELL.c[axis] for axis in FACET]
-    query = stored.with_newest(select(*axes, RESULT.c.verdict, PLANNED.c.excluded.is_not(None), func.count()))
-    query = query.group_by(*axes, RESULT.c.verdict, PLANNED.c.excluded.is_not(None))
     with site.store.reading() as connection:
-        for *key, verdict, excluded, count in connection.execute(query):
+        for *key, verdict, excluded, count in connection.execute(_counts()):
             there, results, bad = found.get(tuple(key), Tally(0, 0, 0))
             ended = verdict is not None
             tally = Tally(
@@ -204,6 +200,13 @@ def _tallies(site: Site) -> dict[tuple[str, str, str], Tally]:
             )
             found[tuple(key)] = tally
     return found
+
+
+@cache
+def _counts() -> Select[Any]:
+    axes = [CELL.c[axis] for axis in FACET]
+    query = stored.with_newest(select(*axes, RESULT.c.verdict, PLANNED.c.excluded.is_not(None), func.count()))
+    return query.group_by(*axes, RESULT.c.verdict, PLANNED.c.excluded.is_not(None))
 
 
 def _entries(site: Site, choice: Choice | None, waits: Mapping[Cell, Run], running: set[Cell]) -> dict[Cell, Entry]:

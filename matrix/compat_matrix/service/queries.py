@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select
@@ -24,19 +25,22 @@ _ENDED = RESULT.c.verdict.in_(["passed", "failed"])
 def version(store: Store) -> str:
     """A version token of a store: differs after every change that the pages and the API can show. Takes about a millisecond.
 
-    Rows are never deleted. PostgreSQL may commit rows in a different order than that of their ids, so recent ones are counted.
+    Rows are counted besides their newest ids: PostgreSQL may commit them in another order, and ids of deleted ones are used again.
     """
+    with store.reading() as connection:
+        row = connection.execute(_version()).one()
+    return hashlib.sha256(f"{__version__} {tuple(row)}".encode()).hexdigest()[:24]
+
+
+@cache
+def _version() -> Select[Any]:
     newest = select(func.max(RESULT.c.id)).scalar_subquery()
     recent = select(func.count()).select_from(RESULT).where(RESULT.c.id > newest - _RECENT).scalar_subquery()
     documents = select(func.max(DOCUMENT.c.id)).scalar_subquery()
-    ended = func.count(RUN.c.finished)
-    with store.reading() as connection:
-        row = connection.execute(
-            select(newest, recent, documents, func.count(), ended, func.max(RUN.c.name), func.max(RUN.c.finished))
-        ).one()
-        latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
-        planned = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest))
-    return hashlib.sha256(f"{__version__} {tuple(row)} {planned}".encode()).hexdigest()[:24]
+    latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
+    planned = select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest).scalar_subquery()
+    runs = (func.count(), func.count(RUN.c.finished), func.max(RUN.c.name), func.max(RUN.c.finished))
+    return select(newest, recent, documents, planned, *runs).select_from(RUN)
 
 
 def cells(store: Store, axes: Mapping[str, str] = {}) -> list[Cell]:
@@ -48,11 +52,16 @@ def cells(store: Store, axes: Mapping[str, str] = {}) -> list[Cell]:
 
 def unfinished(store: Store) -> list[tuple[Cell, Run]]:
     """The cells without a result in unfinished whole runs, those of the newest run first."""
+    with store.reading() as connection:
+        rows = connection.execute(_unfinished()).all()
+    return [(stored.cell_of(row), stored.past_of(row).run) for row in rows]
+
+
+@cache
+def _unfinished() -> Select[Any]:
     query = stored.summary(*stored.RUN_FIELDS).order_by(*stored.NEWEST_FIRST)
     query = query.where(RUN.c.state == "running", RUN.c.partial.is_(False), RESULT.c.id.is_(None))
-    with store.reading() as connection:
-        rows = connection.execute(query.where(PLANNED.c.excluded.is_(None))).all()
-    return [(stored.cell_of(row), stored.past_of(row).run) for row in rows]
+    return query.where(PLANNED.c.excluded.is_(None))
 
 
 def run_page(
