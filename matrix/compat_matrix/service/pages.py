@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 from urllib.parse import parse_qsl
@@ -24,7 +24,7 @@ from ..pages.filters import Filters
 from ..pages.grid import FACET, Choice, Entry, Grid, Tally, choose, facet, grid, of_all, of_run, tallies
 from ..pages.links import static_files
 from ..pages.render import project_name
-from ..store import Past, Run, Store
+from ..store import Newest, Past, Run, Store
 from ..store import queries as stored
 from ..store.models import CELL, PLANNED, RESULT, RUN
 from ..views import architectures, common, explain
@@ -122,15 +122,15 @@ async def the_question(request: Request) -> Response:
 def _home(request: Request, filters: Filters, question: ask.Question, template: str = "home.html") -> Response:
     site = _site(request)
     leased = site.queue.running()
-    answer = None
+    answer = known = None
     if question.wanted is not None and template == "home.html":
-        answer = ask.shown(question.wanted, judge(site.store, question.wanted))
+        known = site.store.newest()
+        answer = ask.shown(question.wanted, judge(site.store, question.wanted, known))
     run = site.store.run(filters.run) if filters.run else None
     waits = {} if run else _waiting(site.store)
     try:
-        found = _grid(
-            site, filters, question.wanted, run, waits, {one.cell for one in leased if not run or one.run == run.id}
-        )
+        running = {one.cell for one in leased if not run or one.run == run.id}
+        found = _grid(site, filters, question.wanted, run, waits, running, known)
     except MatrixError as error:
         if error.__cause__ is not None:
             raise
@@ -160,16 +160,22 @@ def _yours(wanted: Wanted | None) -> tuple[str, str]:
 
 
 def _grid(
-    site: Site, filters: Filters, wanted: Wanted | None, run: Run | None, waits: Mapping[Cell, Run], running: set[Cell]
+    site: Site,
+    filters: Filters,
+    wanted: Wanted | None,
+    run: Run | None,
+    waits: Mapping[Cell, Run],
+    running: set[Cell],
+    newest: Sequence[Newest] | None,
 ) -> Grid:
     yours = _yours(wanted)[1]
     if run is None and not filters.only:
         choice = choose(_chosen(filters, wanted, known := _tallies(site)), known)
-        return grid(filters, choice, _entries(site, choice, waits, running), yours)
+        return grid(filters, choice, _entries(site, choice, waits, running, newest), yours)
     if run is not None:
         entries = of_run(run, site.store.summary(run.id), running)
     else:
-        entries = _entries(site, None, waits, running)
+        entries = _entries(site, None, waits, running, newest)
     if filters.only:
         condition = Expression(filters.only)
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
@@ -209,10 +215,21 @@ def _counts() -> Select[Any]:
     return query.group_by(*axes, RESULT.c.verdict, PLANNED.c.excluded.is_not(None))
 
 
-def _entries(site: Site, choice: Choice | None, waits: Mapping[Cell, Run], running: set[Cell]) -> dict[Cell, Entry]:
-    """The entries of the chosen facets, or of all."""
-    wanted = [dict(zip(FACET, one, strict=True)) for one in choice.facets] if choice else [{}]
-    cells = {one.cell: one.past for one in site.store.newest(wanted)} if wanted else {}
+def _entries(
+    site: Site,
+    choice: Choice | None,
+    waits: Mapping[Cell, Run],
+    running: set[Cell],
+    newest: Sequence[Newest] | None,
+) -> dict[Cell, Entry]:
+    """The entries of the chosen facets, or of all.
+
+    Args:
+        newest: the newest result of every cell, if the caller has it.
+    """
+    if newest is None:
+        newest = site.store.newest([dict(zip(FACET, one, strict=True)) for one in choice.facets] if choice else [{}])
+    cells = {one.cell: one.past for one in newest if choice is None or facet(one.cell) in choice.facets}
     activity = {
         cell: "waiting"
         for cell, run in waits.items()

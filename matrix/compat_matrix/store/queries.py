@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -122,6 +123,13 @@ def cell_of(row: Sequence[Any]) -> Cell:
 def _cell(*fields: str) -> Cell:
     """The same object for the same cell, which makes creation and comparison fast."""
     return Cell(*fields)
+
+
+@lru_cache(20_000)
+def versions_of(text: str) -> Mapping[str, str]:
+    """The exact versions of a result, from the column of `NEWEST`."""
+    found: dict[str, str] = json.loads(text)
+    return found
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:

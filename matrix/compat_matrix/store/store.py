@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Select, and_, or_, select, text, true, update
+from sqlalchemy import Connection, Engine, Select, and_, false, or_, select, text, true, update
 from sqlalchemy.exc import IntegrityError
 
 from ..cells import Cell, many
@@ -211,7 +211,7 @@ class Store:
 
     def newest(self, cells: Collection[Mapping[str, str]] = ({},)) -> list[Newest]:
         """As `current`, with the exact versions, for the cells with any of these combinations of values of axes."""
-        wanted = or_(*(and_(true(), *(CELL.c[axis] == value for axis, value in one.items())) for one in cells))
+        wanted = or_(false(), *(and_(true(), *(CELL.c[axis] == value for axis, value in one.items())) for one in cells))
         with self.reading() as connection:
             rows = connection.execute(queries.current().where(wanted)).all()
             keys = {row.run_id for row in rows}
@@ -220,7 +220,9 @@ class Store:
                 query: Select[Any] = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(some))
                 runs |= {row[0]: Run(*row[1:]) for row in connection.execute(query)}
         found = ((*queries.summary_of(row), row) for row in rows)
-        return [Newest(cell, Past(runs[row.run_id], one), json.loads(row.versions)) for cell, one, row in found]
+        return [
+            Newest(cell, Past(runs[row.run_id], one), queries.versions_of(row.versions)) for cell, one, row in found
+        ]
 
     def totals(self) -> dict[str, Counter[State]]:
         """The number of cells in each state, by run."""
