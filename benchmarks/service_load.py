@@ -149,7 +149,7 @@ def measure(url: str, known: Sequence[Cell], seconds: float, think: float, serve
             shares["load"] = now.ru_utime + now.ru_stime - own.ru_utime - own.ru_stime
             of = ", ".join(f"{name} {share / took * 100:.0f} %" for name, share in shares.items())
             print(f"    of a core: {of}; the service's memory: {processes['service'].memory_info().rss / 1e6:.0f} MB")
-            print(f"    {sum(load.answers.values()) / took:.0f} requests a second", flush=True)
+            print(f"    {sum(load.answers.values()) / seconds:.0f} requests a second", flush=True)
         finally:
             over.set()
             service.send_signal(signal.SIGTERM)

@@ -407,6 +407,22 @@ def test_a_cell(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     assert "not its newest result" in older.text
 
 
+def test_a_cell_is_told_in_the_order_of_what_matters(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    text = get("/cells/py312-tf5.23-torch2.15").text
+    headings = re.findall(r"<h2[^>]*>([^<]+)</h2>", text)
+    assert headings == ["Installed", "Failed tests", "History", "Shims", "Environment", "Tests", "Pins", "Log"]
+    assert text.index("3 of 87 tests are off") < text.index("Installed") < text.index("5.23.1")
+    # The numbers of a failed test are there without opening its report.
+    numbers = re.findall(r'<pre class="said">([^<]+)</pre>', text.partition("Failed tests")[2])
+    assert numbers[0].splitlines()[-1].startswith("Greatest absolute difference: 0.31")
+
+
+def test_the_name_in_the_header_is_the_projects(demo: tuple[Get, service_demo.Demo, Store], get: Get) -> None:
+    assert '<a class="brand" href="/">tested</a>' in demo[0]("/").text
+    assert '<a class="brand" href="/">kernel-compat-matrix</a>' in get("/").text
+
+
 def test_a_cell_that_is_running(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, made, _ = demo
     running = made.queue.running()[0]

@@ -505,6 +505,48 @@ def test_a_report_that_fails_leaves_the_old_one(
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"site"}
 
 
+@pytest.mark.parametrize(
+    ("project", "name"),
+    [
+        ('[project]\nname = "my-<b>project"', "my-&lt;b&gt;project"),
+        ("[project]\nname = 5", "kernel-compat-matrix"),
+        ("project = 1", "kernel-compat-matrix"),
+        ("[project", "kernel-compat-matrix"),
+        (None, "kernel-compat-matrix"),
+    ],
+)
+def test_a_report_has_the_name_of_the_project(
+    store: Store, call: Command, tmp_path: Path, project: str | None, name: str
+) -> None:
+    stored(store, [passed(OLD[0])])
+    axes = tmp_path / "project" / "axes.toml"
+    axes.parent.mkdir()
+    axes.write_text(
+        'version = 1\n[axes]\npython = ["3.12"]\ntransformers = ["5.0"]\ntorch = ["2.11"]\n[[tests]]\ncommand = ["pytest"]\n'
+    )
+    if project is not None:
+        axes.with_name("pyproject.toml").write_text(project)
+    assert call(report, str(tmp_path / "site"), "--axes", str(axes)) == 0
+    assert f'<a class="brand" href="index.html">{name}</a>' in (tmp_path / "site" / "index.html").read_text()
+
+
+def test_a_report_of_one_facet_and_of_many(store: Store, call: Command, tmp_path: Path) -> None:
+    run = stored(store, [passed(one) for one in cells(("5.0",), ("2.11",), ("3.11", "3.12"))])
+    stored(store, [failed(one) for one in cells(("5.0",), ("2.11",), flash_attention="fa4", device="cuda")])
+    assert call(report, str(tmp_path / "site")) == 0
+    grids = {path.name for path in (tmp_path / "site").glob("*.html")} - {"runs.html", "diff.html", "types.html"}
+    assert grids == {"index.html", "grid-none-cpu-3.11.html", "grid-fa4-cuda-3.12.html"}
+    for path, page in _pages(tmp_path / "site").items():
+        for link in page.links:
+            file = unquote(link.partition("#")[0])
+            assert not file or (path.parent / file).resolve().is_file(), f"{path}: {link}"
+    assert "Python 3.11, no FlashAttention, CPU" in (tmp_path / "site" / "grid-none-cpu-3.11.html").read_text()
+    assert call(report, str(tmp_path / "site"), "--run", run) == 0
+    assert not (tmp_path / "site" / "grid-fa4-cuda-3.12.html").exists()
+    answers = (tmp_path / "site" / "answers.js").read_text()
+    assert "5.0.1" in answers  # the exact version, also of given runs
+
+
 def test_a_report_of_nothing(store: Store, call: Command, tmp_path: Path) -> None:
     store.new_run([])
     assert call(report, str(tmp_path / "site")) == 0
