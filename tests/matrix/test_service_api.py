@@ -24,8 +24,9 @@ from stored import failed, passed
 from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
 from compat_matrix.fingerprint import of_axes
+from compat_matrix.pages import runs
 from compat_matrix.results import Test
-from compat_matrix.service import queue_view, tokens
+from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import HEADERS, Limiter
 from compat_matrix.service.protocol import REPORT_BYTES, REQUEST_BYTES, Machine, Report, Result, Wanted
@@ -329,7 +330,7 @@ def test_the_head_alone(api: Api) -> None:
 
 
 def test_who_asks_for_a_page_gets_one(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_view, "progress", lambda store: 1 / 0)
+    monkeypatch.setattr(runs, "totals", lambda store, shown: 1 / 0)
     for path, token, status in (("/runs", "wrong", 401), ("/nowhere", None, 404), ("/status", None, 500)):
         found = api.ask("GET", path, token)
         assert (found.status_code, found.headers["content-type"]) == (status, "text/html; charset=utf-8"), path

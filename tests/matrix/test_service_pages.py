@@ -525,6 +525,15 @@ def test_what_cannot_be_read_is_kept_and_explained(demo: tuple[Get, service_demo
     assert requests.post(address, data={"text": "x" * 2**21}, timeout=30).status_code == 413
 
 
+def test_the_form_needs_a_token_where_reading_does(store: Store) -> None:
+    with served(create_app(store, None, Settings(read="token"))) as address:
+        form = {"tf": "5.9", "pt": "", "fa": "", "py": "", "text": ""}
+        assert requests.post(f"{address}/check", data=form, timeout=30).status_code == 401
+    with served(create_app(store, None, Settings(root_path="/matrix")), "/matrix") as address:
+        moved = requests.post(f"{address}/check", data=form, timeout=30, allow_redirects=False)
+        assert moved.headers["location"] == "/matrix/?tf=5.9"
+
+
 # Escaping of results.
 
 

@@ -234,7 +234,7 @@ def test_what_broke_is_told_by_exit_code_feed_and_webhook(watched: Watched, list
     assert (failed["cell"], failed["before"], failed["broke"]) == (name("5.2.0"), name("5.1"), True)
     (wrong,) = report["disagreements"]
     assert (wrong["shim"], wrong["release"], wrong["certain"]) == ("loader", "5.2.0", True)
-    assert report["title"] == "transformers 5.2.0: 1 of 1 cells broke, 1 seams differ from what shims expect"
+    assert report["title"] == "transformers 5.2.0: 1 of 1 cells broke, 1 seam unlike what shims expect"
     assert [(path, body) for path, body, _ in listener.told] == [("/hook?secret", report)] * 3
     with watched.small.store as store:
         assert "secret" not in "".join(run.command for run in store.runs())

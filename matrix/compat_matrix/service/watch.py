@@ -308,8 +308,8 @@ def reported(
     elif not cells:
         said = "no cell is affected"
     else:
-        said = f"{len(broke)} of {many(cells, 'cell')} broke" if broke else f"no cell broke, {passed} of {cells} passed"
-    said += f", {len(wrong)} seams differ from what shims expect" if wrong else ""
+        said = f"{len(broke)} of {cells} cells broke" if broke else f"no cell broke, {passed} of {cells} passed"
+    said += f", {many(len(wrong), 'seam')} unlike what shims expect" if wrong else ""
     lines = [f"{names}: {said}."]
     lines += [f"The atlas couldn't be created: {scan.error}"] if scan.error else []
     lines += [
