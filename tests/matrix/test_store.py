@@ -228,6 +228,14 @@ def test_the_newest_results_are_kept_whatever_happens(url: str, tmp_path: Path, 
         assert store.current() == before
 
 
+def test_an_older_plan_that_is_merged_is_not_the_newest(store: Store, other: Store) -> None:
+    other.new_run(CELLS[:2])
+    newer = store.new_run(CELLS[:1])
+    store.merge(other)
+    assert store.current() == store.current([run.id for run in store.runs()])
+    assert store.current()[CELLS[0]].run.id == newer
+
+
 def test_the_newest_result_has_its_exact_versions(store: Store) -> None:
     stored(store, [dataclasses.replace(passed(CELLS[0]), environment={}, pins="transformers==4.57.9\n")])
     with store.reading() as connection:
