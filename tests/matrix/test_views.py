@@ -516,7 +516,7 @@ def test_a_report_that_fails_leaves_the_old_one(
     ],
 )
 def test_a_report_has_the_name_of_the_project(
-    store: Store, call: Command, tmp_path: Path, project: str | None, name: str
+    store: Store, call: Command, tmp_path: Path, project: str | None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored(store, [passed(OLD[0])])
     axes = tmp_path / "project" / "axes.toml"
@@ -528,6 +528,13 @@ def test_a_report_has_the_name_of_the_project(
         axes.with_name("pyproject.toml").write_text(project)
     assert call(report, str(tmp_path / "site"), "--axes", str(axes)) == 0
     assert f'<a class="brand" href="index.html">{name}</a>' in (tmp_path / "site" / "index.html").read_text()
+    monkeypatch.chdir(axes.parent)
+    assert call(report, str(tmp_path / "here")) == 0
+    assert f'<a class="brand" href="index.html">{name}</a>' in (tmp_path / "here" / "index.html").read_text()
+    axes.write_text("version = 2")  # a report needs no axes
+    assert call(report, str(tmp_path / "here")) == 0
+    with pytest.raises(MatrixError):
+        call(report, str(tmp_path / "here"), "--axes", str(axes))
 
 
 def test_a_report_of_one_facet_and_of_many(store: Store, call: Command, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -45,13 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the site and print the path of its first page; returns the exit code."""
-    path = arguments.axes or next((path for path in (AXES, Path("axes.toml")) if path.exists()), None)
-    project = project_name(load(path)) if path else NAME
+    project = project_name(load(arguments.axes)) if arguments.axes else _project_here()
     with common.open_store(arguments.store) as store:
         names = arguments.runs and [store.resolve(name) for name in arguments.runs]
         write(store, arguments.folder, names, project)
     print(Path(arguments.folder, "index.html"))
     return 0
+
+
+def _project_here() -> str:
+    """The name of the project whose axes file is in this folder, if there is one that can be read."""
+    for path in (AXES, Path("axes.toml")):
+        with suppress(MatrixError):
+            if path.exists():
+                return project_name(load(path))
+    return NAME
 
 
 def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project: str = NAME) -> None:
