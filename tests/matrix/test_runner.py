@@ -292,7 +292,7 @@ def test_what_failed_runs_once_more(small: Small) -> None:
     assert done.returncode == 1  # the cell has failed before
     done = small.run("run", "--resume", "--failed")
     assert done.returncode == 0, done
-    assert "1 cells" in done.stdout
+    assert "1 cell," in done.stdout
     assert [(one.verdict, one.attempt) for one in small.results().values()] == [("passed", 1), ("passed", 2)]
 
 
