@@ -19,9 +19,12 @@ from contextlib import redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
 
+from sqlalchemy import select
+
 from compat_matrix.cells import Cell
 from compat_matrix.results import CellResult, Test
-from compat_matrix.store import Store
+from compat_matrix.store import Store, inserts
+from compat_matrix.store.models import CELL
 from compat_matrix.views import diff, show
 
 PINS = "\n".join(f"package-{n}==1.{n} --hash=sha256:{random.Random(n).randbytes(32).hex()}" for n in range(300))
@@ -106,6 +109,8 @@ def copy_runs(path: Path, times: int) -> None:
                     f"INSERT INTO {table} SELECT result_id + ?, {columns} FROM {table} WHERE result_id <= ?",
                     (n * results, results),
                 )
+    with Store.open(str(path)) as store, store.writing() as connection:
+        inserts.refresh_newest(connection, connection.scalars(select(CELL.c.id)).all())
 
 
 def spread_run(path: Path, planned: Sequence[Cell], tests: int) -> None:
@@ -136,6 +141,8 @@ def spread_run(path: Path, planned: Sequence[Cell], tests: int) -> None:
             "INSERT INTO test SELECT target, position, nodeid_id, outcome, seconds, message_id"
             " FROM copies JOIN test ON result_id = source"
         )
+    with Store.open(str(path)) as store, store.writing() as connection:
+        inserts.refresh_newest(connection, connection.scalars(select(CELL.c.id)).all())
 
 
 def timed(what: str, action: Callable[[], object]) -> None:

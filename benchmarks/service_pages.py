@@ -1,4 +1,4 @@
-"""Time the grid: the server with 100,000 results in its store, and a browser until it has painted 1,000 cells.
+"""Time the pages: the service with 100,000 results in its store, a report, and a browser until it has painted 1,000 cells.
 
 Run by hand: python benchmarks/service_pages.py. It needs kernel-compat-matrix[service], Playwright and Chromium, and 300 MB of disk
 in the temporary folder. Times are medians of 9.
@@ -19,10 +19,9 @@ import uvicorn
 from matrix_store import cells, copy_runs, fill, result
 from playwright.sync_api import sync_playwright
 
+from compat_matrix.pages import report
 from compat_matrix.service.app import create_app
-from compat_matrix.service.html import FRESH
 from compat_matrix.service.settings import Settings
-from compat_matrix.service.snapshot import SnapshotCache
 from compat_matrix.store import Store
 
 TIMES = 9
@@ -49,35 +48,37 @@ def serve(store: Store) -> tuple[uvicorn.Server, str]:
 
 
 def measure_server(store: Store, pythons: int) -> None:
-    snapshots = SnapshotCache(store, busy=1.0)
-    began = time.perf_counter()
-    snapshots.current()
-    print(f"    {'the first look at the store':55} {(time.perf_counter() - began) * 1000:8.1f} ms", flush=True)
     planned = cells(pythons, 28, 6)
     run = store.new_run(planned[:TIMES])
     left = iter(planned)
-    timed("a look when nothing is new", snapshots.look)
-    timed(
-        "a look after a new result", snapshots.look, lambda: store.add(run, result(next(left), 6, fail=False, seed=3))
-    )
+    timed("store a result of 6 tests", lambda: store.add(run, result(next(left), 6, fail=False, seed=3)))
     store.finish(run, "finished")
     server, address = serve(store)
     session = requests.Session()
-    pause = FRESH + 0.1
-    for view in ("/", "/?python=all"):
-        size = len(session.get(address + view).content)
-
-        def renewed(run: str = store.new_run(planned[:1])) -> None:
-            time.sleep(pause)
-            store.finish(run, "interrupted")
-
-        timed(f"{view}: {size} bytes, made anew", lambda view=view: session.get(address + view), renewed)  # type: ignore[misc]
-        timed(f"{view}: as it was made a moment ago", lambda view=view: session.get(address + view))  # type: ignore[misc]
     cell = planned[5]
-    timed("a cell", lambda: session.get(f"{address}/cells/{cell}"))
-    for page in ("/runs", "/diff", "/status"):
-        timed(page, lambda page=page: session.get(address + page))  # type: ignore[misc]
+    for page in (
+        "/",
+        "/?python=all",
+        f"/?tf={cell.transformers}.1&pt={cell.torch}.0",  # another patch: earlier results are looked through
+        "/?tf=9.9.9&pt=2.0.0&fa=none&py=3.0",
+        f"/cells/{cell}",
+        "/runs",
+        "/diff",
+        "/status",
+        f"/api/v1/compat?transformers={cell.transformers}&torch={cell.torch}",
+        "/api/v1/feed.atom",
+    ):
+        first = session.get(address + page)
+        timed(f"{page}: {len(first.content)} bytes", lambda page=page: session.get(address + page))  # type: ignore[misc]
+    tag = {"If-None-Match": session.get(address).headers["etag"]}
+    timed("/ of which nothing is new", lambda: session.get(address, headers=tag))
     server.should_exit = True
+
+
+def measure_report(store: Store, folder: str) -> None:
+    began = time.perf_counter()
+    report.write(store, Path(folder, "site"))
+    print(f"    {'the report':55} {time.perf_counter() - began:8.1f} s", flush=True)
 
 
 def measure_browser(store: Store) -> None:
@@ -121,6 +122,8 @@ def main() -> None:
             print(f"{runs * pythons * 168:,} results: {runs} runs of {pythons * 168} cells", flush=True)
             with Store.open(str(path)) as store:
                 measure_server(store, pythons)
+                if pythons == 1:
+                    measure_report(store, folder)
                 if pythons > 1:
                     measure_browser(store)
             path.unlink()

@@ -23,7 +23,7 @@ COMMANDS = {
     "show": ("views.show", "show the results of a run as a grid"),
     "explain": ("views.explain", "show everything that is stored about one cell"),
     "diff": ("views.diff", "show which cells broke or recovered between two runs"),
-    "report": ("views.report", "write a static site"),
+    "report": ("pages.report", "write a static site"),
     "compatibility": ("views.compatibility", "write a document of the combinations that work, from the store"),
     "architectures": ("commands.architectures", "write a document of the proven model types, from the library's table"),
     "merge": ("views.merge", "copy runs from other stores"),
@@ -85,7 +85,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name not in arguments:  # saves the import
             continue
         implementation = importlib.import_module(f".{module}", __package__)
-        if module.startswith("views"):
+        if module.startswith(("views", "pages")):
             from .options import add_store  # here: `check` doesn't need its imports
 
             add_store(command)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 from small import PYTHON, TAG, Small
-from stored import START
+from stored import passed, stored
 
 from compat_matrix import pins
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell, parse
 from compat_matrix.commands.emit import jobs
-from compat_matrix.errors import MatrixError
+from compat_matrix.pages import report
 from compat_matrix.pins import Part
-from compat_matrix.service import grid
+from compat_matrix.service.app import create_app
+from compat_matrix.service.settings import Settings
 from compat_matrix.store import Store
 
 AXES = 'peft = ["0.16", "0.17", "0.18"]\nbackend = ["gloo", "nccl"]'
@@ -182,18 +185,52 @@ def test_a_project_without_transformers_and_torch(small: Small) -> None:
 
 
 def test_the_grid_of_the_service_has_a_block_for_each(project: Small) -> None:
-    cells = load(project.folder / "matrix" / "axes.toml").cells
-    entries = grid.of_all({}, {}, dict.fromkeys(cells, ""))
-    found = grid.grid(grid.Wanted.of([]), entries, START)
-    title = f"Python {PYTHON}, no FlashAttention, CPU, backend"
-    assert [block.title for block in found.blocks] == [
-        *(f"{title} gloo, peft {release}" for release in ("0.16", "0.17", "0.18")),
-        f"{title} nccl, peft 0.18",
-    ]
-    only = grid.grid(grid.Wanted.of([("only", "peft>=0.17 and backend==gloo")]), entries, START)
-    assert [block.title[-4:] for block in only.blocks] == ["0.17", "0.18"]
-    with pytest.raises(MatrixError, match="there is no axis 'trl'"):
-        grid.grid(grid.Wanted.of([("only", "trl>=0.17")]), entries, START)
+    axes = load(project.folder / "matrix" / "axes.toml")
+    with (
+        Store.open(str(project.folder / "grid.sqlite")) as store,
+        TestClient(create_app(store, axes, Settings()), base_url="http://127.0.0.1") as client,
+    ):
+
+        def titles(only: str = "") -> list[str]:
+            return re.findall(r'<h3 id="block-[^>]*>([^<]+)</h3>', client.get("/", params={"only": only}).text)
+
+        title = f"Python {PYTHON}, no FlashAttention, CPU, backend"
+        assert titles() == [
+            *(f"{title} gloo, peft {release}" for release in ("0.16", "0.17", "0.18")),
+            f"{title} nccl, peft 0.18",
+        ]
+        assert [one[-4:] for one in titles("peft>=0.17 and backend==gloo")] == ["0.17", "0.18"]
+        refused = client.get("/", params={"only": "trl>=0.17"})
+        assert (refused.status_code, "there is no axis &#39;trl&#39;" in refused.text) == (400, True)
+
+
+def test_the_page_of_a_cell_is_its_own(project: Small) -> None:
+    other, cell = parse(name("0.16")), parse(name("0.17"))
+    with Store.open(str(project.folder / "pages.sqlite")) as store:
+        stored(store, [passed(other)])
+        store.new_run([cell])
+        with TestClient(create_app(store, None, Settings()), base_url="http://127.0.0.1") as client:
+            text = client.get(f"/cells/{cell}").text
+            assert "backend gloo, peft 0.17" in text
+            assert "It has no result." in text
+            assert client.get(f"/cells/{other}").text.count("backend gloo, peft 0.16") == 1
+
+
+def test_the_pages_of_a_cell_without_transformers_and_torch(tmp_path: Path) -> None:
+    cell = Cell(PYTHON)
+    with Store.open(str(tmp_path / "store.sqlite")) as store:
+        stored(store, [passed(cell)])
+        report.write(store, tmp_path / "site")
+        with TestClient(create_app(store, None, Settings()), base_url="http://127.0.0.1") as client:
+            pages = [client.get("/").text, (tmp_path / "site" / "index.html").read_text()]
+            asked = client.get("/", params={"py": PYTHON}).text
+    for text in pages:
+        assert '<th scope="row" data-value="">-</th>' in text
+        assert "ok" in text
+    assert "It works" in asked
+    assert (
+        f"Python {cell.python}, no FlashAttention, CPU." in (tmp_path / "site" / "cells" / f"{cell}.html").read_text()
+    )
 
 
 def test_the_store_of_another_program_breaks_nothing(tmp_path: Path) -> None:

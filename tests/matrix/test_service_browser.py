@@ -30,6 +30,7 @@ from served import served
 from stored import cells, failed, stored
 
 from compat_matrix.axes import load
+from compat_matrix.pages import report
 from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
 from compat_matrix.store import Store
@@ -107,6 +108,7 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
     runs = made.runs
     return {
         "grid": "/",
+        "answer": "/?tf=5.23.1&pt=2.15.0&fa=none",
         "grid-all": "/?flash_attention=all&python=all&only=transformers>=5.23",
         "grid-failed": "/?state=failed",
         "cell": "/cells/py312-tf5.23-torch2.15",
@@ -119,6 +121,7 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
         "seams": "/seams",
         "types": "/types",
         "status": "/status",
+        "api": "/api",
     }
 
 
@@ -145,7 +148,7 @@ def test_every_page_is_accessible(
 def test_an_error_is_accessible(browser: Browser, demo: tuple[str, service_demo.Demo]) -> None:
     address, _ = demo
     page = browser.new_page()
-    for path in ("/nothing", "/?python=1"):
+    for path in ("/nothing", "/?python=1", "/?tf=five&pt=>2"):
         page.goto(address + path)
         assert Axe().run(page, options=RULES).violations_count == 0
     page.close()
@@ -162,7 +165,7 @@ def test_keys_alone(open_page: Open, demo: tuple[str, service_demo.Demo]) -> Non
     assert focused() == "#content"
     assert page.get_by_text("Skip to the content").bounding_box()["x"] >= 0
     page.keyboard.press("Enter")
-    for _ in range(40):
+    for _ in range(60):
         page.keyboard.press("Tab")
         if focused().startswith("/cells/"):
             break
@@ -195,7 +198,7 @@ def test_on_a_phone_the_releases_stay_in_sight(open_page: Open, demo: tuple[str,
     assert table.evaluate("(one) => one.scrollWidth > one.clientWidth")
     page.locator(".grid tbody tr").first.locator("a").last.focus()
     assert table.evaluate("(one) => one.scrollLeft") > 100
-    assert release.bounding_box() == before
+    assert release.bounding_box()["x"] == before["x"]
     cell = page.evaluate("document.activeElement.getBoundingClientRect().toJSON()")
     assert cell["left"] >= before["x"] + before["width"] - 1
     assert cell["right"] <= PHONE["width"]
@@ -208,8 +211,7 @@ def test_without_javascript(open_page: Open, demo: tuple[str, service_demo.Demo]
     page.get_by_label("State").select_option("wrong")
     page.get_by_role("button", name="Show").click()
     assert (
-        unquote(page.url).endswith("/?only=transformers>%3D5.22+and+torch%3D%3D2.15&state=wrong&run=")
-        or "only=" in page.url
+        unquote(page.url).endswith("/?only=transformers>%3D5.22+and+torch%3D%3D2.15&state=wrong") or "only=" in page.url
     )
     assert page.locator(".grid a").count() == 2
     page.locator(".grid a").first.click()
@@ -242,7 +244,9 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
             assert str(cell) in status.locator("main").inner_text()
             service_demo.report(store, run, service_demo.passed(cell, datetime.now(timezone.utc)))
             expect(shown).to_have_attribute(
-                "aria-label", f"ok now: transformers {cell.transformers}, torch {cell.torch}", timeout=15_000
+                "aria-label",
+                f"ok {datetime.now(timezone.utc):%Y-%m-%d}: transformers {cell.transformers}, torch {cell.torch}",
+                timeout=15_000,
             )
             # The page isn't reloaded: the focus stays.
             assert page.evaluate("document.activeElement.getAttribute('href')") == f"/cells/{cell}"
@@ -256,6 +260,62 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
             )
             for one in (page, other, status):  # closed while the service still answers them
                 one.context.close()
+
+
+def test_the_question_on_a_phone(open_page: Open, demo: tuple[str, service_demo.Demo]) -> None:
+    address, _ = demo
+    page = open_page(address, viewport=PHONE)
+    page.get_by_label("transformers", exact=True).fill("v5.9")
+    page.get_by_text("or paste what is installed").click()
+    page.get_by_label("pip freeze").fill("torch==2.11.0+cu130\n")
+    page.get_by_role("button", name="Check").click()
+    page.wait_for_url("**tf=v5.9**")
+    assert "It works" in page.locator("#answer").inner_text()
+    # The reader's column is in sight, beside the releases.
+    column = page.locator(".grid thead th.yours").bounding_box()
+    releases = page.locator(".grid tbody th").first.bounding_box()
+    assert abs(column["x"] - releases["x"] - releases["width"]) < 10
+    assert column["x"] + column["width"] <= PHONE["width"]
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_report_works_without_a_server(open_page: Open, tmp_path: Path, size: dict[str, int]) -> None:
+    with Store.open(str(tmp_path / "store.db")) as store:
+        made = service_demo.fill(store, tmp_path)
+        report.write(store, tmp_path / "site", project="tested")
+    index = (tmp_path / "site" / "index.html").as_uri()
+    page = open_page(index, viewport=size)
+    assert page.locator("h1").inner_text() == "Does my combination work?"
+    page.get_by_label("transformers", exact=True).fill("v5.23.1")
+    page.get_by_label("torch", exact=True).fill(">=2")
+    page.get_by_role("button", name="Check").click()
+    assert page.locator("#pt-error").inner_text().startswith("'>=2' is a range")
+    assert page.get_by_label("torch", exact=True).input_value() == ">=2"
+    page.get_by_label("torch", exact=True).fill("2.14.0+cu130")
+    page.get_by_label("FlashAttention", exact=True).fill("none")
+    page.keyboard.press("Enter")
+    answer = page.locator("#answer").inner_text()
+    assert "It computes something else Exactly these releases were tested." in " ".join(answer.split())
+    assert page.locator(".grid thead th").nth(1).get_attribute("data-value") == "2.14"
+    page.get_by_text("or paste what is installed").click()
+    page.get_by_label("pip freeze").fill("torch==2.14.0\ntransformers==5.21.0\n")
+    page.get_by_label("transformers", exact=True).fill("")
+    page.get_by_label("torch", exact=True).fill("")
+    page.get_by_role("button", name="Check").click()
+    answer = " ".join(page.locator("#answer").inner_text().split())
+    assert "It works These minor releases were tested; the patch releases are below." in answer
+    axe, rules = Axe(), RULES | {"preload": False}  # a page of a file can't read its own styles
+    for path in ("index.html", "runs.html", "diff.html", "seams.html", "types.html", f"runs/{made.runs['new']}.html"):
+        page.goto(f"{index.removesuffix('index.html')}{path}")
+        assert axe.run(page, options=rules).violations_count == 0, path
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], path
+    page.goto(index)
+    page.locator(".grid a").first.click()
+    assert page.locator("h1").inner_text() == "py312-tf5.23-torch2.15"
+    assert axe.run(page, options=rules).violations_count == 0
+    page = open_page(index, java_script_enabled=False)
+    assert page.locator("#ask").is_hidden()
+    assert "Find its transformers and its torch in the grid." in page.locator("main").inner_text()
 
 
 def test_what_a_result_says_does_nothing(open_page: Open, tmp_path: Path) -> None:
@@ -281,13 +341,14 @@ def test_the_screenshots(open_page: Open, demo: tuple[str, service_demo.Demo]) -
     folder.mkdir(parents=True, exist_ok=True)
     at = _addresses(made)
     for name, path, scheme, size in (
-        ("grid", at["grid"], "light", {"width": 1100, "height": 860}),
-        ("grid-dark", at["grid"], "dark", {"width": 1100, "height": 860}),
-        ("grid-phone", at["grid"], "light", PHONE),
+        ("grid", at["grid"], "light", {"width": 1100, "height": 900}),
+        ("grid-dark", at["grid"], "dark", {"width": 1100, "height": 900}),
+        ("answer", at["answer"], "light", {"width": 1100, "height": 560}),
+        ("answer-phone", at["answer"], "light", PHONE),
         ("cell", at["cell"], "light", {"width": 1100, "height": 860}),
         ("diff", at["diff"], "light", {"width": 1100, "height": 560}),
         ("seams", at["seams"], "light", {"width": 1100, "height": 560}),
-        ("status", at["status"], "light", {"width": 1100, "height": 700}),
+        ("status", at["status"], "light", {"width": 1100, "height": 460}),
     ):
         page = open_page(address + path, color_scheme=scheme, viewport=size)
         page.screenshot(path=folder / f"{name}.png")

@@ -239,7 +239,8 @@ def filled(path: str, target: Target) -> str:
 
 def test_no_write_is_taken_without_its_token(target: Target, url: str) -> None:
     found = routes(target.app)
-    writes = [(method, path) for method, path in found if method not in ("GET", "HEAD", "OPTIONS")]
+    # The form of the first page is sent by POST, as a lock file is too long for an address; it reads.
+    writes = [one for one in found if one[0] not in ("GET", "HEAD", "OPTIONS") and one != ("POST", "/check")]
     assert {path for _, path in found} >= {"/", "/api/v1/compat", "/api/v1/runs/{run}/retry"}
     assert len(writes) == len(WRITING)
     secret = target.tokens["both"]

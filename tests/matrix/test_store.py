@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -196,6 +198,54 @@ def test_the_newest_verdict_of_each_cell(store: Store) -> None:
     assert [*found] == sorted(found)
     assert {one: past.run.id for one, past in store.current([old]).items()} == dict.fromkeys(CELLS[:3], old)
     assert store.current([]) == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_newest_results_are_kept_whatever_happens(url: str, tmp_path: Path, seed: int) -> None:
+    """The query over all runs is slower, and right by construction."""
+    chance = random.Random(seed)
+    with Store.open(url) as store, Store.open(str(tmp_path / "other.db")) as other:
+        going: list[str] = []
+        for _ in range(60):
+            what = chance.random()
+            if what < 0.2 or not going:
+                some = chance.sample(CELLS, 4)
+                excluded = {CELLS[-1]: "can't"} if chance.random() < 0.3 and CELLS[-1] not in some else {}
+                going.append(store.new_run(some, excluded=excluded, partial=chance.random() < 0.2))
+            elif what < 0.85:
+                cell, run = chance.choice(CELLS), chance.choice(going)
+                result = chance.choice([passed(cell), failed(cell, "wrong"), failed(cell), not_run(cell)])
+                store.add(run, dataclasses.replace(result, attempt=chance.choice([1, 1, 2, 3])))
+            elif what < 0.95:
+                store.finish(going.pop(chance.randrange(len(going))), "finished")
+            else:
+                stored(other, [chance.choice([passed, failed, not_run])(chance.choice(CELLS))])
+                other.new_run(chance.sample(CELLS, 3))
+                if chance.random() < 0.5:
+                    store.merge(other)
+            assert store.current() == store.current([run.id for run in store.runs() if not run.partial])
+        before = store.current()
+        with store.writing() as connection:
+            inserts.refresh_newest(connection, connection.scalars(text("SELECT id FROM cell")).all())
+        assert store.current() == before
+
+
+def test_a_plan_that_is_merged_is_the_newest_whatever_its_clock(store: Store, other: Store) -> None:
+    merged = other.new_run(CELLS[:2])
+    store.new_run(CELLS[:1])
+    store.merge(other)
+    assert store.current() == store.current([run.id for run in store.runs()])
+    assert store.current()[CELLS[0]].run.id == merged
+
+
+def test_the_newest_result_has_its_exact_versions(store: Store) -> None:
+    stored(store, [dataclasses.replace(passed(CELLS[0]), environment={}, pins="transformers==4.57.9\n")])
+    with store.reading() as connection:
+        assert json.loads(connection.scalar(text("SELECT versions FROM newest"))) == {
+            "python": "3.12",
+            "torch": "2.10",
+            "transformers": "4.57.9",
+        }
 
 
 def test_two_runs_are_compared(store: Store) -> None:
@@ -468,6 +518,7 @@ def test_a_store_of_the_first_revision_is_migrated_with_its_results(url: str) ->
         summary = store.summary(store.resolve("latest"))[CELLS[0]]
         assert (summary.failed, summary.flaky, summary.known) == (1, 0, 0)
         assert not store.run(store.resolve("old")).partial
+        assert store.current()[CELLS[0]].summary.reason == "old reason"
         store.add(store.resolve("old"), passed(CELLS[0], attempt=2))
 
 

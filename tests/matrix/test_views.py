@@ -18,9 +18,10 @@ from stored import SHIMS, cells, failed, not_run, passed, stored
 from compat_matrix.cells import Cell
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
+from compat_matrix.pages import report
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.store import Store
-from compat_matrix.views import architectures, common, compatibility, diff, explain, export, merge, report, runs, show
+from compat_matrix.views import architectures, common, compatibility, diff, explain, export, merge, runs, show
 from kernel_compat.proving import table
 
 ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
@@ -509,6 +510,12 @@ def test_flaky_and_known(store: Store, call: Command, capsys: pytest.CaptureFixt
     assert "| flaky: 1 of 2 tests failed, and passed when repeated" in document
 
 
+def test_one_of_a_kind_has_no_plural(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    stored(store, [passed(OLD[0])])
+    assert call(show) == 0
+    assert "1 cell: 1 passed" in capsys.readouterr().out
+
+
 # report
 
 
@@ -521,6 +528,7 @@ class _Page(HTMLParser):
         self.ids: list[str] = []
         self.labels: list[str] = []
         self.tags: list[str] = []
+        self.scripts: list[str] = []
         self.open: list[str] = []
         self.unscoped = 0
         self.feed(text)
@@ -529,11 +537,13 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.tags.append(tag)
+        self.scripts += [given.get("src") or "in the page"] if tag == "script" else []
+        assert not [name for name in given if name.startswith("on") or name == "style"]
         self.links += [given[name] or "" for name in ("href", "src") if name in given]
         self.ids += [given["id"] or ""] if "id" in given else []
         self.labels += [given["aria-labelledby"] or ""] if "aria-labelledby" in given else []
         self.unscoped += tag == "th" and given.get("scope") not in ("row", "col")
-        if tag not in ("meta", "link", "br"):
+        if tag not in ("meta", "link", "br", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -545,7 +555,7 @@ def _pages(folder: Path) -> dict[Path, _Page]:
 
 
 def test_report(store: Store, call: Command, tmp_path: Path) -> None:
-    two_runs(store)
+    old, new = two_runs(store)
     site = tmp_path / "site"
     assert call(report, str(site)) == 0
     pages = _pages(site)
@@ -555,11 +565,13 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
         "diff.html",
         "types.html",
         *(f"cells/{one}.html" for one in [*OLD, NEW[2]]),
+        f"runs/{old}.html",
+        f"runs/{new}.html",
     }
     for path, page in pages.items():
         assert page.open == []
-        assert "script" not in page.tags
-        assert page.tags.count("table") == page.tags.count("caption")
+        own = ["keys.js", "answers.js", "ask.js"] if path.name == "index.html" else ["keys.js"]
+        assert [Path(one).name for one in page.scripts] == own
         assert page.unscoped == 0
         assert page.tags.count("h1") == 1
         assert len(set(page.ids)) == len(page.ids)
@@ -570,7 +582,7 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
             assert target.is_file(), f"{path}: {link}"
             assert not fragment or fragment in pages[target].ids
     index = (site / "index.html").read_text()
-    assert re.search(rf'href="cells/{OLD[1]}.html" aria-label="{OLD[1]}: failed, seam".*✗</span> seam</a>', index)
+    assert f'href="cells/{OLD[1]}.html" aria-label="seam 2026-11-20: transformers 4.57, torch 2.11"' in index
     cell = (site / f"cells/{OLD[1]}.html").read_text()
     for said in (
         "f is gone",
@@ -580,7 +592,7 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
         f"kernel-compat-matrix run {OLD[1]}",
     ):
         assert said in cell
-    assert '<th scope="row">tf5</th><td>applied</td>' in (site / f"cells/{OLD[2]}.html").read_text()
+    assert '<th scope="row">tf5</th><td><span class="shim applied">' in (site / f"cells/{OLD[2]}.html").read_text()
     assert "Broke: 1" in (site / "diff.html").read_text()
 
 
@@ -604,12 +616,14 @@ def test_a_report_shows_text_and_runs_nothing(store: Store, call: Command, tmp_p
     assert call(report, str(site)) == 0
     assert [*(tmp_path / "in").iterdir()] == [site]
     pages = _pages(site)
-    assert len(pages) == 5
+    assert len(pages) == 6
     for path, page in pages.items():
         text = path.read_text(encoding="utf-8")
         assert not set(text) & {"\x1b", "\x07", "\x00", "\r", "\u202e", "\udc80"}
-        assert "script" not in page.tags
+        assert {Path(one).name for one in page.scripts} <= {"keys.js", "answers.js", "ask.js"}
         assert "b" not in page.tags
+    answers = (site / "answers.js").read_text(encoding="utf-8")
+    assert "<script>" not in answers
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in (site / "index.html").read_text()
 
 
@@ -663,22 +677,74 @@ def test_a_report_that_fails_leaves_the_old_one(
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"site"}
 
 
+@pytest.mark.parametrize(
+    ("project", "name"),
+    [
+        ('[project]\nname = "my-<b>project"', "my-&lt;b&gt;project"),
+        ("[project]\nname = 5", "kernel-compat-matrix"),
+        ("project = 1", "kernel-compat-matrix"),
+        ("[project", "kernel-compat-matrix"),
+        (None, "kernel-compat-matrix"),
+    ],
+)
+def test_a_report_has_the_name_of_the_project(
+    store: Store, call: Command, tmp_path: Path, project: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(store, [passed(OLD[0])])
+    axes = tmp_path / "project" / "axes.toml"
+    axes.parent.mkdir()
+    axes.write_text(
+        'version = 1\n[axes]\npython = ["3.12"]\ntransformers = ["5.0"]\ntorch = ["2.11"]\n[[tests]]\ncommand = ["pytest"]\n'
+    )
+    if project is not None:
+        axes.with_name("pyproject.toml").write_text(project)
+    assert call(report, str(tmp_path / "site"), "--axes", str(axes)) == 0
+    assert f'<a class="brand" href="index.html">{name}</a>' in (tmp_path / "site" / "index.html").read_text()
+    monkeypatch.chdir(axes.parent)
+    assert call(report, str(tmp_path / "here")) == 0
+    assert f'<a class="brand" href="index.html">{name}</a>' in (tmp_path / "here" / "index.html").read_text()
+    axes.write_text("version = 2")  # a report needs no axes
+    assert call(report, str(tmp_path / "here")) == 0
+    with pytest.raises(MatrixError):
+        call(report, str(tmp_path / "here"), "--axes", str(axes))
+
+
+def test_a_report_of_one_facet_and_of_many(store: Store, call: Command, tmp_path: Path) -> None:
+    run = stored(store, [passed(one) for one in cells(("5.0",), ("2.11",), ("3.11", "3.12"))])
+    stored(store, [failed(one) for one in cells(("5.0",), ("2.11",), flash_attention="fa4", device="cuda")])
+    assert call(report, str(tmp_path / "site")) == 0
+    grids = {path.name for path in (tmp_path / "site").glob("*.html")} - {"runs.html", "diff.html", "types.html"}
+    assert grids == {"index.html", "grid-none-cpu-3.11.html", "grid-fa4-cuda-3.12.html"}
+    for path, page in _pages(tmp_path / "site").items():
+        for link in page.links:
+            file = unquote(link.partition("#")[0])
+            assert not file or (path.parent / file).resolve().is_file(), f"{path}: {link}"
+    assert "Python 3.11, no FlashAttention, CPU" in (tmp_path / "site" / "grid-none-cpu-3.11.html").read_text()
+    assert call(report, str(tmp_path / "site"), "--run", run) == 0
+    assert not (tmp_path / "site" / "grid-fa4-cuda-3.12.html").exists()
+    answers = (tmp_path / "site" / "answers.js").read_text()
+    assert "5.0.1" in answers  # the exact version, also of given runs
+
+
 def test_a_report_of_nothing(store: Store, call: Command, tmp_path: Path) -> None:
     store.new_run([])
     assert call(report, str(tmp_path / "site")) == 0
-    assert "There is nothing yet." in (tmp_path / "site" / "index.html").read_text()
+    assert "There is no such cell." in (tmp_path / "site" / "index.html").read_text()
     assert "no two runs" in (tmp_path / "site" / "diff.html").read_text()
 
 
 def test_colours_can_be_told_from_what_is_behind_them() -> None:
-    style = files("compat_matrix").joinpath("views/templates/style.css").read_text()
+    style = files("compat_matrix").joinpath("pages/static/style.css").read_text()
     schemes = [
         dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in style.split("@media (prefers-color-scheme: dark)")
     ]
     assert len(schemes) == 2
     for colours in schemes:
         pairs = [("text", "page"), ("faint", "page"), ("link", "page"), ("text", "code")]
-        pairs += [(name, f"{name}-back") for name in ("passed", "failed", "not-run", "unfinished", "excluded")]
+        pairs += [
+            (name, f"{name}-back")
+            for name in ("passed", "wrong", "failed", "refused", "not-run", "running", "waiting", "never")
+        ]
         for front, back in pairs:
             light, dark = sorted((_luminance(colours[front]), _luminance(colours[back])), reverse=True)
             assert (light + 0.05) / (dark + 0.05) >= 4.5, (front, back)  # WCAG 2, level AA

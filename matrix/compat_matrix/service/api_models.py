@@ -119,10 +119,6 @@ class Cells(Page):
     cells: list[CellState]
 
 
-class History(Cells):
-    """A page of a cell's results."""
-
-
 class TestOutcome(BaseModel):
     """The outcome of a test."""
 

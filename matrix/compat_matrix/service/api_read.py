@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
@@ -25,33 +23,30 @@ from sqlalchemy.exc import SQLAlchemyError
 from .. import __version__
 from ..cells import AXES, NAME, Cell, parse
 from ..errors import MatrixError
+from ..pages import logs
 from ..results import ENDED, Kind
 from ..store import State, Store
 from ..store.documents import ATLAS, kept
-from ..views import diff
-from . import badge, details, feed, metrics, queries, verdicts
+from ..versions import VERSION, checked
+from ..views import diff, verdicts
+from ..views.verdicts import Answer, Wanted
+from . import badge, feed, metrics, queries
 from .api_models import (
     Atlas,
     Cells,
     CellState,
     Changes,
     Error,
-    History,
     Result,
     Run,
     Runs,
     WholeRun,
     plain,
 )
-from .snapshot import SnapshotCache
-from .verdicts import Answer, Wanted
 
 _BROKEN = (SQLAlchemyError, zlib.error, UnicodeDecodeError)
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _ATLAS = TypeAdapter(dict[str, Any])
-
-#: Number of responses that are kept for one version of the store.
-_KEPT = 1000
 
 
 def _once(request: Request) -> None:
@@ -83,13 +78,13 @@ _UNCHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "The client'
 
 def _version(text: str) -> str:
     try:
-        return verdicts.checked(text)
+        return checked(text)
     except MatrixError as error:
         raise ValueError(str(error)) from None
 
 
 Version = Annotated[
-    str, AfterValidator(_version), WithJsonSchema({"type": "string", "pattern": verdicts.VERSION, "maxLength": 100})
+    str, AfterValidator(_version), WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})
 ]
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
@@ -186,7 +181,6 @@ def _answered(
     *,
     media: str = "application/json",
     of: Callable[[Store], str] | None = None,
-    version: str | None = None,
 ) -> Response:
     """The response, or 304 if the client has it already.
 
@@ -194,14 +188,13 @@ def _answered(
         make: computes the response.
         of: identifies a response that never changes; its ETag is strong. Other ETags are weak and change with
             the store.
-        version: the version of the data, if the response isn't computed from the store as it is now.
 
     Raises:
         HTTPException: 404, 503.
     """
     store: Store = request.app.state.store
     with _explained(store):
-        tag = _tag(request, of(store) if of is not None else version or queries.version(store))
+        tag = _tag(request, of(store) if of is not None else queries.version(store))
         tag = tag if of is not None else f"W/{tag}"
         wanted = [one.strip().removeprefix("W/") for one in request.headers.get("If-None-Match", "").split(",")]
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
@@ -254,19 +247,7 @@ def _cell(name: str) -> Cell:
 def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Response:
     """The verdict on a combination, or the nearest tested ones. A parameter that is left out stands for every value."""
     wanted = Wanted(asked.python, asked.transformers, asked.torch, asked.flash_attn, asked.device)
-    snapshots: SnapshotCache = request.app.state.snapshots
-    with _explained(request.app.state.store):
-        snapshot = snapshots.current()
-
-    def make(store: Store) -> bytes:
-        key = ("compat", wanted, asked.limit)
-        if (found := snapshot.made.get(key)) is None:
-            found = verdicts.answer(store, wanted, asked.limit, snapshot.cells).model_dump_json().encode()
-            if len(snapshot.made) < _KEPT:
-                snapshot.made[key] = found
-        return found
-
-    return _answered(request, make, version=snapshot.version)
+    return _answered(request, lambda store: verdicts.answer(store, wanted, asked.limit))
 
 
 @router.get("/runs", response_model=Runs, responses=_UNCHANGED)
@@ -336,7 +317,7 @@ def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Re
     wanted = _cell(cell)
 
     def make(store: Store) -> Iterator[bytes]:
-        return details.plain(details.packed_log(store, store.resolve(run), wanted, asked.attempt) or b"")
+        return logs.plain(logs.packed_log(store, store.resolve(run), wanted, asked.attempt) or b"")
 
     return _answered(request, make, media="text/plain", of=lambda store: _key(store, run, wanted, asked.attempt))
 
@@ -346,15 +327,11 @@ def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name."""
 
     def make(store: Store) -> Cells:
-        known = sorted(queries.cells(store, asked.axes))
-        if asked.cursor is not None:
-            known = known[bisect_right(known, _cell(asked.cursor)) :]
-        if asked.state is None:
-            known = known[: asked.limit + 1]
+        after = _cell(asked.cursor) if asked.cursor is not None else None
         found = [
-            (cell, past)
-            for cell, past in queries.newest(store, known).items()
-            if asked.state in (None, past.summary.state)
+            (one.cell, one.past)
+            for one in sorted(store.newest([asked.axes]))
+            if asked.state in (None, one.past.summary.state) and (after is None or after < one.cell)
         ]
         page = found[: asked.limit]
         more = page[-1][0].name if len(found) > asked.limit else None
@@ -363,12 +340,12 @@ def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
     return _answered(request, make)
 
 
-@router.get("/cells/{cell}/history", response_model=History, responses=_UNCHANGED | _MISSING)
+@router.get("/cells/{cell}/history", response_model=Cells, responses=_UNCHANGED | _MISSING)
 def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
     """Every attempt at a cell, also in partial runs, newest first."""
     wanted = _cell(cell)
 
-    def make(store: Store) -> History:
+    def make(store: Store) -> Cells:
         every = store.history(wanted)
         if not every and wanted not in queries.cells(store):
             raise MatrixError(f"no run has planned {cell}")
@@ -379,7 +356,7 @@ def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Que
             after = (_EPOCH + timedelta(microseconds=int(when)), name, int(attempt))
             found = [past for past in found if order[id(past)] < after]
         page = found[: asked.limit]
-        return History(
+        return Cells(
             next=_cursor(*order[id(page[-1])]) if len(found) > asked.limit else None,
             cells=[CellState.of(wanted, past.run.id, past.summary) for past in page],
         )
@@ -421,10 +398,9 @@ def badge_of(request: Request, axis: Axis, value: BadgeValue, nothing: Nothing) 
     """A badge image with the number of cells that pass, for one value of an axis."""
 
     def make(store: Store) -> bytes:
-        known = queries.cells(store, {axis: value})
-        if not known:
+        if not queries.cells(store, {axis: value}):
             raise MatrixError(f"no cell has {axis} {value}")
-        states = Counter(past.summary.state for past in queries.newest(store, known).values())
+        states = Counter(one.past.summary.state for one in store.newest([{axis: value}]))
         ended = sum(states[verdict] for verdict in ENDED)
         text = f"{states['passed']} of {ended} passed" if ended else "not tested"
         mood: badge.Mood = "unknown" if not ended else "bad" if states["failed"] else "good"
@@ -442,9 +418,7 @@ def prometheus(request: Request, nothing: Nothing) -> Response:
     """Cells by state, runs and the queue, in Prometheus' text format."""
     store: Store = request.app.state.store
     with _explained(store):
-        snapshots: SnapshotCache = request.app.state.snapshots
-        snapshot = snapshots.current()
-        text = metrics.exposition(snapshot.cells, snapshot.runs, request.app.state.queue)
+        text = metrics.exposition(store.current(), store.runs(), request.app.state.queue)
     return Response(text, media_type=metrics.MEDIA)
 
 
@@ -456,9 +430,7 @@ def prometheus(request: Request, nothing: Nothing) -> Response:
 def atom(request: Request, nothing: Nothing) -> Response:
     """An Atom feed of cells that broke and of reports by `watch`."""
     base = str(request.base_url)
-    return _answered(
-        request, lambda store: feed.atom(_entries(store, queries.version(store)), base), media="application/atom+xml"
-    )
+    return _answered(request, lambda store: feed.atom(feed.entries(store), base), media="application/atom+xml")
 
 
 def _key(store: Store, run: str, cell: Cell, attempt: int | None) -> str:
@@ -467,11 +439,3 @@ def _key(store: Store, run: str, cell: Cell, attempt: int | None) -> str:
     if key is None:
         raise MatrixError(f"the run {name} has no such result of {cell}")
     return f"{name} {key}"
-
-
-# Responses that read much of the store, or that many clients request; they don't change before the store does.
-
-
-@lru_cache(2)
-def _entries(store: Store, version: str) -> list[feed.Entry]:
-    return feed.entries(store)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
@@ -20,9 +19,8 @@ from ..store.submissions import StateError
 from . import api_read, api_write, pages
 from .executing import Queue
 from .guard import Guard, failed, refusal
-from .html import Pages, add_error_pages
+from .html import add_error_pages
 from .settings import Settings
-from .snapshot import SnapshotCache
 
 #: Threads that read, and that write (SQLite has one writer). More of them would wait longer for Python's lock than they work.
 _READERS = 3
@@ -46,11 +44,7 @@ def create_app(
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         to_thread.current_default_thread_limiter().total_tokens = _READERS
-        warming = app.state.warming = asyncio.create_task(pages.warm(app, settings.root_path))
         yield
-        warming.cancel()
-        with suppress(asyncio.CancelledError):
-            await warming  # a thread of it may still read the store, which is closed next
 
     # FastAPI's own documentation pages load scripts from another host.
     app = FastAPI(
@@ -64,14 +58,18 @@ def create_app(
     )
     app.state.store, app.state.axes, app.state.settings, app.state.queue = store, axes, settings, queue
     app.state.writers = CapacityLimiter(_WRITERS.get(store.dialect, 3))
-    app.state.snapshots = SnapshotCache(store)
-    app.state.site = pages.Site(store, queue, app.state.snapshots, axes.all_cells if axes else {}, Pages())
+    app.state.site = pages.Site(store, queue, axes)
     app.add_middleware(Guard, store=store, settings=settings)
     app.add_exception_handler(StateError, lambda _, error: refusal(409, str(error)))
     app.add_exception_handler(MatrixError, lambda _, error: failed(error, store))
     app.add_exception_handler(RequestValidationError, _invalid)
     add_error_pages(app)
-    for router, prefix in ((api_write.router, "/api/v1"), (api_read.router, "/api/v1"), (pages.router, "")):
+    for router, prefix in (
+        (api_write.router, "/api/v1"),
+        (api_read.router, "/api/v1"),
+        (pages.fixed, ""),
+        (pages.router, ""),
+    ):
         app.include_router(router, prefix=prefix)
     return app
 

@@ -10,11 +10,11 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
+from ..pages.links import Links
 from ..store import Store
 from ..store.documents import NEWS, kept
 from ..views.common import clean, one_line
 from . import queries
-from .grid import cell_address, run_address
 
 _ATOM = "http://www.w3.org/2005/Atom"
 #: Characters that XML can't contain, besides those that `clean` replaces.
@@ -38,18 +38,18 @@ class Entry(NamedTuple):
 
 def entries(store: Store, limit: int = 50) -> list[Entry]:
     """The entries, newest first."""
-    found = []
+    found, links = [], Links()
     for cell, (run, summary), before in queries.broke(store, limit):
         when = summary.started or run.started
         title = f"{cell} broke: {one_line(summary.reason) or summary.kind or 'it failed'}"
         text = (
             f"{cell} failed in {run.id} ({summary.kind or 'test'}), and passed in {before}.\n\n{clean(summary.reason)}"
         )
-        link = cell_address(cell, run.id, summary.attempt)
+        link = links.cell(cell, run.id, summary.attempt)
         found.append(Entry(f"{run.id}/{cell}/{summary.attempt}", title, text, when, link))
     for document in kept(store, NEWS, limit):
         report: dict[str, Any] = json.loads(document.content)
-        link = run_address(report["run"]) if report.get("run") else "/seams"
+        link = links.run(report["run"]) if report.get("run") else links.seams()
         title, text = one_line(report["title"]), clean(report["text"])
         found.append(Entry(f"watch/{document.id}/{document.made.isoformat()}", title, text, document.made, link))
     return sorted(found, key=lambda entry: entry.when, reverse=True)[:limit]

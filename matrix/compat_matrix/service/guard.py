@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import MatrixError
 from ..store import Store
 from . import tokens
-from .html import Refusal, error_page, of_api
+from .html import Refusal, error_page, of_api, path_of
 from .settings import Settings
 from .tokens import Token
 
@@ -113,7 +113,8 @@ class Guard:
 
     async def _refused(self, scope: Scope) -> JSONResponse | None:
         """The response to a request that is refused. An accepted one has its token, or None, in `request.state.token`."""
-        headers, reading = Headers(scope=scope), scope["method"] in _READING
+        headers = Headers(scope=scope)
+        reading = scope["method"] in _READING or path_of(scope) == "/check"  # the form of the first page writes nothing
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy may disagree with this server on where the body ends.
             return refusal(400, "the request has both Content-Length and Transfer-Encoding", {"connection": "close"})

@@ -1,22 +1,21 @@
-"""Queries of the API beyond the store's own methods: pages of lists, and lookups whose cost doesn't grow with the runs."""
+"""Queries of the service beyond the store's own methods: its version, pages of lists, and what broke."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import cache
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Select, case, func, select
+from sqlalchemy import ColumnElement, Select, func, select
 
 from .. import __version__
 from ..cells import Cell
 from ..results import ENDED
 from ..store import Past, Run, Store, Summary
 from ..store import queries as stored
-from ..store.inserts import chunks
-from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, TEXT
+from ..store.models import CELL, DOCUMENT, NEWEST, PLANNED, RESULT, RUN
 
 #: The number of recent results that are counted, to notice one that was committed after a later one.
 _RECENT = 1000
@@ -25,21 +24,24 @@ _ENDED = RESULT.c.verdict.in_(ENDED)
 
 
 def version(store: Store) -> str:
-    """A version token of a store: differs after every change that the API can show. Takes about a millisecond.
+    """A version token of a store: differs after every change that the pages and the API can show. Takes about a millisecond.
 
-    Only whole runs are deleted, which changes their number. PostgreSQL may commit rows in a different order than that of their ids, so recent ones are counted.
+    Rows are counted besides their newest ids: PostgreSQL may commit them in another order, and ids of deleted ones are used again.
     """
+    with store.reading() as connection:
+        row = connection.execute(_version()).one()
+    return hashlib.sha256(f"{__version__} {tuple(row)}".encode()).hexdigest()[:24]
+
+
+@cache
+def _version() -> Select[Any]:
     newest = select(func.max(RESULT.c.id)).scalar_subquery()
     recent = select(func.count()).select_from(RESULT).where(RESULT.c.id > newest - _RECENT).scalar_subquery()
     documents = select(func.max(DOCUMENT.c.id)).scalar_subquery()
-    ended = func.count(RUN.c.finished)
-    with store.reading() as connection:
-        row = connection.execute(
-            select(newest, recent, documents, func.count(), ended, func.max(RUN.c.name), func.max(RUN.c.finished))
-        ).one()
-        latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
-        planned = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest))
-    return hashlib.sha256(f"{__version__} {tuple(row)} {planned}".encode()).hexdigest()[:24]
+    latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
+    planned = select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest).scalar_subquery()
+    runs = (func.count(), func.count(RUN.c.finished), func.max(RUN.c.name), func.max(RUN.c.finished))
+    return select(newest, recent, documents, planned, *runs).select_from(RUN)
 
 
 def cells(store: Store, axes: Mapping[str, str] = {}) -> list[Cell]:
@@ -49,115 +51,19 @@ def cells(store: Store, axes: Mapping[str, str] = {}) -> list[Cell]:
         return [stored.cell_of(row) for row in connection.execute(query)]
 
 
-def newest(store: Store, wanted: Collection[Cell]) -> dict[Cell, Past]:
-    """As `Store.current` for these cells, in a time that doesn't grow with the number of runs: the newest runs have most of them."""
-    found: dict[Cell, Past] = {}
-    with store.reading() as connection:
-        keys: Mapping[int, Cell] = {}
-        for names in chunks(cell.name for cell in wanted):
-            rows = connection.execute(select(CELL.c.id, *stored.CELL_FIELDS).where(CELL.c.name.in_(names)))
-            keys = {**keys, **{row[0]: stored.cell_of(row[1:]) for row in rows}}
-        left = keys
-        # A verdict of tests takes precedence over a missing GPU, and that over a plan.
-        for rank, such in enumerate((_ENDED, RESULT.c.verdict.is_not(None), None)):
-            has = left if such is None else _having(connection, left, such)
-            found |= {keys[key]: past for key, past in _newest_past(connection, has, rank)}
-            # Not the cells missing from `has`: a later attempt may have replaced such a result.
-            left = {key: cell for key, cell in left.items() if cell not in found}
-    return {cell: found[cell] for cell in sorted(found)}
-
-
-def _having(connection: Connection, keys: Mapping[int, Cell], such: ColumnElement[bool]) -> dict[int, Cell]:
-    """The cells that have a result matching the condition in a whole run."""
-    there = select(RESULT.c.id).join(RUN, RUN.c.id == RESULT.c.run_id)
-    there = there.where(RESULT.c.cell_id == CELL.c.id, such, RUN.c.partial.is_(False))
-    found: dict[int, Cell] = {}
-    for some in chunks(keys):
-        query = select(CELL.c.id).where(CELL.c.id.in_(some), there.exists())
-        found |= {key: keys[key] for key in connection.scalars(query)}
-    return found
-
-
-def _newest_past(connection: Connection, keys: Collection[int], worst: int) -> Iterator[tuple[int, Past]]:
-    """The result of each cell in the newest whole run that has it; searches more and more runs until all cells are found.
-
-    Args:
-        worst: 0 for cells that ended, 1 also for cells that were not run, 2 also for cells that were only planned.
-    """
-    runs = select(RUN.c.id).where(RUN.c.partial.is_(False)).order_by(*stored.NEWEST_FIRST)
-    rank = case((_ENDED, 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
-    left, begin, size = set(keys), 0, 4
-    while left and (part := connection.scalars(runs.offset(begin).limit(size)).all()):
-        begin, size = begin + size, size * 4
-        best: dict[int, tuple[int, Past]] = {}
-        for some in chunks(left):
-            query = stored.summary(PLANNED.c.cell_id, RUN.c.id, *stored.RUN_FIELDS)
-            query = query.where(PLANNED.c.run_id.in_(part), PLANNED.c.cell_id.in_(some), rank <= worst)
-            for row in connection.execute(query):
-                key, place = row[stored.SUMMARY], part.index(row[stored.SUMMARY + 1])
-                if key not in best or place < best[key][0]:
-                    best[key] = (place, stored.past_of(row))
-        yield from ((key, past) for key, (_, past) in best.items())
-        left -= best.keys()
-
-
 def unfinished(store: Store) -> list[tuple[Cell, Run]]:
-    """The cells without a result in unfinished whole runs, those of the newest run first."""
-    query = stored.summary(*stored.RUN_FIELDS).order_by(*stored.NEWEST_FIRST)
-    query = query.where(RUN.c.state == "running", RUN.c.partial.is_(False), RESULT.c.id.is_(None))
+    """The cells without a result in unfinished whole runs that no newer run has; those of the newest run first."""
     with store.reading() as connection:
-        rows = connection.execute(query.where(PLANNED.c.excluded.is_(None))).all()
+        rows = connection.execute(_unfinished()).all()
     return [(stored.cell_of(row), stored.past_of(row).run) for row in rows]
 
 
-class Evidence(NamedTuple):
-    """The environment that a result reports, and its pins in case it died before reporting."""
-
-    environment: Mapping[str, Any]
-    pins: str
-
-
-def earlier(store: Store, wanted: Collection[Cell]) -> list[tuple[Cell, Past]]:
-    """The passed and failed results of these cells in whole runs; the newest of those with the same environment and pins."""
-    same = (PLANNED.c.cell_id, RESULT.c.environment_id, RESULT.c.pins_id)
-    number = func.row_number().over(partition_by=same, order_by=stored.NEWEST_FIRST).label("number")
-    found = []
-    with store.reading() as connection:
-        for names in chunks(cell.name for cell in wanted):
-            query = stored.summary(*stored.RUN_FIELDS, number)
-            query = query.where(_ENDED, RUN.c.partial.is_(False), CELL.c.name.in_(names))
-            every = query.subquery()
-            columns = (column for column in every.c if column.name != "number")
-            rows = connection.execute(select(*columns).where(every.c.number == 1))
-            found += [(stored.cell_of(row), stored.past_of(row)) for row in rows]
-    return found
-
-
-def evidence(store: Store, of: Iterable[tuple[Cell, Past]]) -> dict[tuple[Cell, str], Evidence]:
-    """The evidence of results, by cell and run."""
-    environment, pins = TEXT.alias(), TEXT.alias()
-    query = (
-        select(*stored.CELL_FIELDS, environment.c.content, pins.c.content, RESULT.c.attempt)
-        .select_from(RESULT)
-        .join(RUN, RUN.c.id == RESULT.c.run_id)
-        .join(CELL, CELL.c.id == RESULT.c.cell_id)
-        .outerjoin(environment, environment.c.id == RESULT.c.environment_id)
-        .outerjoin(pins, pins.c.id == RESULT.c.pins_id)
-    )
-    runs: dict[str, dict[str, int]] = {}
-    for cell, past in of:
-        runs.setdefault(past.run.id, {})[cell.name] = past.summary.attempt
-    found = {}
-    with store.reading() as connection:
-        for run, attempts in runs.items():
-            for names in chunks(attempts):
-                for row in connection.execute(query.where(RUN.c.name == run, CELL.c.name.in_(names))):
-                    cell = stored.cell_of(row)
-                    said, pinned, attempt = row[-3:]
-                    if attempt == attempts[cell.name]:
-                        told = json.loads(said or "{}")
-                        found[cell, run] = Evidence(told if isinstance(told, dict) else {}, pinned or "")
-    return found
+@cache
+def _unfinished() -> Select[Any]:
+    query = stored.summary(*stored.RUN_FIELDS).order_by(*stored.NEWEST_FIRST)
+    query = query.where(RUN.c.state == "running", RUN.c.partial.is_(False), RESULT.c.id.is_(None))
+    query = query.join(NEWEST, NEWEST.c.cell_id == PLANNED.c.cell_id).where(NEWEST.c.run_id <= RUN.c.id)
+    return query.where(PLANNED.c.excluded.is_(None))
 
 
 def run_page(

@@ -29,14 +29,13 @@ from ..axes import Axes, Packages
 from ..cells import Cell
 from ..errors import MatrixError
 from ..expressions import release
+from ..pages.seams import Disagreement
 from ..pins import project_requirements
 from ..results import ENDED
 from ..store import Past, Store
 from ..store.documents import ATLAS, NEWS, keep, see, seen
 from ..views.common import one_line
 from ..words import plural
-from . import queries
-from .atlas_view import Disagreement
 
 #: The distributions whose releases are watched, besides those of the project's own axes.
 DISTRIBUTIONS = ("transformers", "torch", "flash-attn-4", "flash-attn", "liger-kernel")
@@ -441,7 +440,7 @@ def results(store: Store, run: str) -> dict[Cell, Past]:
 
 def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple[dict[Cell, Past], dict[Cell, Past]]:
     """The previous results of these cells in a suite, and the newest results of all other cells in it."""
-    every = queries.newest(store, queries.cells(store))
+    every = dict(store.current())
     if suite != "default":  # its runs are partial, and so never a cell's newest
         own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in every}
         every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}

@@ -11,14 +11,15 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Column, Connection, Table, and_, func, select
+from sqlalchemy import Column, Connection, Select, Table, and_, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
+from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult
-from .models import CELL, FIGURE, LOG, MOST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import COUNTS, NEWEST_FIRST, RUN_FIELDS
+from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .queries import CELL_FIELDS, COUNTS, COUNTS_FIRST, NEWEST_FIRST, RUN_FIELDS, cell_of, last_attempt
 from .records import Provenance, Run, options_of
 
 T = TypeVar("T")
@@ -106,6 +107,7 @@ def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapp
     ]
     if rows:
         connection.execute(PLANNED.insert(), rows)
+        _plan_newest(connection, key, keys.values())
 
 
 def add_result(connection: Connection, key: int, found: CellResult) -> int | None:
@@ -167,7 +169,70 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
         connection.execute(FIGURE.insert(), figures)
     if found.log:
         connection.execute(LOG.insert().values(result_id=result_key, content=_kept(found.log)))
+    if not connection.scalar(select(RUN.c.partial).where(RUN.c.id == key)):
+        refresh_newest(connection, [cell_key])
     return result_key
+
+
+def refresh_newest(connection: Connection, cell_keys: Iterable[int]) -> None:
+    """Find the newest result of these cells again: after a result was inserted, or a run deleted."""
+    environment, pins = TEXT.alias(), TEXT.alias()
+    ran = _first_of_each(RESULT.c.cell_id, COUNTS_FIRST, RESULT.c.id.label("result_id"))
+    ran = ran.join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
+    ran = ran.where(RUN.c.partial.is_(False), RESULT.c.attempt == last_attempt(RESULT.c.run_id, RESULT.c.cell_id))
+    plan = select(PLANNED.c.cell_id, func.max(PLANNED.c.run_id)).join_from(PLANNED, RUN, RUN.c.id == PLANNED.c.run_id)
+    plan = plan.where(RUN.c.partial.is_(False)).group_by(PLANNED.c.cell_id)
+    for keys in chunks(cell_keys):
+        _lock(connection, keys)
+        connection.execute(delete(NEWEST).where(NEWEST.c.cell_id.in_(keys)))
+        best = ran.where(RESULT.c.cell_id.in_(keys)).subquery()
+        query = (
+            select(*CELL_FIELDS, CELL.c.id, RESULT.c.run_id, RESULT.c.id, environment.c.content, pins.c.content)
+            .join_from(RESULT, best, and_(best.c.result_id == RESULT.c.id, best.c.number == 1))
+            .join(CELL, CELL.c.id == RESULT.c.cell_id)
+            .outerjoin(environment, environment.c.id == RESULT.c.environment_id)
+            .outerjoin(pins, pins.c.id == RESULT.c.pins_id)
+        )
+        rows: list[tuple[int, int, int | None, str]] = []
+        for row in connection.execute(query):
+            cell_key, run_key, result_key, said, pinned = row[len(CELL_FIELDS) :]
+            found = versions.exact(cell_of(row), _mapping(said), pinned or "")
+            rows.append((cell_key, run_key, result_key, json.dumps(found, sort_keys=True)))
+        if lacking := set(keys).difference(row[0] for row in rows):
+            planned = connection.execute(plan.where(PLANNED.c.cell_id.in_(lacking)))
+            rows += [(cell_key, run_key, None, "{}") for cell_key, run_key in planned]
+        if rows:
+            names = ("cell_id", "run_id", "result_id", "versions")
+            connection.execute(NEWEST.insert(), [dict(zip(names, row, strict=True)) for row in rows])
+
+
+def _plan_newest(connection: Connection, key: int, cell_keys: Iterable[int]) -> None:
+    """A run has planned these cells: of those without a result it has the newest plan, unless a newer run has planned them."""
+    if connection.scalar(select(RUN.c.partial).where(RUN.c.id == key)):
+        return
+    for keys in chunks(cell_keys):
+        _lock(connection, keys)
+        known = set(connection.scalars(select(NEWEST.c.cell_id).where(NEWEST.c.cell_id.in_(keys))))
+        rows = [{"cell_id": one, "run_id": key, "versions": "{}"} for one in keys if one not in known]
+        if rows:
+            connection.execute(NEWEST.insert(), rows)
+        older = (NEWEST.c.cell_id.in_(keys), NEWEST.c.result_id.is_(None), NEWEST.c.run_id < key)
+        connection.execute(update(NEWEST).where(*older).values(run_id=key))
+
+
+def _first_of_each(key: Column[Any], order: tuple[Any, ...], *more: Any) -> Select[Any]:
+    return select(key, *more, func.row_number().over(partition_by=key, order_by=order).label("number"))
+
+
+def _lock(connection: Connection, cell_keys: Iterable[int]) -> None:
+    """Make other transactions that change the newest results of these cells wait. SQLite has one writer anyway."""
+    query = select(CELL.c.id).where(CELL.c.id.in_(sorted(cell_keys))).order_by(CELL.c.id)
+    connection.execute(query.with_for_update(key_share=True)).all()
+
+
+def _mapping(text: str | None) -> Mapping[str, Any]:
+    found = json.loads(text or "{}")
+    return found if isinstance(found, dict) else {}
 
 
 def _kept(text: str) -> str:

@@ -185,6 +185,18 @@ RESULT = Table(
     ForeignKeyConstraint(["run_id", "cell_id"], ["planned.run_id", "planned.cell_id"]),
 )
 
+#: For each cell its newest result in whole runs: one whose tests ran if there is any, else one that was not run; without a
+#: result, its newest plan. `versions` are the exact versions of a result as JSON. Changed by `inserts`, with the results.
+NEWEST = Table(
+    "newest",
+    metadata,
+    Column("cell_id", ForeignKey("cell.id"), primary_key=True),
+    Column("run_id", Integer, nullable=False),
+    Column("result_id", ForeignKey("result.id")),
+    Column("versions", Text, nullable=False),
+    ForeignKeyConstraint(["run_id", "cell_id"], ["planned.run_id", "planned.cell_id"]),
+)
+
 TEST = Table(
     "test",
     metadata,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select, text
 
 from ..cells import AXES, Cell, parse_own
 from ..results import ENDED, CellResult, Figure, Test
-from .models import CELL, FAILED, FIGURE, LOG, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .models import CELL, FAILED, FIGURE, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Past, Run, Summary
 
 #: The columns of a cell, the first of the rows that `cell_of` and `summary_of` take.
@@ -50,7 +50,7 @@ NEWEST_FIRST = (RUN.c.id.desc(),)
 RANK = case((RESULT.c.verdict.in_(ENDED), 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
 
 #: Of the results of a cell in several runs, the one that counts first.
-_COUNTS_FIRST = (RANK, RESULT.c.id.desc())
+COUNTS_FIRST = (RANK, RESULT.c.id.desc())
 
 
 def of_run(*names: str) -> ColumnElement[bool]:
@@ -59,7 +59,7 @@ def of_run(*names: str) -> ColumnElement[bool]:
     return RUN.c.whole.in_(select(one.c.whole).where(one.c.name.in_(names)))
 
 
-def _last(run_id: ColumnElement[int], cell_id: ColumnElement[int]) -> Any:
+def last_attempt(run_id: ColumnElement[int], cell_id: ColumnElement[int]) -> Any:
     """The number of the last attempt at a cell in a run."""
     later = RESULT.alias()
     return (
@@ -67,13 +67,16 @@ def _last(run_id: ColumnElement[int], cell_id: ColumnElement[int]) -> Any:
     )
 
 
+_LAST = last_attempt(PLANNED.c.run_id, PLANNED.c.cell_id)
+
+
 def latest(query: Select[Any]) -> Select[Any]:
     """`query` over the planned cells and their latest results."""
-    last = _last(PLANNED.c.run_id, PLANNED.c.cell_id)
-    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, RESULT.c.attempt == last)
+    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, RESULT.c.attempt == _LAST)
     return query.select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).outerjoin(RESULT, own)
 
 
+@lru_cache(16)  # making a statement takes as long as executing it
 def summary(*more: Any) -> Select[Any]:
     """The planned cells with their latest results: the columns for `summary_of`, followed by `more`."""
     return latest(_summarised(*more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
@@ -96,14 +99,26 @@ def history(wanted: Cell) -> Select[Any]:
     return query.order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
 
 
-def newest(run_names: Collection[str] | None) -> Select[Any]:
-    """As `summary`, for the newest result of each cell in whole runs or in the given ones, followed by the run's fields."""
+@cache
+def current() -> Select[Any]:
+    """As `summary`, for the newest result of each cell in whole runs, followed by the run's key and the exact versions."""
+    return with_newest(_summarised(NEWEST.c.run_id, NEWEST.c.versions))
+
+
+def with_newest(query: Select[Any]) -> Select[Any]:
+    """`query` over the cells, with their newest results and plans."""
+    plan = and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id)
+    query = query.select_from(NEWEST).join(CELL, CELL.c.id == NEWEST.c.cell_id).join(PLANNED, plan)
+    return query.outerjoin(RESULT, RESULT.c.id == NEWEST.c.result_id)
+
+
+def newest(run_names: Collection[str]) -> Select[Any]:
+    """As `summary`, for the newest result of each cell in the given runs, followed by the run's fields."""
     number = (
-        func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(*_COUNTS_FIRST, *NEWEST_FIRST)).label("number")
+        func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(*COUNTS_FIRST, *NEWEST_FIRST)).label("number")
     )
     query = summary(*RUN_FIELDS, number)
-    query = query.where(RUN.c.partial.is_(False) if run_names is None else of_run(*run_names))
-    every = query.subquery()
+    every = query.where(of_run(*run_names)).subquery()
     return select(*(column for column in every.c if column.name != "number")).where(every.c.number == 1)
 
 
@@ -145,6 +160,13 @@ def cell_of(row: Sequence[Any]) -> Cell:
 def _cell(python: str, transformers: str, torch: str, flash_attention: str, device: str, extra: str) -> Cell:
     """The same object for the same cell, which makes creation and comparison fast."""
     return Cell(python, transformers, torch, flash_attention, device, parse_own(extra))
+
+
+@lru_cache(20_000)
+def versions_of(text: str) -> Mapping[str, str]:
+    """The exact versions of a result, from the column of `NEWEST`."""
+    found: dict[str, str] = json.loads(text)
+    return found
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
@@ -190,10 +212,10 @@ def of_cell(query: Select[Any], run_name: str, wanted: Cell, attempt: int | None
     query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
     query = query.where(of_run(run_name), CELL.c.name == wanted.name)
     if attempt is None:
-        query = query.where(RESULT.c.attempt == _last(RESULT.c.run_id, RESULT.c.cell_id))
+        query = query.where(RESULT.c.attempt == last_attempt(RESULT.c.run_id, RESULT.c.cell_id))
     else:
         query = query.where(RESULT.c.attempt == attempt).order_by(case((RUN.c.name == run_name, 0), else_=1))
-    return query.order_by(*_COUNTS_FIRST).limit(1)
+    return query.order_by(*COUNTS_FIRST).limit(1)
 
 
 def read_result(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Literal, NamedTuple
 
+from ..cells import Cell
 from ..results import ENDED, Figure, Kind, Outcome, Verdict
 
 #: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
@@ -140,3 +141,15 @@ class Measured(NamedTuple):
     run: Run
     figure: Figure
     device: str
+
+
+class Newest(NamedTuple):
+    """The newest result or plan of a cell in whole runs.
+
+    Attributes:
+        versions: the exact versions that it was run with, by axis; empty without a result.
+    """
+
+    cell: Cell
+    past: Past
+    versions: Mapping[str, str]

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, select, update
 from sqlalchemy.exc import IntegrityError
 
 from . import inserts
-from .models import CELL, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
+from .models import CELL, NEWEST, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
 from .records import Run
 from .store import Store
 from .submissions import StateError, waiting
@@ -56,12 +56,14 @@ def _delete(connection: Connection, name: str) -> bool:
     if not connection.execute(update(RUN).where(*ended).values(state=RUN.c.state)).rowcount:  # locks the row
         return False
     results = select(RESULT.c.id).where(RESULT.c.run_id == key)
+    shown = connection.scalars(select(NEWEST.c.cell_id).where(NEWEST.c.run_id == key)).all()
     for table in reversed(metadata.sorted_tables):
         for conditions in _references(table, RESULT.c.id):
             connection.execute(delete(table).where(conditions.in_(results)))
         if "run_id" in table.c:
             connection.execute(delete(table).where(table.c.run_id == key))
     connection.execute(delete(RUN).where(RUN.c.id == key))
+    inserts.refresh_newest(connection, shown)
     return True
 
 

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, select, update
+from sqlalchemy import Connection, Engine, Select, and_, false, or_, select, true, update
 from sqlalchemy.exc import IntegrityError
 
 from ..cells import Cell
@@ -22,7 +22,7 @@ from ..results import CellResult, Figure, Outcome
 from ..words import plural
 from . import database, foreign, inserts, queries
 from .models import CELL, PLANNED, RESULT, RUN, TEXT
-from .records import Measured, Past, Provenance, Run, State, Summary
+from .records import Measured, Newest, Past, Provenance, Run, State, Summary
 
 
 class Store:
@@ -228,9 +228,26 @@ class Store:
 
         A run in which the cell wasn't run or was only planned counts if no other run has the cell.
         """
+        if runs is None:
+            return {one.cell: one.past for one in sorted(self.newest())}
         with self.reading() as connection:
             rows = connection.execute(queries.newest(runs)).all()
         return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
+
+    def newest(self, cells: Collection[Mapping[str, str]] = ({},)) -> list[Newest]:
+        """As `current`, with the exact versions, for the cells with any of these combinations of values of axes."""
+        wanted = or_(false(), *(and_(true(), *(CELL.c[axis] == value for axis, value in one.items())) for one in cells))
+        with self.reading() as connection:
+            rows = connection.execute(queries.current().where(wanted)).all()
+            keys = {row.run_id for row in rows}
+            runs: dict[int, Run] = {}
+            for some in inserts.chunks(keys):
+                query: Select[Any] = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(some))
+                runs |= {row[0]: Run(*row[1:]) for row in connection.execute(query)}
+        found = ((*queries.summary_of(row), row) for row in rows)
+        return [
+            Newest(cell, Past(runs[row.run_id], one), queries.versions_of(row.versions)) for cell, one, row in found
+        ]
 
     def totals(self) -> dict[str, Counter[State]]:
         """The number of cells in each state, by run."""

@@ -187,6 +187,8 @@ def version_key(version: str) -> tuple[Version, str]:
 
 def clean(text: str) -> str:
     """The output of a program, without terminal control sequences and invisible characters."""
+    if text.isprintable():  # most texts are, and a page has thousands
+        return text
     text = _ANSI.sub("", text.replace("\r\n", "\n")).replace("\r", "\n")
     return _UNFIT.sub("\N{REPLACEMENT CHARACTER}", text)
 

@@ -17,7 +17,7 @@ from ..words import plural
 from . import common, trend
 
 #: The packages that are shown without `--full`.
-_TELLING = re.compile(
+TELLING = re.compile(
     r"(python|torch|transformers|triton|kernel.compat.*|flash.attn.*|fa3.fwd|kernels|liger.kernel|nvidia.cutlass.*)"
 )
 
@@ -53,6 +53,12 @@ def newest(history: Sequence[Past]) -> str | None:
     return next((past.run.id for past in [*whole, *ran, *history]), None)
 
 
+def counting(history: Sequence[Past]) -> Past | None:
+    """The result that counts of a cell's results in the parts of a run, which are in the order of `Store.history`."""
+    latest = {past.run.id: past for past in reversed(history)}
+    return min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
+
+
 def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
     """The output for a cell without a result in any run."""
     planned = store.current().get(cell)
@@ -70,8 +76,7 @@ def _explained(
     store: Store, cell: Cell, run: str, history: Sequence[Past], arguments: argparse.Namespace
 ) -> Iterator[common.Line]:
     parts = {part.id for part in store.parts(run)}
-    latest = {past.run.id: past for past in reversed(history) if past.run.id in parts}
-    past = min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
+    past = counting([past for past in history if past.run.id in parts])
     if past is None:
         raise MatrixError(f"the run {run} has no result of {cell}")
     found = store.result(past.run.id, cell, past.summary.attempt)
@@ -119,7 +124,7 @@ def telling(lines: Sequence[str], most: int = 8) -> list[str]:
 
 def _environment(environment: Mapping[str, Any], full: bool) -> Iterator[common.Line]:
     lines = [f"{name}: {value}" for name, value in facts(environment).items()]
-    packages = {name: v for name, v in environment.get("packages", {}).items() if full or _TELLING.fullmatch(name)}
+    packages = {name: v for name, v in environment.get("packages", {}).items() if full or TELLING.fullmatch(name)}
     lines += [f"{name} {version}" for name, version in packages.items()]
     if lines:
         yield from _section("environment", [common.one_line(line, 1000) for line in lines])
@@ -154,7 +159,15 @@ def _shims(found: Mapping[str, Any]) -> Iterator[common.Line]:
 
 
 def _figures(measured: Sequence[Measured]) -> Iterator[common.Line]:
-    """The last value of each figure, and its trend."""
+    rows = figures(measured)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if lines:
+        yield from _section("figures", lines)
+
+
+def figures(measured: Sequence[Measured]) -> list[tuple[str, str, str, str]]:
+    """The name, the sparkline, the last value and the trend of each figure of a cell."""
     newest = {one.figure.name: one for one in measured}
     rows = []
     for name, last in sorted(newest.items()):
@@ -165,10 +178,7 @@ def _figures(measured: Sequence[Measured]) -> Iterator[common.Line]:
         others = sorted(units - {common.one_line(last.figure.unit)})
         said = _trend(series, values) + (f"; values in {', '.join(others)} aren't compared" if others else "")
         rows.append((common.one_line(name), trend.sparkline(values[-trend.MOST :]), value, said))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if lines:
-        yield from _section("figures", lines)
+    return rows
 
 
 def _trend(series: Sequence[Measured], values: Sequence[float]) -> str:

@@ -1,0 +1,102 @@
+"""The page of a cell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..cells import Cell
+from ..results import CellResult, Test
+from ..store import Past, Store
+from ..views import common, explain
+from . import logs
+from .grid import entry
+
+#: The number of rows of a list on one page.
+HISTORY = 20
+_TESTS = 5_000
+_NOT_FAILED = ("known", "flaky", "skipped", "xfailed", "xpassed", "passed")
+
+#: The number of failed tests whose reports are on a page.
+_REPORTS = 200
+
+
+def values(
+    store: Store,
+    cell: Cell,
+    found: CellResult | None,
+    past: Past | None,
+    history: Sequence[Past],
+    *,
+    activity: str = "",
+    excluded: str | None = None,
+) -> dict[str, Any]:
+    """The values of the template.
+
+    Args:
+        found: the result that the page is about; None if the cell has none.
+        past: the same in its run, or the plan of a cell without a result.
+        history: the newest entries of the cell's history.
+        activity: ``running`` or ``waiting``.
+        excluded: why the axes exclude the cell.
+    """
+    return {
+        "cell": cell,
+        "entry": entry(past, "" if found else activity, excluded),
+        "past": past,
+        "found": found,
+        "history": [(one, entry(one)) for one in history],
+        "newest": history[0] if history else None,
+        "reproduce": common.reproduce(cell, past.run) if past else f"kernel-compat-matrix run {shlex.quote(cell.name)}",
+        **(_details(store, found, past) if found and past else {}),
+    }
+
+
+def _details(store: Store, found: CellResult, past: Past) -> dict[str, Any]:
+    by_outcome: dict[str, list[Test]] = {name: [] for name in ("failed", *_NOT_FAILED)}
+    for test in found.tests:
+        by_outcome["failed" if test.bad else test.outcome].append(test)
+    bad = by_outcome.pop("failed")
+    packed = logs.packed_log(store, past.run.id, found.cell, found.attempt)
+    packages = found.environment.get("packages")
+    packages = packages if isinstance(packages, dict) else {}
+    return {
+        "counts": past.summary.counts,
+        "failed": [(one, telling(one.message)) for one in bad[:_REPORTS]],
+        "failed_more": bad[_REPORTS:_TESTS],
+        "by_outcome": {name: tests[:_TESTS] for name, tests in by_outcome.items()},
+        "left_out": sum(max(0, len(tests) - _TESTS) for tests in (bad, *by_outcome.values())),
+        "figures": explain.figures(store.measured(cell=found.cell).get(found.cell, [])),
+        "installed": _installed(found, packages),
+        "facts": explain.facts(found.environment),
+        "packages": packages,
+        "shims": explain.shims(_shims(found.environment.get("shims"))),
+        "command": shlex.join(found.command),
+        "log": logs.ends(packed) if packed is not None else None,
+        "shortened": logs.shortened,
+    }
+
+
+def _installed(found: CellResult, packages: Mapping[str, Any]) -> dict[str, str]:
+    """The versions that matter most: as the cell reports them, or from its pins if it died before."""
+    versions = {str(name): str(version) for name, version in packages.items()}
+    versions = versions or dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", found.pins, re.MULTILINE))
+    python = found.environment.get("python")
+    told = {name: version for name, version in sorted(versions.items()) if explain.TELLING.fullmatch(name)}
+    return ({"Python": python} if isinstance(python, str) else {}) | told
+
+
+def telling(message: str, most: int = 8) -> str:
+    """The lines of a report with the error and its numbers."""
+    lines = [line[1:].strip() for line in message.splitlines() if line.startswith("E ")]
+    return "\n".join((lines or [line for line in message.splitlines() if line.strip()][-most:])[:most])
+
+
+def _shims(found: Any) -> dict[str, Any]:
+    """The shims in a result, as far as they have the form that the pytest plugin in the cell writes."""
+    entries = found.items() if isinstance(found, dict) else ()
+    return {
+        name: one for name, one in entries if isinstance(one, dict) and isinstance(one.get("seams", []), (list, tuple))
+    }

@@ -1,0 +1,390 @@
+"""The verdict on a combination of releases, or the results of the nearest tested ones."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel
+from sqlalchemy import Select, select
+
+from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
+from ..errors import MatrixError
+from ..results import ENDED, FINE
+from ..store import Newest, Store
+from ..store import queries as stored
+from ..store.inserts import chunks
+from ..store.models import CELL, RESULT, RUN, TEXT
+from ..versions import checked, exact, related, release, same
+from .common import clean
+from .explain import shims
+
+#: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
+Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
+
+Match = Literal["exact", "nearest", "none"]
+
+#: The axes, those first whose differences matter most: a CPU says less about a GPU than one release about the next.
+ORDER = ("device", "flash_attention", "transformers", "torch", "python")
+
+#: The verdicts, worst first. Of several matching cells the worst verdict counts.
+_WORST = ("wrong", "failed", "known", "flaky", "passed")
+
+_ENDED = RESULT.c.verdict.in_(ENDED)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A combination in a request; None stands for every value of an axis.
+
+    Attributes:
+        python, transformers, torch: versions. A version of two components matches any of its patches; a local part, as in
+            ``2.11.0+cu130``, makes no difference.
+
+    Raises:
+        MatrixError: an axis never has this value.
+    """
+
+    python: str | None = None
+    transformers: str | None = None
+    torch: str | None = None
+    flash_attention: str | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for axis, values in (("flash_attention", FLASH_ATTENTION), ("device", DEVICES)):
+            value = getattr(self, axis)
+            if value is not None and value not in values:
+                raise MatrixError(f"{axis} is one of {', '.join(values)}, not {value!r}")
+        for axis in VERSIONED:
+            if (value := getattr(self, axis)) is not None:
+                object.__setattr__(self, axis, checked(value))
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """The axes with a value, and their values."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+
+
+class Shim(BaseModel):
+    """A shim in a tested cell."""
+
+    name: str
+    state: str
+    reason: str
+
+
+class Difference(BaseModel):
+    """An axis on which a tested combination differs from the requested one."""
+
+    axis: str
+    asked: str
+    tested: str
+
+
+class Tested(BaseModel):
+    """A tested combination, with its evidence.
+
+    Attributes:
+        python, transformers, torch: exact versions as reported by the cell, or from its pins, or from the axes file.
+        extra: the project's own axes.
+        run, cell, attempt: identify the result.
+        differs: the axes on which it differs from the request.
+    """
+
+    cell: str
+    verdict: Verdict
+    kind: str | None
+    reason: str
+    python: str
+    transformers: str
+    torch: str
+    flash_attention: str
+    device: str
+    extra: dict[str, str]
+    run: str
+    run_label: str
+    revision: str
+    attempt: int
+    started: datetime | None
+    tests: dict[str, int]
+    shims: list[Shim]
+    differs: list[Difference]
+
+
+class Refusal(BaseModel):
+    """Excluded combinations: the reason, the number of cells, and one of them as an example."""
+
+    reason: str
+    cells: int
+    cell: str
+
+
+class Answer(BaseModel):
+    """The verdict on a combination, with the evidence.
+
+    Attributes:
+        asked: the requested combination by axis; null for every value.
+        match: ``exact``: the combination was tested, or is refused; ``nearest``: similar ones were tested; ``none``: none was.
+        verdict: on exactly this combination, the worst of several cells. ``unknown`` unless `match` is ``exact``.
+        reason: the reason for the verdict.
+        counts: the number of matching combinations with each verdict; empty unless `match` is ``exact``.
+        tested: the evidence, deciding entries first; or the nearest combinations, nearest first.
+        refusals: the excluded ones among the requested combinations.
+    """
+
+    asked: dict[str, str | None]
+    match: Match
+    verdict: Verdict
+    reason: str
+    counts: dict[str, int]
+    tested: list[Tested]
+    refusals: list[Refusal]
+
+
+class Judged(NamedTuple):
+    """The verdict on a combination.
+
+    Attributes:
+        exact: whether the evidence is of what was asked for; else it is of other patches of the same minor releases.
+        verdict: the worst of the evidence; ``unknown`` without any.
+        found: the evidence, deciding entries first.
+        near: the nearest tested combinations, nearest first, if the evidence isn't exact.
+        refusals: the excluded ones among the requested combinations.
+        works: the nearest combination that passed, if this one didn't.
+    """
+
+    exact: bool
+    verdict: Verdict
+    reason: str
+    found: list[Newest]
+    near: list[Newest]
+    refusals: list[Refusal]
+    works: Newest | None
+
+
+def judge(store: Store, wanted: Wanted, known: Sequence[Newest] | None = None) -> Judged:
+    """The verdict of a store on a combination.
+
+    If it wasn't tested, the nearest ones are those with the same device, then the same FlashAttention, then the nearest minor
+    releases of transformers, torch and Python, in this order, and then the nearest patches; of two equally near releases the
+    older one.
+
+    Args:
+        known: the newest result of every cell, if the caller has it.
+    """
+    asked = wanted.asked
+    known = store.newest() if known is None else known
+    alike = [one for one in known if all(related(getattr(one.cell, axis), value) for axis, value in asked.items())]
+    ended = [one for one in alike if _ended(one)]
+    fit = [one for one in ended if not differs(one, asked)]
+    if ended and not fit:  # a result from before a newer patch came out also counts
+        fit = _earlier(store, [one.cell for one in ended], asked)
+    refusals = _refusals(alike)
+    refused = bool(alike) and len(alike) == sum(one.cells for one in refusals)
+    near = _nearness(asked)
+    found = sorted(_last_of_each(fit or ended), key=lambda one: (_WORST.index(verdict_of(one)), near(one)))
+    verdict: Verdict = "refused" if refused else verdict_of(found[0]) if found else "unknown"
+    works = None if verdict in FINE else min(filter(_passed, known), key=near, default=None)
+    reason = refusals[0].reason if refused else clean(found[0].past.summary.reason) if found else _why_unknown(alike)
+    neighbours = [] if fit else sorted(filter(_ended, known), key=near)
+    return Judged(bool(fit) or refused, verdict, reason, found, neighbours, refusals, works)
+
+
+def answer(store: Store, wanted: Wanted, limit: int = 5) -> Answer:
+    """The answer of the API: as `judge`, but what is known of other patches is no verdict.
+
+    Args:
+        limit: the largest number of tested combinations in the answer.
+    """
+    found, asked = judge(store, wanted), wanted.asked
+    fit = found.exact and found.verdict != "refused"
+    tested = (found.found if fit else found.near)[:limit]
+    verdict = found.verdict if found.exact else "unknown"
+    counts: Counter[str] = Counter(map(verdict_of, found.found) if fit else ())
+    if verdict == "refused":
+        counts = Counter(refused=sum(one.cells for one in found.refusals))
+    reason = "another patch of it was tested" if found.found and not found.exact else found.reason
+    texts = _texts(store, tested)
+    return Answer(
+        asked={axis: asked.get(axis) for axis in ORDER},
+        match="exact" if found.exact else "nearest" if tested else "none",
+        verdict=verdict,
+        reason=reason,
+        counts=dict(counts),
+        tested=[_tested(one, said, asked) for one, (said, _) in zip(tested, texts, strict=True)],
+        refusals=found.refusals,
+    )
+
+
+def newest(store: Store, runs: Collection[str] | None = None) -> list[Newest]:
+    """The newest result of every cell, sorted, of all whole runs or of these runs."""
+    if runs is None:
+        return sorted(store.newest())
+    found = [Newest(cell, past, {}) for cell, past in store.current(runs).items()]
+    texts = _texts(store, found)
+    return [one._replace(versions=exact(one.cell, said, pins)) for one, (said, pins) in zip(found, texts, strict=True)]
+
+
+def differs(found: Newest, asked: Mapping[str, str]) -> list[str]:
+    """The axes on which a tested combination differs from the requested one."""
+    return [axis for axis in ORDER if axis in asked and not same(asked[axis], value(found, axis))]
+
+
+def value(found: Newest, axis: str) -> str:
+    """The value of an axis in a result: the exact version, where it has one."""
+    return found.versions.get(axis) or str(getattr(found.cell, axis))
+
+
+def verdict_of(found: Newest) -> Verdict:
+    """The verdict of a result whose tests ran."""
+    summary = found.past.summary
+    if summary.verdict in ("passed", "flaky", "known"):
+        return summary.verdict
+    return "wrong" if summary.kind == "wrong" else "failed"
+
+
+def _ended(found: Newest) -> bool:
+    return found.past.summary.verdict in ENDED
+
+
+def _passed(found: Newest) -> bool:
+    return found.past.summary.state == "passed"
+
+
+def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> list[Newest]:
+    """The newest result of each of these cells with exactly the requested versions, in whole runs."""
+    own = (RESULT.c.cell_id, RESULT.c.environment_id, RESULT.c.pins_id)
+    found = []
+    with store.reading() as connection:
+        for names in chunks(cell.name for cell in cells):
+            query: Select[Any] = select(*stored.CELL_FIELDS, *own).distinct()
+            query = query.join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
+            query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(CELL.c.name.in_(names), _ENDED)
+            rows = connection.execute(query.where(RUN.c.partial.is_(False))).all()
+            texts: dict[int | None, str] = {}
+            for some in chunks({key for row in rows for key in row[-2:] if key is not None}):
+                query = select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(some))
+                texts |= {row[0]: row[1] for row in connection.execute(query)}
+            for row in rows:
+                cell, (cell_key, environment, pins) = stored.cell_of(row), row[-3:]
+                versions = exact(cell, _mapping(texts.get(environment)), texts.get(pins, ""))
+                if all(same(text, versions.get(axis) or getattr(cell, axis)) for axis, text in asked.items()):
+                    query = stored.summary(*stored.RUN_FIELDS).where(RESULT.c.cell_id == cell_key, _ENDED)
+                    query = query.where(RESULT.c.environment_id.is_not_distinct_from(environment))
+                    query = query.where(RESULT.c.pins_id.is_not_distinct_from(pins), RUN.c.partial.is_(False))
+                    newest = connection.execute(query.order_by(*stored.NEWEST_FIRST).limit(1)).first()
+                    if newest is not None:  # else a later attempt has replaced it
+                        found.append(Newest(cell, stored.past_of(newest), versions))
+    return found
+
+
+def _texts(store: Store, of: Iterable[Newest]) -> list[tuple[Mapping[str, Any], str]]:
+    """The environments that these results report, and their pins."""
+    found = []
+    environment, pins = TEXT.alias(), TEXT.alias()
+    query = select(environment.c.content, pins.c.content).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
+    query = query.join(CELL, CELL.c.id == RESULT.c.cell_id)
+    query = query.outerjoin(environment, environment.c.id == RESULT.c.environment_id)
+    query = query.outerjoin(pins, pins.c.id == RESULT.c.pins_id)
+    with store.reading() as connection:
+        for one in of:
+            own = (RUN.c.name == one.past.run.id, CELL.c.name == one.cell.name)
+            row = connection.execute(query.where(*own, RESULT.c.attempt == one.past.summary.attempt)).first()
+            found.append((_mapping(row[0]), row[1] or "") if row else ({}, ""))
+    return found
+
+
+def _mapping(text: str | None) -> Mapping[str, Any]:
+    found = json.loads(text or "{}")
+    return found if isinstance(found, dict) else {}
+
+
+def _tested(found: Newest, environment: Mapping[str, Any], asked: Mapping[str, str]) -> Tested:
+    run, summary = found.past.run, found.past.summary
+    return Tested(
+        cell=found.cell.name,
+        verdict=verdict_of(found),
+        kind=summary.kind,
+        reason=clean(summary.reason),
+        **{axis: value(found, axis) for axis in AXES},
+        extra=dict(found.cell.extra),
+        run=run.id,
+        run_label=clean(run.label),
+        revision=clean(run.revision),
+        attempt=summary.attempt,
+        started=summary.started,
+        tests=dict(summary.counts.items()),
+        shims=[*_shims(environment)],
+        differs=[Difference(axis=axis, asked=asked[axis], tested=value(found, axis)) for axis in differs(found, asked)],
+    )
+
+
+def _last_of_each(found: Iterable[Newest]) -> list[Newest]:
+    """The last result for each combination; cells such as 5.9 and 5.9.0 may have tested the same one."""
+    newest: dict[tuple[object, ...], Newest] = {}
+    for one in sorted(found, key=lambda one: one.past.run.started):
+        rest = tuple(value(one, axis) for axis in AXES if axis != "python")
+        newest[(release(value(one, "python"))[:2], rest, one.cell.extra)] = one
+    return [*newest.values()]
+
+
+def _shims(environment: Mapping[str, Any]) -> Iterator[Shim]:
+    found = environment.get("shims")
+    if isinstance(found, Mapping):
+        whole = {clean(str(name)): {**shim, "seams": []} for name, shim in found.items() if isinstance(shim, Mapping)}
+        for name, state, reason, _ in shims(whole):
+            yield Shim(name=name, state=clean(state), reason=clean(reason))
+
+
+def _refusals(newest: Iterable[Newest]) -> list[Refusal]:
+    """The excluded ones among these cells. A rule against a minor release excludes all its patches."""
+    found: dict[str, list[str]] = {}
+    for one in newest:
+        if one.past.summary.state == "excluded":
+            found.setdefault(clean(one.past.summary.reason), []).append(one.cell.name)
+    return [Refusal(reason=reason, cells=len(names), cell=names[0]) for reason, names in found.items()]
+
+
+def _why_unknown(newest: Sequence[Newest]) -> str:
+    for one in newest:
+        if one.past.summary.state in ("not run", "unfinished"):
+            because = f": {clean(one.past.summary.reason)}" if one.past.summary.reason else ""
+            word = "was not run" if one.past.summary.state == "not run" else "has no result yet"
+            return f"{one.cell} {word} in {one.past.run.id}{because}"
+    return "it was not tested"
+
+
+def _nearness(asked: Mapping[str, str]) -> Callable[[Newest], tuple[object, ...]]:
+    """A key that sorts combinations by their distance from the requested one."""
+    axes = [axis for axis in ORDER if axis in asked]
+
+    @cache
+    def minor(axis: str, own: str) -> object:
+        if axis not in VERSIONED:
+            return own != asked[axis]
+        there, wanted = release(own)[:2], release(asked[axis])[:2]
+        return abs(there[0] - wanted[0]), abs(there[1] - wanted[1]), there > wanted
+
+    @cache
+    def patch(axis: str, own: str) -> object:
+        if axis not in VERSIONED or same(asked[axis], own):
+            return 0, 0, False
+        there, wanted = release(own)[2], release(asked[axis])[2]
+        return 1, abs(there - wanted), there > wanted
+
+    @cache
+    def newest_first(python: str) -> object:
+        return tuple(-number for number in release(python))
+
+    def near(found: Newest) -> tuple[object, ...]:
+        values = [(axis, value(found, axis)) for axis in axes]
+        minors, patches = [minor(*one) for one in values], [patch(*one) for one in values]
+        return (*minors, *patches, newest_first(value(found, "python")), found.cell)
+
+    return near

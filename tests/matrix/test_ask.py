@@ -1,0 +1,219 @@
+"""The question of the first page. A report reads it with a script, a service in Python: both read the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored import cells, failed, passed, stored
+
+from compat_matrix.errors import MatrixError
+from compat_matrix.pages import ask, report
+from compat_matrix.pages.filters import Filters
+from compat_matrix.pages.links import Links
+from compat_matrix.store import Store
+from compat_matrix.views.verdicts import Wanted, judge, newest
+
+#: A field, what is typed, and what it is; or a part of the error.
+TYPED = [
+    ("tf", "5.9.1", "5.9.1"),
+    ("tf", "v5.9", "5.9"),
+    ("tf", "  transformers==5.9.1 ", "5.9.1"),
+    ("tf", "transformers 5.9.1,", "5.9.1"),
+    ("tf", "5.9.0rc1", "5.9.0rc1"),
+    ("tf", "5.10.0.dev0", "5.10.0.dev0"),
+    ("pt", "2.11.0+cu130", "2.11.0"),
+    ("pt", "2.11.0 cu130", "2.11.0"),
+    ("pt", "torch-2.11", "2.11"),
+    ("fa", "flash-attn 2.8.3", "fa2"),
+    ("fa", "flash_attn==2.8.3", "fa2"),
+    ("fa", "2.8.3", "fa2"),
+    ("fa", "FlashAttention-3", "fa3"),
+    ("fa", "fa3-fwd==0.0.3", "fa3"),
+    ("fa", "flash-attn-4 4.0.0b36", "fa4"),
+    ("fa", "fa4", "fa4"),
+    ("fa", "torch", "torch"),
+    ("fa", "none", "none"),
+    ("py", "3.12", "3.12"),
+    ("py", "Python 3.12.4", "3.12.4"),
+    ("py", "cp312", "3.12"),
+    ("py", "python3.11", "3.11"),
+    ("tf", "five", "'five' isn't a release such as 5.9.1"),
+    ("tf", "torch==2.11", "'torch==2.11' isn't a release such as 5.9.1"),
+    ("pt", ">=2.4", "'>=2.4' is a range: one release, such as 2.11.0+cu130"),
+    ("pt", "2.11.0, 2.12.0", "'2.11.0, 2.12.0' is a range: one release, such as 2.11.0+cu130"),
+    ("fa", "flash", "'flash' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none"),
+    (
+        "fa",
+        "flash-attn 1.0.9",
+        "'flash-attn 1.0.9' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none",
+    ),
+    ("py", "three", "'three' isn't a release such as 3.12"),
+]
+
+LOCK = """
+[[package]]
+name = "flash-attn"
+version = "2.8.3"
+source = { registry = "https://index.example/simple" }
+
+[[package]]
+name = "torch"
+version = "2.11.0+cu130"
+dependencies = [
+    { name = "transformers" },
+]
+
+[[package]]
+name = "transformers"
+version = "5.9.1"
+"""
+
+#: A pasted text, and its fields or the error.
+PASTED: list[tuple[str, dict[str, str] | str]] = [
+    ("numpy==2.3\ntorch==2.11.0+cu130\ntransformers==5.9.1\n", {"tf": "5.9.1", "pt": "2.11.0+cu130", "fa": "none"}),
+    ("Torch == 2.11.0 ; python_version < '3.14'\n", {"tf": "", "pt": "2.11.0", "fa": "none"}),
+    ("transformers[torch]==5.9.1 \\\n    --hash=sha256:00\n", {"tf": "5.9.1", "pt": "", "fa": "none"}),
+    (
+        "Package      Version\n------ ----\nflash_attn   2.8.3\ntorch        2.11.0\n",
+        {"tf": "", "pt": "2.11.0", "fa": "flash-attn 2.8.3"},
+    ),
+    (
+        "flash_attn @ file:///wheels/flash_attn-2.8.3%2Bcu12torch2.11-cp312-cp312-linux_x86_64.whl#sha256=0\ntorch==2.11.0",
+        {"tf": "", "pt": "2.11.0", "fa": "flash-attn 2.8.3+cu12torch2.11"},
+    ),
+    (LOCK, {"tf": "5.9.1", "pt": "2.11.0+cu130", "fa": "flash-attn 2.8.3"}),
+    ("torch>=2.4\n", "torch>=2.4 is a range: type the release that you have"),
+    (
+        "transformers @ git+https://example.org/transformers\n",
+        "transformers @ git+https://example.org/transformers has no version: type it",
+    ),
+    ("torch==2.10.0\ntorch==2.11.0\n", "torch is there as 2.10.0 and 2.11.0: type the one that you have"),
+    (
+        "torch==2.11.0\nflash-attn==2.8.3\nflash-attn-4==4.0.0b36\n",
+        "flash-attn 2.8.3 and flash-attn-4 4.0.0b36 are there: type the one that you use",
+    ),
+    ("numpy==2.3\n", "neither transformers nor torch is in this text, as in the line torch==2.11.0"),
+    ("import torch\nassert torch\n", "neither transformers nor torch is in this text, as in the line torch==2.11.0"),
+]
+
+
+def _script(call: str, matrix: object = {}) -> Any:
+    """The value of an expression in the report's script."""
+    driver = pytest.importorskip("playwright", reason="Playwright, which brings Node, is not installed")
+    node = Path(driver.__file__).parent / "driver" / "node"
+    source = files("compat_matrix").joinpath("pages/static/ask.js").read_text()
+    program = f"const MATRIX = {json.dumps(matrix)};\n{source}\nconsole.log(JSON.stringify({call}));"
+    done = subprocess.run([node, "-"], input=program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _typed(name: str, text: str) -> str | None:
+    """What a field is read as, or the error beside it."""
+    found = ask.question(Filters(**{name: text}))
+    assert found.typed[name] == text  # what can't be read is kept
+    axis = next(axis for axis, (field, *_) in ask.FIELDS.items() if field == name)
+    return found.wanted.asked[axis] if found.wanted else found.errors[name]
+
+
+@pytest.mark.parametrize(("name", "text", "said"), TYPED)
+def test_what_people_type(name: str, text: str, said: str) -> None:
+    assert _typed(name, text) == said
+
+
+@pytest.mark.parametrize(("text", "said"), PASTED)
+def test_what_people_paste(text: str, said: dict[str, str] | str) -> None:
+    if isinstance(said, str):
+        with pytest.raises(MatrixError) as error:
+            ask.pasted(text)
+        assert str(error.value) == said
+        found = ask.question(Filters(), text)
+        assert (found.text, found.errors, found.wanted) == (text, {"text": said}, None)
+    else:
+        assert {"tf": "", "pt": ""} | ask.pasted(text) == said
+
+
+def test_a_field_counts_more_than_the_text() -> None:
+    found = ask.question(Filters(pt="2.12"), "torch==2.11.0\ntransformers==5.9.1")
+    assert found.wanted == Wanted(transformers="5.9.1", torch="2.12", flash_attention="none")
+    assert ask.question(Filters()).wanted is None
+    assert "longer than" in ask.question(Filters(), "torch==2.11.0\n" * 100_000).errors["text"]
+
+
+def test_the_script_reads_the_same() -> None:
+    matrix = {"values": {axis: ["1.0"] for axis in ask.FIELDS}}
+    empty = {"tf": "", "pt": "", "fa": "", "py": "", "text": ""}
+    asked = [empty | {name: text} for name, text, _ in TYPED]
+    read = _script(f"{json.dumps(asked)}.map(read)", matrix)
+    axes = {name: axis for axis, (name, *_) in ask.FIELDS.items()}
+    assert [
+        one["errors"].get(name) or one["asked"][axes[name]] for one, (name, *_) in zip(read, TYPED, strict=True)
+    ] == [said for *_, said in TYPED]
+    asked = [empty | {"text": text} for text, _ in PASTED]
+    read = _script(f"{json.dumps(asked)}.map(read)", matrix)
+    said = [one["errors"].get("text") or {name: one["typed"][name] for name in ("tf", "pt", "fa")} for one in read]
+    assert said == [said for _, said in PASTED]
+
+
+def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
+    every = cells(("5.8", "5.9", "5.10"), ("2.10", "2.11"))
+    with Store.open(str(tmp_path / "store.db")) as store:
+        stored(store, [failed(one, "wrong", "off by 3") if one.transformers == "5.9" else passed(one) for one in every])
+        known = newest(store)
+        script = report._answers(store, known, Links())
+        matrix = json.loads(script.removeprefix("const MATRIX = ").rstrip(";\n"))
+        questions = [
+            ("5.9.1", "2.11.0", "patch"),  # the tested patch releases
+            ("5.9.3", "2.11.0", "minor"),
+            ("5.9", "2.11", "minor"),
+            ("5.10.1", "2.10.0", "patch"),
+        ]
+        for transformers, torch, closeness in questions:
+            wanted = Wanted(transformers=transformers, torch=torch)
+            shown = ask.shown(wanted, judge(store, wanted))
+            assert shown.closeness == closeness
+            asked = {"transformers": transformers, "torch": torch, "flash_attention": "", "python": ""}
+            found = _script(f"answer({json.dumps(asked)})", matrix)
+            assert shown.headline in found["html"]
+            assert shown.evidence[0].found.cell.name in found["html"]
+            assert (found["said"], bool(shown.works)) == ("", "nearest combination that works" in found["html"])
+            tested = {axis: text for axis, text, _ in shown.evidence[0].axes}
+            assert _script(f"closeness({json.dumps(asked)}, {json.dumps(tested)})") == closeness
+        asked = {"transformers": "5.12.0", "torch": "2.11.0", "flash_attention": "", "python": ""}
+        found = _script(f"answer({json.dumps(asked)})", matrix)
+        assert found["said"] == "5.12.0 (transformers) was not tested. This is the answer for the nearest: "
+        assert found["have"]["transformers"] == "5.10"
+
+
+def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
+    every = cells(("5.8", "5.9", "5.10"), ("2.10", "2.11"))
+    with Store.open(str(tmp_path / "store.db")) as store:
+        run = stored(store, [failed(one, "crash", "it died") if one.torch == "2.11" else passed(one) for one in every])
+
+        def answer(**asked: str) -> ask.Answer:
+            wanted = Wanted(**asked)
+            return ask.shown(wanted, judge(store, wanted))
+
+        bad = answer(transformers="5.9.1", torch="2.11.0")
+        assert (bad.state, bad.headline, bad.closeness, bad.reason) == ("failed", "It fails: crash", "patch", "it died")
+        assert bad.works is not None
+        assert bad.works.found.cell.name == "py312-tf5.9-torch2.10"
+        assert [axis for axis, _, differs in bad.works.axes if differs] == ["torch"]
+        assert (bad.evidence[0].found.past.run.id, bad.evidence[0].word) == (run, "crash")
+        other = answer(transformers="5.12", torch="2.10")
+        assert (other.headline, other.closeness) == ("It was not tested", "neighbour")
+        assert other.works is not None
+        assert other.works.found.cell.name == "py312-tf5.10-torch2.10"
+        store.new_run([], excluded=dict.fromkeys(cells(("5.9",), ("2.11",), ("3.10",)), "needs Python 3.11"))
+        refused = answer(transformers="5.9", torch="2.11", python="3.10")
+        assert (refused.headline, refused.closeness, refused.reason, refused.evidence) == (
+            "It is excluded",
+            "rule",
+            "needs Python 3.11",
+            [],
+        )
