@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote, unquote, urljoin
 
 import pytest
@@ -24,9 +25,10 @@ from stored import cells, failed, passed, stored
 
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell
+from compat_matrix.pages import report
 from compat_matrix.pages.filters import STATES
 from compat_matrix.pages.links import Links
-from compat_matrix.results import Test
+from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
 from compat_matrix.store import Run, Store, documents
@@ -781,3 +783,47 @@ def test_reading_writes_nothing(demo: tuple[Get, service_demo.Demo, Store]) -> N
         head = requests.head(get(path).url, timeout=30)
         assert head.status_code == 200
     assert isinstance(store.runs()[0], Run)
+
+
+# Flaky tests, known failures, figures, and parts of a run.
+
+
+def _verdict(cell: Cell, verdict: Literal["flaky", "known"]) -> CellResult:
+    tests = [Test("t.py::test_a", verdict, 0.1, "E   TimeoutError", (Figure("step time", 10.5, "ms", "lower"),))]
+    return dataclasses.replace(passed(cell, tests=tests), verdict=verdict, reason=f"because {verdict}")
+
+
+def test_flaky_and_known_are_told_everywhere(store: Store, get: Get, tmp_path: Path) -> None:
+    flaky, known = OLD[:2]
+    run = stored(store, [_verdict(flaky, "flaky"), _verdict(known, "known")])
+    report.write(store, tmp_path / "site")
+    for text in (get("/").text, (tmp_path / "site" / "index.html").read_text()):
+        assert "a test failed, and passed when repeated" in text
+        assert re.search(r'class="c flaky"[^>]*><i aria-hidden="true">~</i> flaky', text)
+        assert re.search(r'class="c known"[^>]*><i aria-hidden="true">!</i> known', text)
+        assert "because known" in text
+    asked = get(f"/?tf={flaky.transformers}&pt={flaky.torch}").text
+    assert "It works, but a test is flaky" in asked
+    assert "The nearest combination that works" not in asked
+    assert "It works but for failures that are known" in get(f"/?tf={known.transformers}&pt={known.torch}").text
+    page = " ".join(_page(get(f"/cells/{flaky}")).text.split())
+    assert "1 flaky" in page
+    assert "10.5 ms, lower is better" in page
+    for text in (get("/runs").text, get(f"/runs/{run}").text):
+        assert re.search(r'class="s known"', text)
+
+
+def test_a_run_of_two_parts_leads_to_the_results_of_both(store: Store, get: Get, tmp_path: Path) -> None:
+    runs = [stored(store, [failed(one)], label="sharded") for one in OLD[:2]]
+    assert [store.run(one).whole for one in runs] == [runs[0], runs[0]]
+    for run in runs:
+        page = _page(get(f"/runs/{run}"))
+        links = [one for one in page.links if one.startswith("/cells/")]
+        assert len(links) == 2
+        for link in links:
+            assert get(link).status_code == 200
+    assert "no two runs" in _page(get("/diff")).text
+    report.write(store, tmp_path / "site", [runs[0]])
+    for run in runs:
+        text = (tmp_path / "site" / "runs" / f"{run}.html").read_text()
+        assert len(re.findall(r'href="\.\./cells/', text)) == 2

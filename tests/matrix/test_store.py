@@ -460,6 +460,20 @@ def test_a_deleted_run_leaves_nothing_and_takes_nothing_of_others(store: Store) 
     assert set(rows(store).values()) == {0}
 
 
+def test_the_newest_result_is_an_earlier_one_again_after_its_run_was_deleted(store: Store) -> None:
+    kept = stored(store, [passed(CELLS[0])])
+    planned = store.new_run(CELLS[:2])
+    gone = stored(store, [failed(CELLS[0]), failed(CELLS[1]), failed(CELLS[2])])
+    assert {past.run.id for past in store.current().values()} == {gone}
+    removal.delete_runs(store, [gone])
+    current = store.current()
+    assert {cell: past.run.id for cell, past in current.items()} == {CELLS[0]: kept, CELLS[1]: planned}
+    assert current == store.current([kept, planned])
+    store.finish(planned, "interrupted")
+    removal.delete_runs(store, [planned, kept])
+    assert store.current() == {}
+
+
 def test_a_run_that_goes_on_is_never_deleted(store: Store) -> None:
     ended, running = store.new_run(CELLS), store.new_run(CELLS)
     store.finish(ended, "finished")
