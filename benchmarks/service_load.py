@@ -2,7 +2,7 @@
 
 Run by hand: python benchmarks/service_load.py [sqlite] [postgresql] [--seconds 60] [--think 1.0]. It needs
 kernel-compat-matrix[service,postgres], aiohttp, Debian's postgresql and 1 GB of disk in the temporary folder. The service is one
-process with nothing configured. 50 readers ask for the grid, cells, runs and the API in turn, with a pause of `--think` seconds: first
+process with nothing configured. 50 readers ask for the first page, cells, runs and the API in turn, with a pause of `--think` seconds: first
 alone, then while the service runs cells of 300 tests, then while stores of 168 such results are uploaded one after the other. This
 process takes its part of the same cores.
 """
@@ -83,8 +83,8 @@ class Load:
 
     async def reader(self, number: int, end: float) -> None:
         pages = (
-            [("grid", "/"), ("cell page", "/cells/{cell}")] * 3
-            + [("grid, live", "/?live=x"), ("runs page", "/runs"), ("status page", "/status")]
+            [("first page", "/"), ("form's answer", "/?tf={tf}&pt={torch}"), ("cell page", "/cells/{cell}")] * 3
+            + [("first page, live", "/?live=x"), ("runs page", "/runs"), ("status page", "/status")]
             + [("compat, exact", "/api/v1/compat?transformers={tf}&torch={torch}&device=cpu")]
             + [
                 (

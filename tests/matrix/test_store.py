@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -236,6 +237,33 @@ def test_a_plan_that_is_merged_is_the_newest_whatever_its_clock(store: Store, ot
     store.merge(other)
     assert store.current() == store.current([run.id for run in store.runs()])
     assert store.current()[CELLS[0]].run.id == merged
+
+
+def test_a_migration_finds_the_newest_results(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    query = text("SELECT * FROM newest ORDER BY cell_id")
+    with Store.open(str(path)) as store:
+        stored(store, [passed(CELLS[0]), passed(CELLS[1]), not_run(CELLS[2]), failed(CELLS[3])])
+        older = store.new_run(CELLS[:2])
+        flaky = dataclasses.replace(passed(CELLS[0], attempt=2), verdict="flaky")
+        stored(store, [flaky, not_run(CELLS[1]), not_run(CELLS[2])])
+        store.add(older, failed(CELLS[0]))  # received last
+        store.new_run(CELLS, excluded={CELLS[4]: "can't"})
+        store.add(store.new_run(CELLS[:1], partial=True), passed(CELLS[0]))
+        with store.reading() as connection:
+            before = connection.execute(query).all()
+        store.single_file()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in (
+            *("DROP TABLE newest", "DROP TABLE figure"),
+            *(f"ALTER TABLE result DROP COLUMN {name}" for name in ("flaky", "known")),
+            f"UPDATE {schema.VERSIONS} SET version_num = '0007'",
+        ):
+            connection.execute(statement)
+    with Store.open(str(path)) as store:
+        with store.reading() as connection:
+            assert connection.execute(query).all() == before
+        assert store.current()[CELLS[0]].run.id == older
 
 
 def test_the_newest_result_has_its_exact_versions(store: Store) -> None:
