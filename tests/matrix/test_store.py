@@ -253,13 +253,13 @@ def test_a_migration_finds_the_newest_results(tmp_path: Path) -> None:
         with store.reading() as connection:
             before = connection.execute(query).all()
         store.single_file()
-    with closing(sqlite3.connect(path)) as connection, connection:
+    with closing(sqlite3.connect(path)) as old, old:
         for statement in (
             *("DROP TABLE newest", "DROP TABLE figure"),
             *(f"ALTER TABLE result DROP COLUMN {name}" for name in ("flaky", "known")),
             f"UPDATE {schema.VERSIONS} SET version_num = '0007'",
         ):
-            connection.execute(statement)
+            old.execute(statement)
     with Store.open(str(path)) as store:
         with store.reading() as connection:
             assert connection.execute(query).all() == before
