@@ -124,9 +124,11 @@ def parse(name: str) -> Cell:
     python, *parts = name.split("-")
     fields = {"python": f"{python[2]}.{python[3:]}"}
     for part in parts:
+        if "=" in part:  # one of the own axes, which may be called tf0
+            continue
         if match := re.fullmatch(r"(tf|torch)([0-9].*)", part):
             fields["transformers" if match[1] == "tf" else "torch"] = match[2]
-        elif "=" not in part:
+        else:
             fields["device" if part == "cuda" else "flash_attention"] = part.replace("fatorch", "torch")
     cell = Cell(**fields, extra=parse_own(name))
     if cell.name != name:  # the own axes aren't in order, or one of them is there twice

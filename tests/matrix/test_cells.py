@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compat_matrix.cells import DEVICES, FLASH_ATTENTION, NAME, WORD, Cell, parse, shard
@@ -27,6 +27,7 @@ every_cell = st.builds(
 
 
 @given(every_cell)
+@example(Cell("3.6", extra=(("tf0", "a"), ("torch2", "b"))))
 def test_a_name_says_which_cell_it_is(cell: Cell) -> None:
     assert parse(cell.name) == cell
 

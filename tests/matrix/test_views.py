@@ -337,6 +337,15 @@ def test_nothing_changed(store: Store, call: Command, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.endswith("\nnothing changed\n")
 
 
+def test_the_versions_of_own_axes_are_shown(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = dataclasses.replace(OLD[0], extra=(("sentence_transformers", "5.1"),))
+    packages = {"sentence-transformers": "5.1.2", "torch": "2.11.0", "six": "1.17"}
+    stored(store, [dataclasses.replace(passed(cell), environment={"packages": packages})])
+    call(explain, cell.name)
+    shown = capsys.readouterr().out
+    assert [f"\n    {name} " in shown for name in packages] == [True, True, False]
+
+
 # figures, flaky tests and known failures
 
 

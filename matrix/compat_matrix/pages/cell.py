@@ -84,7 +84,7 @@ def _installed(found: CellResult, packages: Mapping[str, Any]) -> dict[str, str]
     versions = {str(name): str(version) for name, version in packages.items()}
     versions = versions or dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", found.pins, re.MULTILINE))
     python = found.environment.get("python")
-    told = {name: version for name, version in sorted(versions.items()) if explain.TELLING.fullmatch(name)}
+    told = {name: version for name, version in sorted(versions.items()) if explain.matters(name, found.cell)}
     return ({"Python": python} if isinstance(python, str) else {}) | told
 
 

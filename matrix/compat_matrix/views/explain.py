@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult, Test
@@ -16,8 +18,8 @@ from ..store import Measured, Past, Store
 from ..words import plural
 from . import common, trend
 
-#: The packages that are shown without `--full`.
-TELLING = re.compile(
+#: The packages that are shown without `--full`, besides those of own axes.
+_TELLING = re.compile(
     r"(python|torch|transformers|triton|kernel.compat.*|flash.attn.*|fa3.fwd|kernels|liger.kernel|nvidia.cutlass.*)"
 )
 
@@ -91,7 +93,7 @@ def _explained(
     if found.command:
         yield common.Line(f"which ran  {common.one_line(shlex.join(found.command), 10_000 if arguments.full else 160)}")
     yield from _tests(found, arguments.full)
-    yield from _environment(found.environment, arguments.full)
+    yield from _environment(found.cell, found.environment, arguments.full)
     yield from _shims(found.environment.get("shims", {}))
     if arguments.pins:
         yield from _section("pins", common.clean(found.pins).splitlines() or ["none"])
@@ -122,12 +124,18 @@ def telling(lines: Sequence[str], most: int = 8) -> list[str]:
     return kept if len(kept) == len(lines) else [*kept, f"({plural(len(lines) - len(kept), 'more line')}: --full)"]
 
 
-def _environment(environment: Mapping[str, Any], full: bool) -> Iterator[common.Line]:
+def _environment(cell: Cell, environment: Mapping[str, Any], full: bool) -> Iterator[common.Line]:
     lines = [f"{name}: {value}" for name, value in facts(environment).items()]
-    packages = {name: v for name, v in environment.get("packages", {}).items() if full or TELLING.fullmatch(name)}
+    packages = {name: v for name, v in environment.get("packages", {}).items() if full or matters(name, cell)}
     lines += [f"{name} {version}" for name, version in packages.items()]
     if lines:
         yield from _section("environment", [common.one_line(line, 1000) for line in lines])
+
+
+def matters(package: str, cell: Cell) -> bool:
+    """Whether the version of a package in a cell is shown among the few that matter most."""
+    own = {canonicalize_name(axis) for axis, _ in cell.extra}
+    return _TELLING.fullmatch(package) is not None or canonicalize_name(package) in own
 
 
 def facts(environment: Mapping[str, Any]) -> dict[str, str]:
