@@ -18,7 +18,9 @@ from compat_matrix.commands.emit import jobs
 from compat_matrix.pages import report
 from compat_matrix.pins import Part
 from compat_matrix.service.app import create_app
+from compat_matrix.service.executing import Queue
 from compat_matrix.service.settings import Settings
+from compat_matrix.service.submission import Submission
 from compat_matrix.store import Store
 
 AXES = 'peft = ["0.16", "0.17", "0.18"]\nbackend = ["gloo", "nccl"]'
@@ -182,6 +184,13 @@ def test_a_project_without_transformers_and_torch(small: Small) -> None:
     ]
     assert small.run("explain", TAG).returncode == 0
     assert load(path).cells == [Cell(PYTHON)]
+
+
+def test_a_service_runs_them(project: Small) -> None:
+    axes = load(project.folder / "matrix" / "axes.toml")
+    with Store.open(str(project.folder / "new.sqlite")) as store:
+        made = Queue(store, axes).submit(Submission.model_validate_json(f'{{"cells": ["{axes.cells[0]}"]}}'))
+        assert store.unfinished(made.run) == axes.cells[:1]
 
 
 def test_the_grid_of_the_service_has_a_block_for_each(project: Small) -> None:

@@ -6,7 +6,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-CellName = Annotated[str, StringConstraints(pattern=r"^py[a-z0-9.-]{1,150}$")]
+from ..cells import LONGEST, NAME
+
+CellName = Annotated[str, StringConstraints(pattern=f"^{NAME}$", max_length=LONGEST)]
 
 
 class Submission(BaseModel):
