@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from packaging.version import Version
-from tiny import TRANSFORMERS, distance, load
+from tiny import TRANSFORMERS, VOCAB, distance, load
 from torch import Tensor
 
 #: The name of `from_pretrained`'s argument for the dtype.
@@ -86,6 +87,21 @@ class Three:
             truth, yardstick = (read(model, out.sequences).float() for model in (self.truth, self.yardstick))
         require_as_close(torch.stack(out.logits, 1).float(), yardstick, truth)
         return out
+
+
+def llama(name: str, device: str = "cuda") -> Any:
+    """A Llama in bfloat16 that is large enough to measure its time and memory, under an attention name."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        pad_token_id=0,
+    )
+    dtype = {DTYPE: torch.bfloat16}
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=name, **dtype).to(device)
 
 
 def measured(model: Any, run: Callable[[Any], Tensor], backward: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -277,7 +277,7 @@ class Known(_Table):
     when: Condition | None = None
 
     def matches(self, nodeid: str) -> bool:
-        """Whether a test is one of those that fail."""
+        """Whether `test` matches a node id."""
         return re.fullmatch(".*".join(map(re.escape, self.test.split("*"))), nodeid, re.DOTALL) is not None
 
     @property

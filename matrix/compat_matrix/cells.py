@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def axes(self) -> dict[str, str]:
-        """The cell's axes and their values, without those that it lacks."""
+        """The values of the axes that the cell has, by axis."""
         return {axis: value for axis in AXES if (value := getattr(self, axis))} | dict(self.extra)
 
     @property

@@ -149,7 +149,7 @@ def failed(store: Store, run: str) -> dict[Cell, int]:
 
 
 def left(store: Store, run: str, axes: Axes, again: Mapping[Cell, int]) -> tuple[list[Cell], dict[Cell, int]]:
-    """The cells that are left to run in a run, and the number of earlier attempts at those that are repeated.
+    """The cells of a run that must still be run: the unfinished ones and `again`; and the earlier attempts at the latter.
 
     Args:
         again: the cells to repeat, with their attempts so far; one that has a later attempt by now is left out.
@@ -159,7 +159,7 @@ def left(store: Store, run: str, axes: Axes, again: Mapping[Cell, int]) -> tuple
     """
     summary = store.summary(run)
     repeated = {cell: attempts for cell, attempts in again.items() if summary[cell].attempt == attempts}
-    cells = [*store.unfinished(run), *repeated]
+    cells = [*(cell for cell, one in summary.items() if one.state == "unfinished"), *repeated]
     if gone := [cell.name for cell in cells if cell not in axes.all_cells]:
         raise MatrixError(
             f"{axes.path} has no {one_and_more(gone)} any more, which {run} planned: continue with the axes file that it was started with"

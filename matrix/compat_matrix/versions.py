@@ -1,4 +1,4 @@
-"""Versions as people write them, and as results report them. The one that is asked for may have fewer components than the other."""
+"""Comparing a version that a user typed, such as 5.9, with one that a result reports, such as 5.9.1."""
 
 from __future__ import annotations
 

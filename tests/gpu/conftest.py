@@ -57,3 +57,10 @@ def name(kernel: str) -> Iterator[str]:
     private = f"mine_{kernel}"
     with installation(private, kernel):
         yield private
+
+
+@pytest.fixture
+def with_backward(kernel: str) -> None:
+    """Skip the test of a kernel without a backward."""
+    if not kernel_compat.known_kernels()[kernel].features.backward:
+        pytest.skip(f"{kernel} has no backward")

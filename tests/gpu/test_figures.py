@@ -6,11 +6,10 @@ import statistics
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import transformers
+from bf16 import llama
 from tiny import VOCAB
 
 import kernel_compat
@@ -53,16 +52,7 @@ def synchronize() -> None:
 
 def training_step(name: str, device: str) -> Callable[[], None]:
     """A step of a small model in bfloat16, without an optimizer."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
-    model: Any = transformers.LlamaForCausalLM._from_config(config, attn_implementation=name, dtype=torch.bfloat16)
-    model.to(device)
+    model = llama(name, device)
     ids = torch.randint(3, VOCAB, (4, 1024), device=device)
 
     def step() -> None:
@@ -72,9 +62,8 @@ def training_step(name: str, device: str) -> Callable[[], None]:
     return step
 
 
-def test_a_step(kernel: str, name: str, record: Record) -> None:
-    if not kernel_compat.known_kernels()[kernel].features.backward:
-        pytest.skip(f"{kernel} has no backward")
+@pytest.mark.usefixtures("with_backward")
+def test_a_step(name: str, record: Record) -> None:
     step = training_step(name, "cuda")
     record("step time", seconds(step, 5) * 1e3, "ms")
     torch.cuda.reset_peak_memory_stats()

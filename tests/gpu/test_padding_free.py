@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from bf16 import Three
+from bf16 import Three, llama
 from synchronization import no_synchronization
 from tiny import CAUSAL_LMS, VOCAB, saved
 from torch import Tensor
@@ -53,18 +52,6 @@ def test_models(model: str, side: str, tokens: int | None, kernel: str, name: st
 
     with padding_free(three.ours, tokens=tokens):
         three.judge(logits, backward=features.backward)
-
-
-def llama(name: str, **more: Any) -> Any:
-    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
-    config = transformers.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=4, pad_token_id=0, **{**shape, **more})
-    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=name, dtype=torch.bfloat16).to("cuda")
-
-
-@pytest.fixture
-def with_backward(kernel: str) -> None:
-    if not kernel_compat.known_kernels()[kernel].features.backward:
-        pytest.skip(f"{kernel} has no backward")
 
 
 @pytest.mark.usefixtures("with_backward")

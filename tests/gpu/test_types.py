@@ -11,7 +11,6 @@ from tiny import distance, gradients
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import kernel_compat
 from kernel_compat.errors import KernelCompatError, UnsupportedFeatureError
 from kernel_compat.proving import recipes
 from kernel_compat.proving.architectures import classes_of
@@ -89,9 +88,8 @@ def packed_positions() -> Tensor:
     return torch.cat([torch.arange(length) for length in LENGTHS])[None].cuda()
 
 
-def test_gradients_of_packed(models: tuple[Any, Any, Any], kernel: str) -> None:
-    if not kernel_compat.known_kernels()[kernel].features.backward:
-        pytest.skip(f"{kernel} has no backward")
+@pytest.mark.usefixtures("with_backward")
+def test_gradients_of_packed(models: tuple[Any, Any, Any]) -> None:
     truth, yardstick, ours = models
     ids = tokens(truth, 1)
     try:

@@ -85,7 +85,7 @@ def test_the_latest_attempt_is_the_result(store: Store, order: tuple[int, ...]) 
     assert store.result(run, CELLS[0]) == passed(CELLS[0], attempt=10)
     assert store.result(run, CELLS[0], attempt=1) == failed(CELLS[0])
     assert [past.summary.attempt for past in store.history(CELLS[0])] == [10, 2, 1]
-    assert store.totals()[run] == {"passed": 1, "unfinished": len(CELLS) - 1}
+    assert store.totals([run])[run] == {"passed": 1, "unfinished": len(CELLS) - 1}
 
 
 def test_a_cell_that_was_not_planned_joins(store: Store) -> None:

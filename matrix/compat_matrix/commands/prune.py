@@ -8,6 +8,7 @@ from datetime import timedelta
 from ..options import add_store, days
 from ..store import Store, removal
 from ..views.common import moment, named
+from ..words import plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"{named(one)} of {moment(one.started)}")
         if not options.dry_run:
             removal.delete_runs(store, [one.id for one in found])
-    print(
-        f"{len(found)} {'run' if len(found) == 1 else 'runs'} {'would be' if options.dry_run else 'were' if len(found) != 1 else 'was'} deleted"
-    )
+    were = "would be" if options.dry_run else "was" if len(found) == 1 else "were"
+    print(f"{plural(len(found), 'run')} {were} deleted")
     return 0

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retry-failed",
         action="store_true",
-        help="repeat failed tests once: those that pass then are flaky, and don't fail the run",
+        help="repeat failed tests once; a test that passes the second time is flaky, and doesn't fail the run",
     )
     parser.add_argument(
         "--executor",

@@ -20,6 +20,7 @@ from ..axes import Axes
 from ..cells import Cell
 from ..errors import MatrixError
 from ..options import AXES, add_environments, add_executor, add_store, axes_of, days, jobs_of
+from ..service.background import beside
 from ..store import Store, removal
 
 if TYPE_CHECKING:
@@ -183,14 +184,8 @@ def _executing(options: argparse.Namespace, queue: Queue) -> Iterator[None]:
         yield
         return
     command = lambda run: [*options.words, "--execute", run, queue.id]  # noqa: E731
-    over = threading.Event()
-    thread = threading.Thread(target=queue.execute_all, args=(command, over), name="runs")
-    thread.start()
-    try:
+    with beside(lambda over: queue.execute_all(command, over), "runs"):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @contextmanager
@@ -199,9 +194,8 @@ def _pruning(options: argparse.Namespace, store: Store) -> Iterator[None]:
     if options.keep is None:
         yield
         return
-    over = threading.Event()
 
-    def prune() -> None:
+    def prune(over: threading.Event) -> None:
         while not over.is_set():
             try:
                 removal.delete_runs(store, [one.id for one in removal.older(store, timedelta(days=options.keep))])
@@ -209,10 +203,5 @@ def _pruning(options: argparse.Namespace, store: Store) -> Iterator[None]:
                 logging.getLogger(__name__).warning("old runs can't be deleted: %s", error)
             over.wait(_PRUNED)
 
-    thread = threading.Thread(target=prune, name="prune")
-    thread.start()
-    try:
+    with beside(prune, "prune"):
         yield
-    finally:
-        over.set()
-        thread.join()

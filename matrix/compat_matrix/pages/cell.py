@@ -64,7 +64,7 @@ def _details(store: Store, found: CellResult, past: Past) -> dict[str, Any]:
     packages = packages if isinstance(packages, dict) else {}
     return {
         "counts": past.summary.counts,
-        "failed": [(one, telling(one.message)) for one in bad[:_REPORTS]],
+        "failed": [(one, _error(one.message)) for one in bad[:_REPORTS]],
         "failed_more": bad[_REPORTS:_TESTS],
         "by_outcome": {name: tests[:_TESTS] for name, tests in by_outcome.items()},
         "left_out": sum(max(0, len(tests) - _TESTS) for tests in (bad, *by_outcome.values())),
@@ -88,10 +88,10 @@ def _installed(found: CellResult, packages: Mapping[str, Any]) -> dict[str, str]
     return ({"Python": python} if isinstance(python, str) else {}) | told
 
 
-def telling(message: str, most: int = 8) -> str:
+def _error(message: str) -> str:
     """The lines of a report with the error and its numbers."""
-    lines = [line[1:].strip() for line in message.splitlines() if line.startswith("E ")]
-    return "\n".join((lines or [line for line in message.splitlines() if line.strip()][-most:])[:most])
+    lines = explain.error_lines(message.splitlines())
+    return "\n".join(line[1:].strip() if line.startswith("E ") else line for line in lines)
 
 
 def _shims(found: Any) -> dict[str, Any]:

@@ -135,7 +135,15 @@ def _pages(store: Store, names: Sequence[str] | None, project: str) -> Iterator[
         yield grids[filters], render("home.html", links(), project, **_home(filters, entries, known))
     yield (
         "runs.html",
-        render("runs.html", links(), project, runs=known, totals=runs.totals(store, known), more=False, before=""),
+        render(
+            "runs.html",
+            links(),
+            project,
+            runs=known,
+            totals=store.totals(one.id for one in known),
+            more=False,
+            before="",
+        ),
     )
     for one in known:
         values = runs.of_one(one, store.summary(one.id))

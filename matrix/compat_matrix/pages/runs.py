@@ -7,24 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..cells import Cell
-from ..store import Past, Run, State, Store, Summary, queries
-from ..store.inserts import chunks
-from ..store.models import RUN
+from ..store import Past, Run, Store, Summary
 from ..views import diff
 from .grid import entry, groups, of_run
 
 #: The number of runs that are searched for two with the same cells.
 SEARCHED = 50
-
-
-def totals(store: Store, runs: Sequence[Run]) -> dict[str, Counter[State]]:
-    """The number of cells in each state, for these runs."""
-    found: dict[str, Counter[State]] = {one.id: Counter() for one in runs}
-    with store.reading() as connection:
-        for names in chunks(found):
-            for name, state, count in connection.execute(queries.totals().where(RUN.c.name.in_(names))):
-                found[name][state] = count
-    return found
 
 
 def of_one(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell] = ()) -> dict[str, Any]:

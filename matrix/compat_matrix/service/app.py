@@ -36,7 +36,7 @@ def create_app(
     """The application over a store.
 
     Args:
-        axes: the axes whose cells are shown and can be run; None if there is none.
+        axes: the axes whose cells are shown and can be run; None for a service that only shows the store.
         check: raises a `MatrixError` if cells can't be run in a suite.
     """
     queue = Queue(store, axes if settings.runs else None, check)

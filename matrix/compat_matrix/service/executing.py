@@ -42,6 +42,7 @@ from ..processes import Fresh, end
 from ..progress import Progress
 from ..store import Provenance, Store, inserts, submissions
 from ..store.models import RUN, SUBMISSION
+from .background import beside
 from .submission import Submission, Submitted
 
 #: The folder of a lock for each service on this machine, shared by all users of the temporary folder.
@@ -59,7 +60,7 @@ _TRIES = 10
 _PAUSE = 300.0
 #: Seconds for cells to end in order when the service is stopped.
 _GRACE = 30.0
-#: The exit code of a process that was told to end.
+#: The exit code of an interrupted process.
 _INTERRUPTED = 130
 #: The priority of processes that run cells and copy runs, as in `nice`: readers come first.
 NICE = 10
@@ -188,7 +189,7 @@ class Queue:
                     log.exception("a run can't be executed")
 
     def take(self) -> str | None:
-        """Claim the first run that waits or whose service is gone; None if there is none."""
+        """Claim the first run that waits or whose service has ended, and return its id; None if no run can be claimed."""
         query = select(SUBMISSION, RUN.c.name).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
         try:
             with self.store.reading() as connection:
@@ -345,11 +346,10 @@ def for_suite(options: argparse.Namespace, suite: str) -> argparse.Namespace:
 @contextmanager
 def _beating(store: Store, run: int, claim: str, progress: Progress) -> Iterator[None]:
     """Say every few seconds that a run is executed and which cells run. If the claim is lost, interrupt this process."""
-    over = threading.Event()
     own = and_(SUBMISSION.c.run_id == run, SUBMISSION.c.claim == claim)
     stopped = and_(RUN.c.id == run, RUN.c.state != "running")
 
-    def beat() -> None:
+    def beat(over: threading.Event) -> None:
         while not over.is_set():
             values: Mapping[str, Any] = {"seen": datetime.now(timezone.utc), "running": json.dumps(_running(progress))}
             values = {**values, "tries": 0, "reason": ""} if progress.counts else values
@@ -363,13 +363,8 @@ def _beating(store: Store, run: int, claim: str, progress: Progress) -> Iterator
                     return
             over.wait(_BEAT)
 
-    thread = threading.Thread(target=beat, name="beat", daemon=True)
-    thread.start()
-    try:
+    with beside(beat, "beat", daemon=True):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _running(progress: Progress) -> dict[str, str]:

@@ -350,7 +350,12 @@ def the_runs(request: Request) -> Response:
         after = (last.started, last.id)
     found = queries.run_page(store, _RUNS + 1, after, {})
     shown = found[:_RUNS]
-    values = {"runs": shown, "totals": runs.totals(store, shown), "more": len(found) > _RUNS, "before": before}
+    values = {
+        "runs": shown,
+        "totals": store.totals(one.id for one in shown),
+        "more": len(found) > _RUNS,
+        "before": before,
+    }
     return page(request, "runs.html", **values)
 
 
@@ -452,7 +457,9 @@ def the_status(request: Request) -> Response:
     template = "status.html" if request.query_params.get("live") is None else "status_live.html"
     going = queries.run_page(site.store, _RUNS, None, {"state": "running"})
     values = {"going": going, "waiting": {one.run: one for one in submissions.waiting(site.store)}}
-    return page(request, template, **values, totals=runs.totals(site.store, going), leased=site.queue.running())
+    return page(
+        request, template, **values, totals=site.store.totals(one.id for one in going), leased=site.queue.running()
+    )
 
 
 @router.get("/api")

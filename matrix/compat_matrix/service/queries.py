@@ -12,15 +12,12 @@ from sqlalchemy import ColumnElement, Select, func, select
 
 from .. import __version__
 from ..cells import Cell
-from ..results import ENDED
 from ..store import Past, Run, Store, Summary
 from ..store import queries as stored
 from ..store.models import CELL, DOCUMENT, NEWEST, PLANNED, RESULT, RUN
 
 #: The number of recent results that are counted, to notice one that was committed after a later one.
 _RECENT = 1000
-
-_ENDED = RESULT.c.verdict.in_(ENDED)
 
 
 def version(store: Store) -> str:
@@ -128,7 +125,7 @@ def broke(store: Store, limit: int) -> list[Breakage]:
                 func.lag(RUN.c.name).over(partition_by=RESULT.c.cell_id, order_by=order).label("run_before"),
             )
         )
-        .where(_ENDED, RUN.c.partial.is_(False))
+        .where(stored.HAS_ENDED, RUN.c.partial.is_(False))
         .subquery()
     )
     query: Select[Any] = stored.summary(ends.c.run_before, *stored.RUN_FIELDS).join(ends, ends.c.id == RESULT.c.id)

@@ -19,7 +19,7 @@ from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import CELL_FIELDS, COUNTS, COUNTS_FIRST, NEWEST_FIRST, RUN_FIELDS, cell_of, last_attempt
+from .queries import CELL_FIELDS, COUNTS, COUNTS_FIRST, NEWEST_FIRST, RUN_FIELDS, cell_of, environment_of, last_attempt
 from .records import Provenance, Run, options_of
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ def refresh_newest(connection: Connection, cell_keys: Iterable[int]) -> None:
         rows: list[tuple[int, int, int | None, str]] = []
         for row in connection.execute(query):
             cell_key, run_key, result_key, said, pinned = row[len(CELL_FIELDS) :]
-            found = versions.exact(cell_of(row), _mapping(said), pinned or "")
+            found = versions.exact(cell_of(row), environment_of(said), pinned or "")
             rows.append((cell_key, run_key, result_key, json.dumps(found, sort_keys=True)))
         if lacking := set(keys).difference(row[0] for row in rows):
             planned = connection.execute(plan.where(PLANNED.c.cell_id.in_(lacking)))
@@ -228,11 +228,6 @@ def _lock(connection: Connection, cell_keys: Iterable[int]) -> None:
     """Make other transactions that change the newest results of these cells wait. SQLite has one writer anyway."""
     query = select(CELL.c.id).where(CELL.c.id.in_(sorted(cell_keys))).order_by(CELL.c.id)
     connection.execute(query.with_for_update(key_share=True)).all()
-
-
-def _mapping(text: str | None) -> Mapping[str, Any]:
-    found = json.loads(text or "{}")
-    return found if isinstance(found, dict) else {}
 
 
 def _kept(text: str) -> str:

@@ -46,8 +46,11 @@ _FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max
 #: In the order in which the store received the runs, because the clock of the machine that ran one may be wrong.
 NEWEST_FIRST = (RUN.c.id.desc(),)
 
+#: The condition that the tests of a result ran.
+HAS_ENDED = RESULT.c.verdict.in_(ENDED)
+
 #: As `Summary.rank`.
-RANK = case((RESULT.c.verdict.in_(ENDED), 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
+RANK = case((HAS_ENDED, 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
 
 #: Of the results of a cell in several runs, the one that counts first.
 COUNTS_FIRST = (RANK, RESULT.c.id.desc())
@@ -129,11 +132,12 @@ def outcomes(results: Collection[int], *, failed_only: bool) -> Select[Any]:
     return query.where(text(f"test.{FAILED}")) if failed_only else query
 
 
-def totals() -> Select[Any]:
+def totals(run_names: Collection[str]) -> Select[Any]:
     """The number of cells in each state, by run."""
     unfinished = case((PLANNED.c.excluded.is_not(None), "excluded"), else_="unfinished")
     state = func.coalesce(RESULT.c.verdict, unfinished).label("state")
-    return latest(select(RUN.c.name, state, func.count())).group_by(RUN.c.name, state)
+    query = latest(select(RUN.c.name, state, func.count())).where(RUN.c.name.in_(run_names))
+    return query.group_by(RUN.c.name, state)
 
 
 def _summarised(*more: Any) -> Select[Any]:
@@ -176,6 +180,12 @@ def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
     if verdict is None:
         return found, Summary(reason=reason, excluded=bool(excluded))
     return found, Summary(verdict, kind, reason, bool(excluded), *rest)
+
+
+def environment_of(text: str | None) -> Mapping[str, Any]:
+    """The environment in a stored text; empty for a text that has none."""
+    found = json.loads(text or "{}")
+    return found if isinstance(found, dict) else {}
 
 
 def past_of(row: Sequence[Any]) -> Past:
@@ -221,7 +231,7 @@ def of_cell(query: Select[Any], run_name: str, wanted: Cell, attempt: int | None
 def read_result(
     connection: Connection, run_name: str, wanted: Cell, attempt: int | None, *, log: bool = True
 ) -> CellResult | None:
-    """The result as in `of_cell`; None if there is none."""
+    """One result of a cell in a run, chosen as in `of_cell`; None if the run has no such result."""
     row = connection.execute(_result(run_name, wanted, attempt, log=log)).one_or_none()
     if row is None:
         return None

@@ -16,7 +16,7 @@ State = Literal["passed", "flaky", "known", "failed", "not run", "unfinished", "
 
 
 def options_of(command: str) -> dict[str, str | bool]:
-    """The options of a command that change what its cells test, those that it has."""
+    """The options in a command that change what its cells test, with their values."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for option in ("--axes", "--suite", "--pytest"):
         parser.add_argument(option)

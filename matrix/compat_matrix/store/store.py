@@ -249,12 +249,13 @@ class Store:
             Newest(cell, Past(runs[row.run_id], one), queries.versions_of(row.versions)) for cell, one, row in found
         ]
 
-    def totals(self) -> dict[str, Counter[State]]:
-        """The number of cells in each state, by run."""
-        totals: dict[str, Counter[State]] = {one.id: Counter() for one in self.runs()}
+    def totals(self, runs: Iterable[str]) -> dict[str, Counter[State]]:
+        """The number of cells in each state, for each of these runs."""
+        totals: dict[str, Counter[State]] = {one: Counter() for one in runs}
         with self.reading() as connection:
-            for name, found, count in connection.execute(queries.totals()):
-                totals.setdefault(name, Counter())[found] = count
+            for names in inserts.chunks(totals):
+                for name, state, count in connection.execute(queries.totals(names)):
+                    totals[name][state] = count
         return totals
 
     def unfinished(self, run: str) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""The runs that wait for a service, and those that a service executes."""
+"""Submitted runs: they wait until a service executes them."""
 
 from __future__ import annotations
 

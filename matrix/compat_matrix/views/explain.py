@@ -110,17 +110,21 @@ def _tests(found: CellResult, full: bool) -> Iterator[common.Line]:
         shown = common.one_line(test.nodeid, 1000)
         yield common.Line(shown if test.bad else f"{shown} ({state})", common.STYLES[state])
         lines = common.clean(test.message).splitlines()
-        yield from (common.Line(f"    {line}") for line in (lines if full else telling(lines)))
+        yield from (common.Line(f"    {line}") for line in (lines if full else _shortened(lines)))
 
 
 def _bad(found: CellResult) -> list[Test]:
     return [test for test in found.tests if test.bad]
 
 
-def telling(lines: Sequence[str], most: int = 8) -> list[str]:
+def error_lines(lines: Sequence[str], most: int = 8) -> list[str]:
     """The error lines of a pytest report; the last lines of any other text."""
     errors = [line for line in lines if line.startswith("E ")]
-    kept = errors[:most] or [line for line in lines if line.strip()][-most:]
+    return errors[:most] or [line for line in lines if line.strip()][-most:]
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    kept = error_lines(lines)
     return kept if len(kept) == len(lines) else [*kept, f"({plural(len(lines) - len(kept), 'more line')}: --full)"]
 
 

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the runs; returns the exit code."""
     with common.open_store(arguments.store) as store:
         runs = store.runs()
-        totals = store.totals()
+        totals = store.totals(one.id for one in runs)
         parts: dict[str, list[Run]] = {one.whole: [] for one in runs}
         for one in reversed(runs):
             parts[one.whole].append(one)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -34,8 +33,6 @@ ORDER = ("device", "flash_attention", "transformers", "torch", "python")
 
 #: The verdicts, worst first. Of several matching cells the worst verdict counts.
 _WORST = ("wrong", "failed", "known", "flaky", "passed")
-
-_ENDED = RESULT.c.verdict.in_(ENDED)
 
 
 @dataclass(frozen=True)
@@ -265,7 +262,7 @@ def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> l
         for names in chunks(cell.name for cell in cells):
             query: Select[Any] = select(*stored.CELL_FIELDS, *own).distinct()
             query = query.join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
-            query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(CELL.c.name.in_(names), _ENDED)
+            query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(CELL.c.name.in_(names), stored.HAS_ENDED)
             rows = connection.execute(query.where(RUN.c.partial.is_(False))).all()
             texts: dict[int | None, str] = {}
             for some in chunks({key for row in rows for key in row[-2:] if key is not None}):
@@ -273,9 +270,9 @@ def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> l
                 texts |= {row[0]: row[1] for row in connection.execute(query)}
             for row in rows:
                 cell, (cell_key, environment, pins) = stored.cell_of(row), row[-3:]
-                versions = exact(cell, _mapping(texts.get(environment)), texts.get(pins, ""))
+                versions = exact(cell, stored.environment_of(texts.get(environment)), texts.get(pins, ""))
                 if all(same(text, versions.get(axis) or getattr(cell, axis)) for axis, text in asked.items()):
-                    query = stored.summary(*stored.RUN_FIELDS).where(RESULT.c.cell_id == cell_key, _ENDED)
+                    query = stored.summary(*stored.RUN_FIELDS).where(RESULT.c.cell_id == cell_key, stored.HAS_ENDED)
                     query = query.where(RESULT.c.environment_id.is_not_distinct_from(environment))
                     query = query.where(RESULT.c.pins_id.is_not_distinct_from(pins), RUN.c.partial.is_(False))
                     newest = connection.execute(query.order_by(*stored.NEWEST_FIRST).limit(1)).first()
@@ -296,13 +293,8 @@ def _texts(store: Store, of: Iterable[Newest]) -> list[tuple[Mapping[str, Any], 
         for one in of:
             own = (RUN.c.name == one.past.run.id, CELL.c.name == one.cell.name)
             row = connection.execute(query.where(*own, RESULT.c.attempt == one.past.summary.attempt)).first()
-            found.append((_mapping(row[0]), row[1] or "") if row else ({}, ""))
+            found.append((stored.environment_of(row[0]), row[1] or "") if row else ({}, ""))
     return found
-
-
-def _mapping(text: str | None) -> Mapping[str, Any]:
-    found = json.loads(text or "{}")
-    return found if isinstance(found, dict) else {}
 
 
 def _tested(found: Newest, environment: Mapping[str, Any], asked: Mapping[str, str]) -> Tested:
