@@ -23,7 +23,7 @@ from .errors import MatrixError
 from .figures import distinct
 from .outcomes import judge, read_report_log, retried, tied
 from .pins import Part
-from .processes import INSIDE, Fresh, Hosts, Process, end
+from .processes import INSIDE, Hosts, Process, fresh
 from .results import CellResult, Kind, Verdict
 
 #: Environment variables that cells don't inherit. Without bytecode caches a cell would compile torch and transformers for 10 s;
@@ -68,6 +68,21 @@ class Job:
         """The command, with the further arguments if it is pytest."""
         return (*self.tests.command, *(self.arguments if self.tests.command[0] == "pytest" else ()))
 
+    @property
+    def pins(self) -> str:
+        """The text of its requirement files; empty if there are none."""
+        return "" if isinstance(self.parts, str) else "".join(part.text for part in self.parts)
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that it leases."""
+        return self.tests.gpus if self.cell.device == "cuda" else 0
+
+    def result(self, verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
+        """Its result; without further values, that of a cell that didn't start."""
+        more = {"started": datetime.now(timezone.utc), "seconds": 0.0, **more}
+        return CellResult(self.cell, verdict, kind, reason, pins=self.pins, attempt=self.attempt, **more)
+
 
 class Cancelled(Exception):
     """The cell was ended because its run was cancelled."""
@@ -89,9 +104,7 @@ def run(
     started, clock = datetime.now(timezone.utc), time.monotonic()
 
     def result(verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
-        pins = "" if isinstance(job.parts, str) else "".join(part.text for part in job.parts)
-        seconds = time.monotonic() - clock
-        return CellResult(job.cell, verdict, kind, reason, started, seconds, pins=pins, attempt=job.attempt, **more)
+        return job.result(verdict, kind, reason, started=started, seconds=time.monotonic() - clock, **more)
 
     if isinstance(job.parts, str):
         return result("failed", "installation", _first(job.parts), log=job.parts)
@@ -143,7 +156,7 @@ def _start(
     place = (environment, job.environments.project, folder / "log")
     first, *rest = job.command
     if first != "pytest":
-        return Fresh([str(python) if part == "python" else part for part in job.command], *place)
+        return fresh([str(python) if part == "python" else part for part in job.command], *place)
     arguments = ["pytest", "-p", "kernel_compat_cell", "-p", "kernel_compat_figures"]
     arguments += [f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
     arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
@@ -153,7 +166,7 @@ def _start(
     if hosts is not None and not gpus and not _shadows(job):
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts(python).start(arguments, *place)
-    return Fresh([str(python), "-m", *arguments], *place)
+    return fresh([str(python), "-m", *arguments], *place)
 
 
 def _shadows(job: Job) -> bool:
@@ -193,10 +206,10 @@ def _supervise(process: Process, deadline: float, cancelled: threading.Event | N
                 if time.monotonic() > deadline:
                     with suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes the stacks of all threads
-                    end(process, _GRACE)
+                    process.end(_GRACE)
                     return None
     finally:
-        end(process, 0)  # its remaining children
+        process.end()  # its remaining children
 
 
 def _read_environment(path: Path) -> Mapping[str, Any]:
