@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
+from heapq import heappop, heappush
 from itertools import combinations, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import packaging.requirements
 import tomli
-from allpairspy import AllPairs
 from packaging.utils import canonicalize_name
 from pydantic import (
     AfterValidator,
@@ -38,10 +38,7 @@ OWN = Path(__file__).parent.parent / "axes.toml"
 
 
 def _release(text: str) -> str:
-    try:
-        release(text)
-    except MatrixError as error:
-        raise ValueError(str(error)) from None
+    release(text)
     return text
 
 
@@ -53,10 +50,7 @@ def _day(text: str) -> str:
 
 
 def _condition(text: str, info: ValidationInfo) -> str:
-    try:
-        Expression(text, info.context)
-    except MatrixError as error:
-        raise ValueError(str(error)) from None
+    Expression(text, info.context)
     return text
 
 
@@ -343,11 +337,8 @@ class Axes(_Table):
     @model_validator(mode="after")
     def _tables_agree(self) -> Axes:
         """An axis has releases in all tables, or words."""
-        for axis, values in self.own.items():
-            try:
-                _alike(values)
-            except ValueError as error:
-                raise ValueError(f"{axis}: {error}") from None
+        if mixed := next((axis for axis, values in self.own.items() if len({*map(is_release, values)}) > 1), None):
+            raise ValueError(f"{mixed}: the values of an axis are releases, or words, not both")
         if unknown := sorted({*self.not_installed} - self.own.keys()):
             raise ValueError(f"not_installed: there is no axis {', '.join(unknown)}")
         return self
@@ -424,45 +415,31 @@ def _joined(tables: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str
     return {axis: [*values] for axis, values in found.items()}
 
 
-_expressions: dict[str, Expression] = {}
-
-
+@cache
 def _expression(text: str) -> Expression:
-    if text not in _expressions:
-        _expressions[text] = Expression(text)
-    return _expressions[text]
+    return Expression(text)
 
 
 def cover(cells: Sequence[Cell]) -> list[Cell]:
-    """A small subset of the cells: every two values of different axes that share a cell also share one of the subset."""
-    if not cells:
-        return []
+    """A small subset of the cells: every two values of different axes that share a cell also share one of the subset.
+
+    The next cell is always one with the most pairs of values that no chosen cell has; counts only fall, so that a heap of earlier
+    counts finds it.
+    """
     axes = values_of(cells)
-    rows_of = {cell: tuple(cell.axes.get(axis, "") for axis in axes) for cell in cells}
-    fields = [list(dict.fromkeys(values)) for values in zip(*rows_of.values(), strict=True)]
-    varied = [i for i, values in enumerate(fields) if len(values) > 1]
-    if len(varied) < 2:
-        return list(cells)  # each value needs its own cell
-    there = {*rows_of.values()}
-    fixed = tuple(values[0] for values in fields)
-
-    def complete(row: Sequence[str]) -> tuple[str, ...]:
-        whole = list(fixed)
-        for index, value in zip(varied, row, strict=True):
-            whole[index] = value
-        return tuple(whole)
-
-    prefixes = {tuple(cell[i] for i in varied)[:n] for cell in there for n in range(1, len(varied) + 1)}
-    rows = AllPairs([fields[i] for i in varied], filter_func=lambda row: tuple(row) in prefixes)
-    chosen = {complete(row.pairs if hasattr(row, "pairs") else row) for row in rows}
-    # allpairspy gives up on a pair if every third value that it tries is excluded.
-    pairs = {cell: set(combinations(enumerate(rows_of[cell]), 2)) for cell in cells}
-    missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if rows_of[cell] in chosen))
+    pairs = {cell: {*combinations([(axis, cell.axes.get(axis, "")) for axis in axes], 2)} for cell in cells}
+    missing = set[tuple[Any, ...]]().union(*pairs.values())
+    heap = [(-len(pairs[cell]), place, cell) for place, cell in enumerate(cells)]
+    chosen = set()
     while missing:
-        best = max(cells, key=lambda cell: len(pairs[cell] & missing))
-        chosen.add(rows_of[best])
-        missing -= pairs[best]
-    return [cell for cell in cells if rows_of[cell] in chosen]
+        _, place, cell = heappop(heap)
+        count = -len(pairs[cell] & missing)
+        if heap and count > heap[0][0]:
+            heappush(heap, (count, place, cell))
+        else:
+            chosen.add(cell)
+            missing -= pairs[cell]
+    return [cell for cell in cells if cell in chosen]
 
 
 def load(path: Path) -> Axes:
@@ -485,12 +462,10 @@ def load(path: Path) -> Axes:
     except ValidationError as error:
         problems = []
         for problem in error.errors():
-            message = problem["msg"].removeprefix("Value error, ")
             place = problem["loc"]
-            shown = (
-                place[:1] + place[2:] if place[:1] == ("axes",) and not isinstance(found.get("axes"), list) else place
-            )
-            where = ".".join(str(part) for part in shown)
+            single = place[:1] == ("axes",) and not isinstance(found.get("axes"), list)
+            where = ".".join(map(str, place[:1] + place[2:] if single else place))
+            message = problem["msg"].removeprefix("Value error, ")
             problems.append(f"{path}:{line_of(text, place)}: {where}{': ' if where else ''}{message}")
         raise MatrixError("\n".join(problems)) from None
 
@@ -508,31 +483,25 @@ def _own_axes(given: Any) -> dict[str, list[str]]:
 def line_of(text: str, location: tuple[Any, ...]) -> int:
     """The line, from 1, of a key path such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest existing parent."""
     lines = text.splitlines()
-    start, end = 0, len(lines)
-    best = 1
-    rest = list(location)
-    if rest:
-        table = re.escape(str(rest[0]))
-        number = rest[1] if len(rest) > 1 and isinstance(rest[1], int) else 0
-        headers = [i for i, line in enumerate(lines) if re.match(rf"\s*\[\[?\s*{table}\s*\]", line)]
-        if number < len(headers):
-            start = headers[number]
-            best = start + 1
-            end = next((i for i in range(start + 1, len(lines)) if re.match(r"\s*\[\[?\s*\w", lines[i])), len(lines))
-            rest = rest[2:] if len(rest) > 1 and isinstance(rest[1], int) else rest[1:]
-        else:
-            end = next((i for i, line in enumerate(lines) if re.match(r"\s*\[", line)), len(lines))
+    table, *rest = location or ("",)
+    headers = [i for i, line in enumerate(lines) if re.match(rf"\s*\[\[?\s*{re.escape(str(table))}\s*\]", line)]
+    number = rest[0] if rest and isinstance(rest[0], int) else 0
+    if number < len(headers):
+        start = best = headers[number]
+        rest = rest[1:] if rest and isinstance(rest[0], int) else rest
+    else:
+        start, best, rest = -1, 0, [table, *rest]
+    end = next((i for i in range(start + 1, len(lines)) if re.match(r"\s*\[\[?\s*\w", lines[i])), len(lines))
     if rest:
         key = re.compile(rf"\s*{re.escape(str(rest[0]))}\s*=")
-        found = next((i for i in range(start, end) if key.match(lines[i])), None)
-        if found is None:
-            return best
-        best = found + 1
-        if len(rest) > 1 and isinstance(rest[1], int):
-            seen = -1
+        found = next((i for i in range(max(start, 0), end) if key.match(lines[i])), None)
+        best = best if found is None else found
+        if found is not None and len(rest) > 1 and isinstance(rest[1], int):
+            items = re.compile(r"\{[^}]*\}|\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?")
+            seen = 0
             for i in range(found, end):
-                code = re.split(r"=", lines[i], maxsplit=1)[-1] if i == found else lines[i]
-                seen += len(re.findall(r"\{[^}]*\}|\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?", code.split("#")[0]))
-                if seen >= rest[1]:
+                code = lines[i].partition("=")[2] if i == found else lines[i]
+                seen += len(items.findall(code.split("#")[0]))
+                if seen > rest[1]:
                     return i + 1
-    return best
+    return best + 1

@@ -30,8 +30,8 @@ COMMANDS = {
     "export": ("views.export", "write runs into a store of their own"),
     "atlas": ("atlas.command", "show when the seams appeared, changed and vanished upstream"),
     "emit": ("commands.emit", "print the matrix for a CI service"),
-    "cancel": ("commands.cancel", "interrupt runs that a service executes"),
-    "delete": ("commands.delete", "delete runs with their results"),
+    "cancel": ("commands.delete", "interrupt runs that a service executes, or whose runner was killed"),
+    "delete": ("commands.delete", "delete runs that have ended, with the logs and texts that only they have"),
     "prune": ("commands.prune", "delete the runs that ended long ago"),
     "serve": ("commands.serve", "serve the store over HTTP, and execute the runs that are submitted"),
     "token": ("commands.token", "manage the tokens of a service"),
@@ -81,7 +81,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
     for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name not in arguments:  # saves the import
             continue
         implementation = importlib.import_module(f".{module}", __package__)

@@ -47,16 +47,9 @@ def lock(
     Raises:
         ResolutionError: there is no solution, or the index can't be reached.
     """
-    command = [find_uv_bin(), "pip", "compile", "--quiet", "--no-sources", "-", "--format", "pylock.toml"]
-    command += [
-        "--python",
-        sys.executable,
-        "--python-version",
-        python,
-        "--python-platform",
-        PLATFORM,
-        "--no-python-downloads",
-    ]
+    command = [find_uv_bin(), "pip", "compile", "-", "--quiet", "--no-sources", "--format", "pylock.toml"]
+    command += ["--python", sys.executable, "--no-python-downloads", "--python-version", python]
+    command += ["--python-platform", PLATFORM]
     # Pre-releases are used if there is nothing else, or if a requirement names one.
     command += ["--prerelease", "if-necessary-or-explicit"]
     if before is not None:
@@ -67,14 +60,9 @@ def lock(
                 path = Path(scratch, option.strip("-"))
                 path.write_text(text, encoding="utf-8")
                 command += [option, str(path)]
-        done = subprocess.run(
-            [*command, *options],
-            input="\n".join(requirements),
-            capture_output=True,
-            encoding="utf-8",
-            cwd=folder,
-            check=False,
-        )
+        text = "\n".join(requirements)
+        command += options
+        done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", cwd=folder, check=False)
     if done.returncode:
         raise ResolutionError(done.stderr.strip() or f"uv ended with {done.returncode}")
     packages: list[dict[str, Any]] = tomli.loads(done.stdout).get("packages", [])

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,8 @@ from .axes import Axes
 from .cells import Cell
 from .errors import MatrixError
 from .locking import ANY_DAY, ResolutionError, lock
+
+Kind = Literal["base", "layer"]
 
 
 @dataclass(frozen=True)
@@ -114,80 +116,66 @@ def write(part: Part, folder: Path) -> bool:
     return True
 
 
-def resolve_parts(
-    axes: Axes, cells: Sequence[Cell], *, latest: bool = False, jobs: int = 4
-) -> dict[str, Part | ResolutionError]:
+def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) -> dict[str, Part | ResolutionError]:
     """Resolve the bases and layers of cells, by name; a part without a solution is mapped to the resolver's message.
 
     A base with FlashAttention contains the one without. A layer fits every base of its Python: versions that these agree on are
     constraints of the layer, and the requirements of torch are left to the bases. The releases of axes in the layer take precedence.
     """
     own = project_requirements(axes)
-    found: dict[str, Part | ResolutionError] = {}
-    with ThreadPoolExecutor(jobs) as pool:
+    # A layer must fit every torch of its Python, also if only some of the cells are resolved.
+    pythons = {cell.python for cell in cells}
+    plain = {cell.base: cell for cell in map(_plain, axes.cells) if cell.python in pythons}
+    with ThreadPoolExecutor(4) as pool:
 
-        def each(parts: Mapping[str, tuple[Cell, Iterable[str], Iterable[str]]]) -> dict[str, Part | ResolutionError]:
-            names = list(parts)
-
+        def each(
+            kind: Kind, parts: Mapping[str, Cell], fixed: Callable[[Cell], Mapping[str, str]]
+        ) -> dict[str, Part | ResolutionError]:
             def one(name: str) -> Part | ResolutionError:
-                cell, requirements, constraints = parts[name]
+                cell = parts[name]
                 try:
+                    constraints = [f"{package}=={version}" for package, version in fixed(cell).items()]
+                    requirements = requirements_of(kind, axes, cell, own)
                     return Part(name, cell.python, compile_pins(requirements, constraints, cell.python, axes, latest))
                 except ResolutionError as error:
                     return error
 
-            return dict(zip(names, pool.map(one, names), strict=True))
+            return dict(zip(parts, pool.map(one, parts), strict=True))
 
-        # A layer must fit every torch of its Python, also if only some of the cells are resolved.
-        pythons = {cell.python for cell in cells}
-        plain = {
-            Cell(c.python, "", c.torch).base: Cell(c.python, "", c.torch) for c in axes.cells if c.python in pythons
-        }
-        bases = each({name: (cell, requirements_of("base", axes, cell, own), ()) for name, cell in plain.items()})
-        with_kernel = {}
-        for cell in cells:
-            below = bases[Cell(cell.python, "", cell.torch).base]
-            if cell.flash_attention == "none" or cell.base in with_kernel:
-                continue
-            if isinstance(below, ResolutionError):
-                found[cell.base] = below
-            else:
-                constraints = [f"{pin.name}=={pin.version}" for pin in below.pins]
-                with_kernel[cell.base] = (cell, requirements_of("base", axes, cell, own), constraints)
-        layers: dict[str, tuple[Cell, Iterable[str], Iterable[str]]] = {}
-        for cell in cells:
-            if cell.layer not in layers:
-                shared = _agreed([p for p in bases.values() if isinstance(p, Part) and p.python == cell.python])
-                chosen = _chosen("layer", axes, cell)
-                constraints = [f"{name}=={version}" for name, version in shared if name not in chosen]
-                layers[cell.layer] = (cell, requirements_of("layer", axes, cell, own), constraints)
-        found |= each({**with_kernel, **layers})
-        for name, (cell, *_) in layers.items():
-            part = found[name]
-            if isinstance(part, Part):
-                chosen = _chosen("layer", axes, cell)
-                below_names = {
-                    pin.name
-                    for p in bases.values()
-                    if isinstance(p, Part) and p.python == part.python
-                    for pin in p.pins
-                }
-                found[name] = Part(
-                    name, part.python, tuple(p for p in part.pins if p.name in chosen or p.name not in below_names)
-                )
-    wanted = {name for cell in cells for name in (cell.base, cell.layer)}
-    return {name: part for name, part in {**bases, **found}.items() if name in wanted}
+        bases = each("base", plain, lambda _: {})
+
+        def below(cell: Cell) -> Mapping[str, str]:
+            base = bases[_plain(cell).base]
+            if isinstance(base, ResolutionError):
+                raise base
+            return base.versions
+
+        def there(cell: Cell) -> list[Mapping[str, str]]:
+            parts = (bases[name] for name in plain)
+            return [one.versions for one in parts if isinstance(one, Part) and one.python == cell.python]
+
+        def agreed(cell: Cell) -> Mapping[str, str]:
+            shared = [{*versions.items()} for versions in there(cell)]
+            same = set.intersection(*shared) if shared else set[tuple[str, str]]()
+            return {name: version for name, version in sorted(same) if name not in _chosen("layer", axes, cell)}
+
+        bases |= each("base", {cell.base: cell for cell in cells if cell.base not in bases}, below)
+        of_layers = {cell.layer: cell for cell in cells}
+        layers = each("layer", of_layers, agreed)
+    for name, part in layers.items():
+        if isinstance(part, Part):
+            needless = {pin for versions in there(of_layers[name]) for pin in versions}
+            needless -= _chosen("layer", axes, of_layers[name]).keys()
+            layers[name] = replace(part, pins=tuple(pin for pin in part.pins if pin.name not in needless))
+    return {name: part for name, part in bases.items() if name in {cell.base for cell in cells}} | layers
 
 
-def _agreed(parts: Sequence[Part]) -> list[tuple[str, str]]:
-    """The pins that all bases have in the same version."""
-    if not parts:
-        return []
-    shared = set.intersection(*({(pin.name, pin.version) for pin in part.pins} for part in parts))
-    return sorted(shared)
+def _plain(cell: Cell) -> Cell:
+    """The cell with the same Python and torch, and nothing else."""
+    return Cell(cell.python, "", cell.torch)
 
 
-def requirements_of(part: Literal["base", "layer"], axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
+def requirements_of(part: Kind, axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
     """The requirements of a part of a cell: the releases of its axes, the project's requirements, and further packages."""
     layered = _layered(axes)
     exactly = [_exactly(name, version) for name, version in _chosen(part, axes, cell).items()]
@@ -206,7 +194,7 @@ def _layered(axes: Axes) -> set[str]:
     return named | {"transformers", *axes.distributions.values()}
 
 
-def _chosen(part: Literal["base", "layer"], axes: Axes, cell: Cell) -> dict[str, str]:
+def _chosen(part: Kind, axes: Axes, cell: Cell) -> dict[str, str]:
     """The distributions of a part whose releases are values of the cell's axes, with these."""
     names = {"torch": "torch"} if part == "base" else {"transformers": "transformers", **axes.distributions}
     return {names[axis]: value for axis, value in cell.axes.items() if axis in names}
@@ -249,25 +237,26 @@ def compile_pins(
         ResolutionError: there are none.
     """
     before = ANY_DAY if latest else axes.exclude_newer
+    order = _preferred(python)
+
+    def rank(wheel: Mapping[str, str]) -> int:  # all of them fit the platform
+        tags = parse_wheel_filename(unquote((wheel.get("url") or wheel["path"]).rpartition("/")[2]))[3]
+        places = [order.index((tag.interpreter, tag.abi)) for tag in tags if (tag.interpreter, tag.abi) in order]
+        return min(places, default=len(order))
+
     pins = []
     for package in lock(requirements, python, axes.folder, before=before, constraints=constraints):
-        files = sorted(package.get("wheels", ()), key=lambda wheel: _rank(wheel, python)) or [package["sdist"]]
-        pins.append(Pin(canonicalize_name(package["name"]), package["version"], files[0]["hashes"]["sha256"]))
+        file = min(package.get("wheels", ()), key=rank, default=None) or package["sdist"]
+        pins.append(Pin(canonicalize_name(package["name"]), package["version"], file["hashes"]["sha256"]))
     return tuple(sorted(pins, key=lambda pin: pin.name))
 
 
-def _rank(wheel: Mapping[str, str], python: str) -> int:
-    """The place of a wheel in the order in which installers prefer those for a Python; all of them fit the platform."""
-    order = _preferred(python)
-    name = unquote((wheel.get("url") or wheel["path"]).rpartition("/")[2])
-    return min(order.get((tag.interpreter, tag.abi), len(order)) for tag in parse_wheel_filename(name)[3])
-
-
 @cache
-def _preferred(python: str) -> dict[tuple[str, str], int]:
+def _preferred(python: str) -> list[tuple[str, str]]:
+    """Interpreters and ABIs of wheels, in the order in which installers prefer them."""
     version = [int(part) for part in python.split(".")]
     every = [*cpython_tags(version, platforms=["any"]), *compatible_tags(version, platforms=["any"])]
-    return {(tag.interpreter, tag.abi): place for place, tag in enumerate(dict.fromkeys(every))}
+    return [*dict.fromkeys((tag.interpreter, tag.abi) for tag in every)]
 
 
 def of_cells(

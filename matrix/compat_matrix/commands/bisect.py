@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,7 +16,7 @@ from ..axes import Axes
 from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import is_release, release
-from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, revision
+from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, new_run, revision
 from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult
@@ -194,15 +193,8 @@ class _Asking:
     def __call__(self, value: str) -> Answer:
         job = self._job(self.cells[value])
         if self._run is None:
-            what = self.options.test or self.options.seam
-            self._run = self.store.new_run(
-                [],
-                axes=self.axes.path.read_text(encoding="utf-8"),
-                command=shlex.join(self.options.words),
-                label=f"bisect {what}",
-                partial=True,
-                revision=self.revision,
-            )
+            label = f"bisect {self.options.test or self.options.seam}"
+            self._run = new_run(self.options, self.store, self.axes, [], label=label, partial=True)
         executor = runner.Local(1, gpus.visible(), fork=False)
         with Progress(1, 1, Console(stderr=True)) as progress:
             runner.execute(self._run, [job], self.store, executor, progress)
@@ -230,8 +222,7 @@ class _Asking:
             if run.revision != self.revision:
                 continue
             if pins is None:
-                parts = self._job(cell).parts
-                pins = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+                pins = self._job(cell).pins
             result = self.store.result(run.id, cell, summary.attempt)
             if result.pins == pins:
                 yield result

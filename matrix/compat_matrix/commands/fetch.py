@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> int:
         runner=options.with_runner,
         note=lambda text: print(text, file=sys.stderr),
     )
-    files = wheelhouse.manifest.files.values()
+    files = wheelhouse.files.values()
     size = sum(file.size for file in files) / 1e6
-    counts = f"{plural(len(wheelhouse.manifest.cells), 'cell')}, {plural(len(files), 'file')}"
+    counts = f"{plural(len(wheelhouse.cells), 'cell')}, {plural(len(files), 'file')}"
     print(f"{options.folder}: {counts}, {size:.1f} MB")
     return 0

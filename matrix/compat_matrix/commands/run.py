@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import platform
-import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,15 +22,13 @@ from ..options import (
     axes_of,
     cells_of,
     check_bounded,
+    execute,
     executor_of,
     jobs_of,
-    partial,
-    revision,
+    new_run,
 )
-from ..progress import Progress
 from ..results import FINE
 from ..store import Store, submissions
-from ..words import plural
 from ..work import Job
 
 
@@ -78,19 +74,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     axes = axes_of(options)
-    if options.failed and options.resume is None:
+    new, ray = options.resume is None, options.executor == "ray"
+    if options.failed and new:
         raise MatrixError("--failed needs --resume: a new run runs all its cells")
-    if options.resume is not None and (
-        options.cells or options.only or options.pairwise or options.shard or options.all
-    ):
+    if not new and (options.cells or options.only or options.pairwise or options.shard or options.all):
         raise MatrixError(
             "--resume continues with the cells of that run, and can't be combined with a selection of cells"
         )
-    if options.export is not None:
-        _check_export(options.export)
-    console = Console()
-    new = options.resume is None
-    ray = options.executor == "ray"
+    if options.export is not None and options.export.exists():
+        raise MatrixError(f"--export {options.export}: it exists")
+    if options.export is not None and not options.export.absolute().parent.is_dir():
+        raise MatrixError(f"--export {options.export}: there is no such folder")
     if new:  # nothing is stored before the input is valid
         check_bounded(options, axes)
         cells = cells_of(options, axes)
@@ -98,16 +92,8 @@ def _run(options: argparse.Namespace) -> int:
         executor = executor_of(options, ray)
     with Store.open(options.store, create=new) as store:
         if new:
-            run = store.new_run(
-                cells,
-                excluded={} if options.cells else axes.excluded(options.only),
-                axes=axes.path.read_text(encoding="utf-8"),
-                command=shlex.join(options.words),
-                label=options.label,
-                host=platform.node(),
-                revision=revision(axes.folder),
-                partial=partial(options),
-            )
+            excluded = {} if options.cells else axes.excluded(options.only)
+            run = new_run(options, store, axes, cells, label=options.label, excluded=excluded)
         else:
             run = store.resolve(options.resume)
             submissions.check_free(store, run)
@@ -118,30 +104,17 @@ def _run(options: argparse.Namespace) -> int:
             work = _jobs(options, axes, cells, attempts)
             executor = executor_of(options, ray)
             store.finish(run, "running")
-        console.print(f"run {run}: {plural(len(cells), 'cell')}, {executor.jobs} at a time", highlight=False)
         try:
-            with Progress(len(cells), executor.jobs, console) as progress:
-                counts = runner.execute(run, work, store, executor, progress)
+            verdicts = execute(run, work, store, executor, Console())
         finally:  # also what an interrupted run has
             if options.export is not None:
                 store.export([run], options.export)
-        summary_line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        console.print(f"run {run}: {summary_line}", highlight=False)
-        if new:  # whatever the other parts of the run gave
-            return 0 if {*counts} <= {*FINE} else 1
-        return _code(store, run)
+        # Of a new run, whatever the other parts of the run gave.
+        return int(not verdicts <= {*FINE}) if new else _code(store, run)
 
 
 def _jobs(options: argparse.Namespace, axes: Axes, cells: list[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
     return [replace(job, retry=options.retry_failed) for job in jobs_of(options, axes, cells, attempts)]
-
-
-def _check_export(path: Path) -> None:
-    """Check before a run that its file can be written after it."""
-    if path.exists():
-        raise MatrixError(f"--export {path}: it exists")
-    if not path.absolute().parent.is_dir():
-        raise MatrixError(f"--export {path}: there is no such folder")
 
 
 def _code(store: Store, run: str) -> int:

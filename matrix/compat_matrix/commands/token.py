@@ -50,8 +50,10 @@ def run(options: argparse.Namespace) -> int:
         elif options.verb == "revoke":
             tokens.revoke(store, options.name)
             print(f"{options.name} is revoked")
+        elif found := tokens.every(store):
+            _list(found)
         else:
-            _list(tokens.every(store))
+            print("no tokens")
     return 0
 
 
@@ -82,15 +84,9 @@ def _list(found: list[tokens.Token]) -> None:
     now = datetime.now(timezone.utc)
     table = Table("name", "scopes", "state", "made", "used", box=None, pad_edge=False, header_style="")
     for one in found:
-        if one.revoked is not None:
-            state = f"revoked {one.revoked:%Y-%m-%d}"
-        elif one.expires is None:
-            state = "valid"
-        else:
-            state = f"{'valid until' if one.valid(now) else 'expired'} {one.expires:%Y-%m-%d}"
+        state = "valid" if one.valid(now) else "expired"
+        state += f"{' until' * one.valid(now)} {one.expires:%Y-%m-%d}" if one.expires else ""
+        state = f"revoked {one.revoked:%Y-%m-%d}" if one.revoked else state
         used = f"{one.used:%Y-%m-%d %H:%M}" if one.used else "never"
         table.add_row(one.name, " ".join(sorted(one.scopes)), state, f"{one.created:%Y-%m-%d}", used)
-    if found:
-        Console(soft_wrap=True).print(table)
-    else:
-        print("no tokens")
+    Console(soft_wrap=True).print(table)
