@@ -26,46 +26,8 @@ if TYPE_CHECKING:
     from .work import Job
 
 AXES = Path("matrix") / "axes.toml"
-_TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
-
-
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select cells."""
-    parser.add_argument("cells", nargs="*", metavar="CELL", help="names of cells (default: all cells)")
-    parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file (default: {AXES} or {AXES.name})")
-    parser.add_argument(
-        "--only", metavar="EXPRESSION", help='only cells that match, such as "transformers>=5.4 and torch==2.11"'
-    )
-    parser.add_argument("--pairwise", action="store_true", help="a small subset in which every two values still meet")
-    parser.add_argument("--shard", metavar="N/OF", help="only this part of the cells, such as 3/8")
-
-
-def add_working(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands that run cells on this machine."""
-    parser.add_argument("--suite", default="default", help="the suite to run (default: default)")
-    parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
-    add_environments(parser)
-    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="further arguments for pytest, as one string")
-
-
-def add_environments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the environments of cells."""
-    parser.add_argument(
-        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
-    )
-    parser.add_argument(
-        "--offline", type=Path, metavar="DIR", help="install from a folder written by `fetch`, without network"
-    )
-    parser.add_argument("--base-python", type=Path, metavar="PATH", help="use the torch of this Python")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="the folder of the environments")
-
-
-def add_executor(parser: argparse.ArgumentParser) -> None:
-    """Add the options of executors."""
-    parser.add_argument("-j", "--jobs", type=positive, help="cells to run at a time (default: the number of cores)")
-    parser.add_argument(
-        "--no-fork", action="store_true", help="start a new process for every cell, which imports torch itself"
-    )
+#: The environment variable with the token of a service.
+TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
 
 
 def executor_of(options: argparse.Namespace, ray: bool) -> Local | RayExecutor:
@@ -80,51 +42,21 @@ def executor_of(options: argparse.Namespace, ray: bool) -> Local | RayExecutor:
     return Local(options.jobs or os.cpu_count() or 1, gpus.visible(), not options.no_fork)
 
 
-def add_store(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the store."""
-    parser.add_argument(
-        "--store",
-        default=os.environ.get("KERNEL_COMPAT_MATRIX_STORE") or "matrix.sqlite",
-        metavar="URL",
-        help="a file, or any SQLAlchemy URL (default: $KERNEL_COMPAT_MATRIX_STORE, else matrix.sqlite)",
-    )
-
-
-def add_token(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the token of a service."""
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${_TOKEN})")
-
-
 def token_of(options: argparse.Namespace, scope: str) -> str:
     """The token for a service. It is removed from the environment, so that cells can't read it.
 
     Raises:
         MatrixError: there is no token.
     """
-    found = os.environ.pop(_TOKEN, "").strip()
+    found = os.environ.pop(TOKEN, "").strip()
     if options.token_file is not None:
         try:
             found = options.token_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise MatrixError(f"--token-file {options.token_file}: {error}") from None
     if not found or not found.isascii() or not found.isprintable():
-        raise MatrixError(f"this needs a token with the scope {scope}: --token-file or ${_TOKEN}")
+        raise MatrixError(f"this needs a token with the scope {scope}: --token-file or ${TOKEN}")
     return found
-
-
-def positive(text: str) -> int:
-    """An integer from 1 on; anything else is an error of the arguments."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a number from 1 on, not {text!r}")
-    return int(text)
-
-
-def days(text: str) -> int:
-    """A number of days such as ``90d``; anything else is an error of the arguments."""
-    number = text.removesuffix("d")
-    if number == text or not number.isdecimal() or not 1 <= int(number) <= 100_000:
-        raise argparse.ArgumentTypeError(f"a number of days such as 90d, not {text!r}")
-    return int(number)
 
 
 def axes_of(options: argparse.Namespace) -> Axes:

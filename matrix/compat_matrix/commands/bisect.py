@@ -12,11 +12,12 @@ from typing import Literal
 from rich.console import Console
 
 from .. import gpus, runner
+from ..arguments import ENVIRONMENTS, LATEST, SELECTION, STORE, TESTS, Arguments, add, option
 from ..axes import Axes
 from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import is_release, release
-from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, new_run, revision
+from ..options import axes_of, cells_of, jobs_of, new_run, revision
 from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult
@@ -63,21 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Looks for the first release on an axis that broke a test or a shim. The selection leaves one value on every other "
         "axis. Results that the store has for the same pins and the same commit are reused."
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--test", metavar="NODEID", help="a test by its pytest node id, or all tests below it; only these run"
-    )
-    what.add_argument(
-        "--seam", metavar="NAME", help="a shim by its name in `kernel-compat status`; it is bad if it isn't applied"
-    )
-    parser.add_argument(
-        "--axis", metavar="AXIS", default="transformers", help="the axis of releases to search (default: transformers)"
-    )
-    parser.add_argument("--good", metavar="VERSION", help="a good value (default: the oldest)")
-    parser.add_argument("--bad", metavar="VERSION", help="a bad value (default: the newest)")
-    add_selection(parser)
-    add_store(parser)
-    add_working(parser)
+    what = {
+        "--test": option("a test by its pytest node id, or all tests below it; only these run", metavar="NODEID"),
+        "--seam": option("a shim by its name in `kernel-compat status`; it is bad if it isn't applied", metavar="NAME"),
+    }
+    add(parser.add_mutually_exclusive_group(required=True), what)
+    add(parser, {**OPTIONS, **SELECTION, **STORE, **TESTS, **LATEST, **ENVIRONMENTS})
+
+
+OPTIONS: Arguments = {
+    "--axis": option("the axis of releases to search (default: transformers)", default="transformers"),
+    "--good": option("a good value (default: the oldest)", metavar="VERSION"),
+    "--bad": option("a bad value (default: the newest)", metavar="VERSION"),
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

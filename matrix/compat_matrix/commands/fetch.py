@@ -6,27 +6,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..options import add_selection, axes_of, cells_of, pin_folder
+from ..arguments import LATEST, PINS, SELECTION, Arguments, flag, option
+from ..options import axes_of, cells_of, pin_folder
 from ..wheelhouse import fetch
 from ..words import plural
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_selection(parser)
-    parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="the folder; files that it has already are not fetched again"
-    )
-    parser.add_argument(
-        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
-    )
-    parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
-    parser.add_argument(
-        "--without-torch",
-        action="store_true",
-        help="leave out torch, for machines that have their own: `run --base-python`",
-    )
-    parser.add_argument("--with-runner", action="store_true", help="include this command itself")
+ARGUMENTS: Arguments = {
+    **SELECTION,
+    "folder": option("the folder; files that it has already are not fetched again", type=Path, metavar="DIR"),
+    **PINS,
+    **LATEST,
+    "--without-torch": flag("leave out torch, for machines that have their own: `run --base-python`"),
+    "--with-runner": flag("include this command itself"),
+}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from .. import pins
+from ..arguments import LATEST, PINS, SELECTION
 from ..locking import ResolutionError
-from ..options import add_selection, axes_of, cells_of, pin_folder
+from ..options import axes_of, cells_of, pin_folder
 from ..words import plural
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_selection(parser)
-    parser.add_argument(
-        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
-    )
-    parser.add_argument("--latest", action="store_true", help="ignore `exclude_newer`")
+ARGUMENTS = {**SELECTION, **PINS, **LATEST}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,53 +11,34 @@ from pathlib import Path
 from rich.console import Console
 
 from .. import runner
+from ..arguments import ENVIRONMENTS, EXECUTOR, LATEST, SELECTION, STORE, TESTS, Arguments, flag, option
 from ..axes import Axes
 from ..cells import Cell
 from ..errors import MatrixError
-from ..options import (
-    add_executor,
-    add_selection,
-    add_store,
-    add_working,
-    axes_of,
-    cells_of,
-    check_bounded,
-    execute,
-    executor_of,
-    jobs_of,
-    new_run,
-)
+from ..options import axes_of, cells_of, check_bounded, execute, executor_of, jobs_of, new_run
 from ..results import FINE
 from ..store import Store, submissions
 from ..work import Job
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_selection(parser)
-    parser.add_argument("--all", action="store_true", help="run every cell: without a selection this is needed")
-    add_store(parser)
-    add_working(parser)
-    parser.add_argument("--label", default="", help="a name for the run")
-    parser.add_argument(
-        "--resume", nargs="?", const="latest", metavar="RUN", help="continue a run (default: the latest whole run)"
-    )
-    parser.add_argument("--failed", action="store_true", help="with --resume: repeat the cells that failed")
-    parser.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="repeat failed tests once; a test that passes the second time is flaky, and doesn't fail the run",
-    )
-    parser.add_argument(
-        "--executor",
-        choices=["local", "ray"],
-        default="local",
-        help="run on this machine, or on the Ray cluster at $RAY_ADDRESS",
-    )
-    add_executor(parser)
-    parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="write the run into a new file at the end, for `merge` elsewhere"
-    )
+ARGUMENTS: Arguments = {
+    **SELECTION,
+    "--all": flag("run every cell: without a selection this is needed"),
+    **STORE,
+    **TESTS,
+    **LATEST,
+    **ENVIRONMENTS,
+    "--label": option("a name for the run", default=""),
+    "--resume": option("continue a run (default: the latest whole run)", nargs="?", const="latest", metavar="RUN"),
+    "--failed": flag("with --resume: repeat the cells that failed"),
+    "--retry-failed": flag(
+        "repeat failed tests once; a test that passes the second time is flaky, and doesn't fail the run"
+    ),
+    "--executor": option(
+        "run on this machine, or on the Ray cluster at $RAY_ADDRESS", choices=["local", "ray"], default="local"
+    ),
+    **EXECUTOR,
+    "--export": option("write the run into a new file at the end, for `merge` elsewhere", type=Path, metavar="FILE"),
+}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,13 +13,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..arguments import AXES_FILE, ENVIRONMENTS, EXECUTOR, STORE, Arguments, days, flag, option
 from ..axes import Axes
 from ..cells import Cell
 from ..errors import MatrixError
-from ..options import AXES, add_environments, add_executor, add_store, axes_of, days, jobs_of
+from ..options import AXES, axes_of, jobs_of
 from ..service.background import beside
 from ..store import Store, removal
 
@@ -35,30 +35,20 @@ _PRUNED = 3600.0
 _SWITCH = 0.0005
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_store(parser)
-    parser.add_argument(
-        "--axes", type=Path, metavar="FILE", help="the axes file whose cells can be run (default: matrix/axes.toml)"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="the port to listen on; 0 for any free one (default: 8000)"
-    )
-    parser.add_argument(
-        "--root-path", default="", metavar="PATH", help="the path at which a proxy serves it, such as /matrix"
-    )
-    parser.add_argument(
-        "--read", choices=["open", "token"], default="open", help="allow reading without a token, or only with one"
-    )
-    parser.add_argument("--ray", metavar="ADDRESS", help="run cells on this Ray cluster instead of this machine")
-    parser.add_argument("--no-run", action="store_true", help="run no cells: show the store, and take uploaded runs")
-    parser.add_argument(
-        "--keep", type=days, metavar="DAYS", help="delete runs this long after they have ended, such as 90d"
-    )
-    add_executor(parser)
-    add_environments(parser)
-    parser.add_argument("--execute", nargs=2, help=argparse.SUPPRESS)  # a run, in a process that the service starts
+ARGUMENTS: Arguments = {
+    **STORE,
+    **AXES_FILE,
+    "--host": option("the address to listen on (default: 127.0.0.1)", default="127.0.0.1"),
+    "--port": option("the port to listen on; 0 for any free one (default: 8000)", type=int, default=8000),
+    "--root-path": option("the path at which a proxy serves it, such as /matrix", default="", metavar="PATH"),
+    "--read": option("allow reading without a token, or only with one", choices=["open", "token"], default="open"),
+    "--ray": option("run cells on this Ray cluster instead of this machine", metavar="ADDRESS"),
+    "--no-run": flag("run no cells: show the store, and take uploaded runs"),
+    "--keep": option("delete runs this long after they have ended, such as 90d", type=days, metavar="DAYS"),
+    **EXECUTOR,
+    **ENVIRONMENTS,
+    "--execute": option(argparse.SUPPRESS, nargs=2),  # a run, in a process that the service starts
+}
 
 
 def run(options: argparse.Namespace) -> int:

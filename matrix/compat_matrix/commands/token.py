@@ -11,35 +11,35 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ..arguments import STORE, Arguments, add, option, positive
 from ..errors import MatrixError
-from ..options import add_store, positive
 from ..service import tokens
 from ..store import Store
+
+VERBS: dict[str, tuple[str, Arguments]] = {
+    "add": (
+        "create a token, which can't be shown again",
+        {
+            "name": option("the name by which it is listed and revoked", metavar="NAME"),
+            "--scope": option(
+                "the requests that it allows (repeatable)", action="append", choices=tokens.SCOPES, required=True
+            ),
+            "--days": option("the number of days after which it expires (default: never)", type=positive, metavar="N"),
+            "--file": option(
+                "write the token into a new file that only you can read, instead", type=Path, metavar="FILE"
+            ),
+        },
+    ),
+    "list": ("list all tokens", {}),
+    "revoke": ("make a token invalid", {"name": option(metavar="NAME")}),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    add = verbs.add_parser("add", help="create a token, which can't be shown again")
-    add.add_argument("name", metavar="NAME", help="the name by which it is listed and revoked")
-    add.add_argument(
-        "--scope",
-        action="append",
-        choices=tokens.SCOPES,
-        required=True,
-        help="the requests that it allows (repeatable)",
-    )
-    add.add_argument(
-        "--days", type=positive, metavar="N", help="the number of days after which it expires (default: never)"
-    )
-    add.add_argument(
-        "--file", type=Path, metavar="FILE", help="write the token into a new file that only you can read, instead"
-    )
-    listing = verbs.add_parser("list", help="list all tokens")
-    revoke = verbs.add_parser("revoke", help="make a token invalid")
-    revoke.add_argument("name", metavar="NAME")
-    for verb in (add, listing, revoke):
-        add_store(verb)
+    for verb, (text, arguments) in VERBS.items():
+        add(verbs.add_parser(verb, help=text), {**arguments, **STORE})
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,51 +10,32 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..arguments import AXES_FILE, ENVIRONMENTS, FILTER, JOBS, STORE, TESTS, Arguments, flag, option, positive
 from ..atlas.cache import Cache, default_folder
 from ..atlas.index import Index
 from ..axes import Axes, cover
 from ..cells import Cell
 from ..errors import MatrixError
 from ..expressions import Expression
-from ..options import (
-    add_environments,
-    add_store,
-    add_token,
-    axes_of,
-    execute,
-    executor_of,
-    jobs_of,
-    new_run,
-    positive,
-    token_of,
-)
+from ..options import TOKEN, axes_of, execute, executor_of, jobs_of, new_run, token_of
 from ..service import watch
 from ..store import Store
 from ..store.documents import NEWS, keep
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.description = (
-        f"Asks the package index for releases of {', '.join(watch.DISTRIBUTIONS)} that came out since the last time. Exit codes: "
-        "0, nothing is new or all is well; 1, something broke; 2, bad input, or the index can't be reached."
-    )
-    parser.add_argument("--axes", type=Path, metavar="FILE", help="the axes file (default: matrix/axes.toml)")
-    parser.add_argument("--only", metavar="EXPRESSION", help='only affected cells that match, such as "device==cpu"')
-    parser.add_argument(
-        "--pairwise", action="store_true", help="a small subset of them in which every two values still meet"
-    )
-    add_store(parser)
-    parser.add_argument("--index", metavar="URL", help="the package index (default: the one that pip or uv would use)")
-    parser.add_argument("--dry-run", action="store_true", help="list the releases and the cells; store nothing")
-    parser.add_argument("--submit", metavar="URL", help="submit the cells to this service, which runs them")
-    add_token(parser)
-    parser.add_argument("--webhook", metavar="URL", help="POST the report to this address, as JSON")
-    parser.add_argument("--every", type=positive, metavar="MINUTES", help="repeat at this interval")
-    parser.add_argument("--suite", default="default", help="the suite to run (default: default)")
-    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="further arguments for pytest, as one string")
-    parser.add_argument("-j", "--jobs", type=positive, help="cells to run at a time (default: the number of cores)")
-    add_environments(parser)
+ARGUMENTS: Arguments = {
+    **AXES_FILE,
+    **FILTER,
+    **STORE,
+    "--index": option("the package index (default: the one that pip or uv would use)", metavar="URL"),
+    "--dry-run": flag("list the releases and the cells; store nothing"),
+    "--submit": option("submit the cells to this service, which runs them", metavar="URL"),
+    "--token-file": option(f"a file with the token (default: ${TOKEN})", type=Path, metavar="FILE"),
+    "--webhook": option("POST the report to this address, as JSON", metavar="URL"),
+    "--every": option("repeat at this interval", type=positive, metavar="MINUTES"),
+    **TESTS,
+    **JOBS,
+    **ENVIRONMENTS,
+}
 
 
 def run(options: argparse.Namespace) -> int:
