@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from difflib import get_close_matches
 from functools import cache, cached_property
 from heapq import heappop, heappush
 from itertools import combinations, product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import packaging.requirements
 import tomli
@@ -37,9 +37,14 @@ from .expressions import Expression, is_release, release
 OWN = Path(__file__).parent.parent / "axes.toml"
 
 
-def _release(text: str) -> str:
-    release(text)
-    return text
+def _valid(check: Callable[[str], object]) -> AfterValidator:
+    """A text that a function accepts."""
+
+    def checked(text: str) -> str:
+        check(text)
+        return text
+
+    return AfterValidator(checked)
 
 
 def _day(text: str) -> str:
@@ -70,14 +75,6 @@ def _supported(listed: dict[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: releases.minors(listed) if value == "supported" else value)
 
 
-def _requirement(text: str) -> str:
-    try:
-        packaging.requirements.Requirement(text)
-    except packaging.requirements.InvalidRequirement as error:
-        raise ValueError(f"{text!r} isn't a requirement: {error}".splitlines()[0]) from None
-    return text
-
-
 #: The axes that determine the packages of the base. The others do so for the layer, except the device, which does for none.
 _BASE = ("python", "torch", "flash_attention")
 _NOT_OF_LAYER = ("torch", "flash_attention", "device")
@@ -90,7 +87,7 @@ _RESERVED = {
 }
 
 
-def _axis(name: str) -> str:
+def _check_axis(name: str) -> None:
     near = get_close_matches(name, AXES, 1, 0.9)
     if near:
         raise ValueError(f"there is no such axis; is it {near[0]}?")
@@ -99,7 +96,6 @@ def _axis(name: str) -> str:
             "the name of an axis is a word of at most 40 lower-case letters, digits and underscores, such as peft, and none of "
             + ", ".join(sorted(_RESERVED))
         )
-    return name
 
 
 def _alike(values: list[str]) -> list[str]:
@@ -114,14 +110,14 @@ def _alike(values: list[str]) -> list[str]:
     return values
 
 
-Requirement = Annotated[str, AfterValidator(_requirement)]
+Requirement = Annotated[str, _valid(packaging.requirements.Requirement)]
 Condition = Annotated[str, AfterValidator(_condition)]
-Releases = Annotated[list[Annotated[str, AfterValidator(_release)]], Field(min_length=1), AfterValidator(_distinct)]
-Pythons = Annotated[
-    list[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]], Field(min_length=1), AfterValidator(_distinct)
-]
-OwnAxis = Annotated[str, AfterValidator(_axis)]
-OwnValues = Annotated[list[str], Field(min_length=1), AfterValidator(_distinct), AfterValidator(_alike)]
+T = TypeVar("T", bound=str)
+Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
+Text = Annotated[str, Field(min_length=1)]
+Releases = Distinct[Annotated[str, _valid(release)]]
+OwnAxis = Annotated[str, _valid(_check_axis)]
+OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
 
 
 class _Table(BaseModel):
@@ -142,13 +138,11 @@ class Values(_Table):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     __pydantic_extra__: dict[OwnAxis, OwnValues] = Field(init=False)
 
-    python: Pythons
+    python: Distinct[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]]
     transformers: Annotated[Releases, _supported(releases.TRANSFORMERS)] = [""]
     torch: Annotated[Releases, _supported(releases.TORCH)] = [""]
-    flash_attention: Annotated[
-        list[Literal["none", "fa2", "fa3", "fa4", "torch"]], Field(min_length=1), AfterValidator(_distinct)
-    ] = ["none"]
-    device: Annotated[list[Literal["cpu", "cuda"]], Field(min_length=1), AfterValidator(_distinct)] = ["cpu"]
+    flash_attention: Distinct[Literal["none", "fa2", "fa3", "fa4", "torch"]] = ["none"]
+    device: Distinct[Literal["cpu", "cuda"]] = ["cpu"]
 
     @property
     def own(self) -> dict[str, list[str]]:
@@ -158,16 +152,13 @@ class Values(_Table):
     @property
     def cells(self) -> Iterator[Cell]:
         """Every combination of the values."""
-        return self._cells(dict(self))
-
-    def _cells(self, values: dict[str, list[str]]) -> Iterator[Cell]:
         names = [*AXES, *self.own]
-        for combination in product(*(values[axis] for axis in names)):
+        for combination in product(*(dict(self)[axis] for axis in names)):
             yield Cell.of(dict(zip(names, combination, strict=True)))
 
     @model_validator(mode="after")
     def _names_are_short(self) -> Values:
-        (cell,) = self._cells({axis: [max(values, key=len)] for axis, values in self})
+        cell = Cell.of({axis: max(values, key=len) for axis, values in self})
         if len(cell.name) > LONGEST:
             raise ValueError(f"the names of cells would be longer than {LONGEST} characters: {cell}")
         return self
@@ -177,7 +168,7 @@ class Exclude(_Table):
     """A rule that excludes cells."""
 
     when: Condition
-    because: Annotated[str, Field(min_length=1)]
+    because: Text
 
 
 class Project(_Table):
@@ -264,10 +255,10 @@ class Known(_Table):
         because: what fails.
     """
 
-    test: Annotated[str, Field(min_length=1)]
+    test: Text
     issue: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=500)]
     until: Annotated[str, AfterValidator(_day_or_condition)]
-    because: Annotated[str, Field(min_length=1)]
+    because: Text
     when: Condition | None = None
 
     def matches(self, nodeid: str) -> bool:

@@ -118,22 +118,17 @@ def parse(name: str) -> Cell:
     Raises:
         MatrixError: it isn't the name of a cell.
     """
-    refused = MatrixError(f"{name[:200]!r} isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
-    if len(name) > LONGEST or not re.fullmatch(NAME, name):
-        raise refused
-    python, *parts = name.split("-")
-    fields = {"python": f"{python[2]}.{python[3:]}"}
-    for part in parts:
-        if "=" in part:  # one of the own axes, which may be called tf0
-            continue
-        if match := re.fullmatch(r"(tf|torch)([0-9].*)", part):
-            fields["transformers" if match[1] == "tf" else "torch"] = match[2]
-        else:
-            fields["device" if part == "cuda" else "flash_attention"] = part.replace("fatorch", "torch")
-    cell = Cell(**fields, extra=parse_own(name))
-    if cell.name != name:  # the own axes aren't in order, or one of them is there twice
-        raise refused
-    return cell
+    if len(name) <= LONGEST and re.fullmatch(NAME, name):
+        python, *parts = name.split("-")
+        fields = {"python": f"{python[2]}.{python[3:]}"}
+        for part in (part for part in parts if "=" not in part):
+            kind, version = re.fullmatch(r"(tf|torch|)(.*)", part).groups()  # type: ignore[union-attr]
+            axis = {"tf": "transformers", "torch": "torch"}.get(kind, "device" if part == "cuda" else "flash_attention")
+            fields[axis] = version.replace("fatorch", "torch")
+        cell = Cell(**fields, extra=parse_own(name))
+        if cell.name == name:  # else the own axes aren't in order, or one of them is there twice
+            return cell
+    raise MatrixError(f"{name[:200]!r} isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
 
 
 def parse_own(text: str) -> tuple[tuple[str, str], ...]:
