@@ -93,9 +93,9 @@ def _look(options: argparse.Namespace, axes: Axes, token: str) -> int:
             if cells and options.submit is not None:
                 report.run = watch.submit(options.submit, token, cells, suite, f"watch {watch.named(new)}")
             elif cells:
-                before, known = watch.before(store, cells, suite)
+                before = watch.newest(store, suite)
                 report.run = _run(options, extended, cells, suite, store, new, touches, console)
-                report.failed = watch.failures(store, report.run, new, before, known)
+                report.failed = watch.failures(store, report.run, new, before)
                 report.passed = sum(one.state == "passed" for one in store.summary(report.run).values())
             reports.append(report)
             scan = watch.Scan()  # reported once

@@ -159,22 +159,19 @@ def new_releases(
     distributions = dict.fromkeys([*DISTRIBUTIONS, *more])
     for distribution in distributions:
         try:
-            files = index.files(distribution)
+            there = _usual(index.files(distribution))
         except MatrixError as error:
             note(str(error))
             problems.append(error)
             continue
-        there, known = _usual(files), seen(store, distribution)
-        if not known:
-            if learn:
-                see(store, distribution, map(str, there))
-            newest = f", the newest {there[-1]}" if there else ""
-            note(f"{distribution}: {plural(len(there), 'release')}, seen for the first time{newest}")
-            continue
-        unseen = [version for version in there if str(version) not in known]
-        newest_of_minors = {version.release[:2]: version for version in unseen}
-        if newest_of_minors:
-            found[distribution] = sorted(newest_of_minors.values())
+        known = seen(store, distribution)
+        newest = {version.release[:2]: version for version in there if str(version) not in known}
+        if known and newest:
+            found[distribution] = sorted(newest.values())
+        elif not known:
+            last = f", the newest {there[-1]}" if there else ""
+            note(f"{distribution}: {plural(len(there), 'release')}, seen for the first time{last}")
+            see(store, distribution, map(str, there if learn else ()))
     if len(problems) == len(distributions):
         raise problems[0]
     return found
@@ -219,7 +216,7 @@ def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, To
                     table[axis] = [*dict.fromkeys([*table[axis], str(version)])]
                 touches.append(lambda cell, axis=axis, value=str(version): cell.axes.get(axis) == value)  # type: ignore[misc]
             continue
-        users = [entry for entry in axes.packages if _names(entry, distribution)]
+        users = [entry for entry in axes.packages if distribution in map(_name, entry.requires)]
         if distribution in everywhere:
             users.append(Packages(requires=[distribution]))
         if not users:
@@ -233,8 +230,8 @@ def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, To
     return extended, lambda cell: any(touch(cell) for touch in touches)
 
 
-def _names(entry: Packages, distribution: str) -> bool:
-    return any(canonicalize_name(Requirement(text).name) == distribution for text in entry.requires)
+def _name(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
 
 
 def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]:
@@ -276,51 +273,43 @@ def read_atlas(store: Store, index: Index, new: New) -> Scan:
     return Scan(disagreements=[one for one in found if one.release in fresh])
 
 
-def failures(
-    store: Store, run: str, new: New, before: Mapping[Cell, Past], known: Mapping[Cell, Past]
-) -> list[Outcome]:
+def newest(store: Store, suite: str) -> dict[Cell, Past]:
+    """Each cell with its newest result in a suite."""
+    found = dict(store.current())
+    if suite != "default":  # its runs are partial, and so never a cell's newest
+        own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in found}
+        found = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
+    return {cell: past for cell, past in found.items() if past.summary.verdict in ENDED}
+
+
+def failures(store: Store, run: str, new: New, before: Mapping[Cell, Past]) -> list[Outcome]:
     """The cells that failed in a run.
 
     Args:
-        before: the previous results of its cells.
-        known: every other cell with its newest result.
+        before: the newest results before it.
     """
     failed = []
     for cell, summary in store.summary(run).items():
         if summary.state == "failed":
-            older = cell if cell in before else _older(cell, new, known)
-            was = before.get(cell) or (known.get(older) if older else None)
-            failed.append(
-                Outcome(
-                    cell=cell.name,
-                    kind=summary.kind,
-                    reason=one_line(summary.reason, 500),
-                    before=older.name if older and was else None,
-                    broke=was is None or was.summary.state != "failed",
-                )
-            )
+            older = cell if cell in before else _older(cell, new, before)
+            broke = older is None or before[older].summary.state != "failed"
+            reason = one_line(summary.reason, 500)
+            name = older.name if older else None
+            failed.append(Outcome(cell=cell.name, kind=summary.kind, reason=reason, before=name, broke=broke))
     return failed
 
 
-def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
-    """The cell with the previously newest releases, among those with a result."""
-    best: tuple[tuple[tuple[int, ...], ...], Cell] | None = None
-    for other, past in known.items():
-        if past.summary.verdict not in ENDED or cell.axes.keys() != other.axes.keys():
-            continue
-        place = []
-        for axis, mine in cell.axes.items():
-            theirs = other.axes[axis]
-            if mine == theirs:
-                continue
-            fresh = map(str, new.get(canonicalize_name(axis), ()))
-            if mine not in fresh or release(theirs) >= release(mine):
-                break
-            place.append(release(theirs))
-        else:
-            if place and (best is None or tuple(place) > best[0]):
-                best = (tuple(place), other)
-    return best[1] if best else None
+def _older(cell: Cell, new: New, known: Iterable[Cell]) -> Cell | None:
+    """The cell with the previously newest releases, among the known ones."""
+    fresh = [axis for axis, value in cell.axes.items() if value in map(str, new.get(canonicalize_name(axis), ()))]
+
+    def precedes(other: Cell) -> bool:
+        return cell.axes.keys() == other.axes.keys() and all(
+            mine == other.axes[axis] or (axis in fresh and release(other.axes[axis]) < release(mine))
+            for axis, mine in cell.axes.items()
+        )
+
+    return max(filter(precedes, known), key=lambda other: [release(other.axes[axis]) for axis in fresh], default=None)
 
 
 def checked_url(url: str, what: str) -> str:
@@ -386,13 +375,3 @@ class _Bearer(requests.auth.AuthBase):
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         request.headers["Authorization"] = f"Bearer {self._token}"
         return request
-
-
-def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple[dict[Cell, Past], dict[Cell, Past]]:
-    """The previous results of these cells in a suite, and the newest results of all other cells in it."""
-    every = dict(store.current())
-    if suite != "default":  # its runs are partial, and so never a cell's newest
-        own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in every}
-        every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
-    own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.verdict in ENDED}
-    return own, {cell: past for cell, past in every.items() if cell not in own}
