@@ -17,8 +17,7 @@ from .axes import Axes
 from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .expressions import release
-from .locking import ANY_DAY, ResolutionError, lock
-from .pins import Part, Pin, project_requirements, requirements_of
+from .pins import ANY_DAY, Part, Pin, ResolutionError, lock, project_requirements, requirements_of
 
 _ASK = """
 import json, sys

@@ -8,12 +8,13 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from . import gpus, work
 from .cells import Cell, parse
@@ -60,7 +61,10 @@ class RayExecutor:
         self._fingerprint: dict[Path, str] = {}
         address = os.environ.get("RAY_ADDRESS", "")
         check_private(address)
-        _reachable(address)
+        host, port = _host(address)
+        if host and port is not None:  # Ray itself would wait, and then end this process
+            with _joining(address):
+                socket.create_connection((host, port), timeout=10).close()
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             ray.init(num_cpus=jobs, **quiet)
@@ -156,41 +160,32 @@ def check_private(address: str) -> None:
     Raises:
         MatrixError: it isn't at a loopback address, and Ray's token authentication is off; or its host isn't known.
     """
-    host = _host(address)[0]
+    host, _ = _host(address)
     if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         return
-    try:
-        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError) as error:
-        raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
-    if not all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found):
+    with _joining(address):
+        found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
+    if not all(ipaddress.ip_address(one).is_loopback for one in found):
         raise MatrixError(
             f"the Ray cluster at {address} isn't on this machine, and whoever reaches it can run commands on it: "
             "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on its nodes and here"
         )
 
 
-def _reachable(address: str) -> None:
-    """Check that a cluster can be connected to.
-
-    Raises:
-        MatrixError: nothing listens at ``HOST:PORT``: Ray itself would wait, and then end this process.
-    """
-    host, port = _host(address)
+@contextmanager
+def _joining(address: str) -> Iterator[None]:
     try:
-        if port.isdecimal():
-            socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError, UnicodeError) as error:
+        yield
+    except (OSError, ValueError, OverflowError) as error:
         raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
 
 
-def _host(address: str) -> tuple[str, str]:
-    """The host and the port in an address of Ray; both are empty for a cluster that was started on this machine."""
+def _host(address: str) -> tuple[str, int | None]:
+    """The host and the port in an address of Ray; no host for a cluster that was started on this machine."""
     place = address.rpartition("://")[2]
-    if place in ("", "auto", "local"):
-        return "", ""
-    host, colon, port = place.rpartition(":")
-    return (host if colon else place).strip("[]"), port if colon else ""
+    with _joining(address):
+        parts = urlsplit(f"//{place}")
+        return ("" if place in ("", "auto", "local") else parts.hostname or ""), parts.port
 
 
 def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:

@@ -34,8 +34,7 @@ from .base_python import torch_alone
 from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .fingerprint import sources
-from .locking import ANY_DAY, ResolutionError, lock
-from .pins import Part, Pin, compile_pins, of_cells, read, write
+from .pins import ANY_DAY, Part, Pin, ResolutionError, compile_pins, lock, of_cells, read, write
 
 #: The number of files that are fetched at a time.
 _THREADS = 4

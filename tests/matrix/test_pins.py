@@ -12,8 +12,7 @@ from small import PYTHON, TAG, Small
 from compat_matrix import pins
 from compat_matrix.axes import OWN, Axes, load
 from compat_matrix.errors import MatrixError
-from compat_matrix.locking import ResolutionError
-from compat_matrix.pins import Part, Pin
+from compat_matrix.pins import Part, Pin, ResolutionError
 
 COMMITTED = OWN.parent / "pins"
 HASH = "0123456789abcdef" * 4

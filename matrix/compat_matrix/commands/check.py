@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
 from kernel_compat.cli import tables
 
 from .. import matrix_client
 from ..arguments import Arguments, flag, option
-from ..matrix_client import ServiceReport
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def _seconds(text: str) -> float:
@@ -48,25 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(tables.plain({"ok": report.ok, **tables.fields_of(report)}), indent=2, allow_nan=False))
     else:
-        _show(tables.console(), report)
+        console = tables.console()
+        tables.print_environment(console, report.environment)
+        for answer in report.answers:
+            style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
+            verdict, *evidence = matrix_client.describe(answer)
+            tables.print_text(console, f"\n{verdict}", style)
+            for line in [*evidence, *matrix_client.shims_of(answer)]:
+                tables.print_text(console, line)
+        if not report.ok:
+            tables.print_text(console, "This environment is known to be bad: see above.", "bold red")
     return 0 if report.ok else 1
-
-
-def _show(console: Console | None, report: ServiceReport) -> None:
-    tables.print_environment(console, report.environment)
-    tables.print_text(console, "")
-    for answer in report.answers:
-        style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
-        verdict, *evidence = matrix_client.describe(answer)
-        tables.print_text(console, verdict, style)
-        for line in evidence:
-            tables.print_text(console, line)
-        shims = [
-            tuple(matrix_client.line(shim.get(name)) for name in ("name", "state", "reason"))
-            for shim in answer.shims
-            if shim.get("state") != "not needed"
-        ]
-        if shims:
-            tables.print_table(console, "Shims there", ("shim", "state", "reason"), shims)
-    if not report.ok:
-        tables.print_text(console, "This environment is known to be bad: see above.", "bold red")

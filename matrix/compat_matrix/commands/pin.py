@@ -7,7 +7,6 @@ import sys
 
 from .. import pins
 from ..arguments import LATEST, PINS, SELECTION
-from ..locking import ResolutionError
 from ..options import axes_of, cells_of, pin_folder
 from ..words import plural
 
@@ -23,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     changed = []
     parts = pins.resolve_parts(axes, cells, latest=options.latest)
     for name, part in sorted(parts.items()):
-        if isinstance(part, ResolutionError):
+        if isinstance(part, pins.ResolutionError):
             failed += 1
             print(f"{name}: {part}", file=sys.stderr)
         elif pins.write(part, folder):
