@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -314,7 +314,7 @@ class Axes(_Table):
     @cached_property
     def own(self) -> dict[str, list[str]]:
         """The project's own axes and their values."""
-        return _joined([table.own for table in self.axes])
+        return {axis: values for axis, values in values_of(self.all_cells).items() if axis not in AXES}
 
     @cached_property
     def distributions(self) -> dict[str, str]:
@@ -397,15 +397,6 @@ class Axes(_Table):
         return (self.path.parent / self.project.path).resolve()
 
 
-def _joined(tables: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
-    """The values of each axis in any of the tables."""
-    found: dict[str, dict[str, None]] = {}
-    for table in tables:
-        for axis, values in table.items():
-            found.setdefault(axis, {}).update(dict.fromkeys(values))
-    return {axis: [*values] for axis, values in found.items()}
-
-
 @cache
 def _expression(text: str) -> Expression:
     return Expression(text)
@@ -463,12 +454,12 @@ def load(path: Path) -> Axes:
 
 def _own_axes(given: Any) -> dict[str, list[str]]:
     """The own axes in tables that aren't validated yet, with their values."""
-    tables = given if isinstance(given, list) else [given]
-    return _joined(
-        {axis: [*map(str, values)] for axis, values in table.items() if axis not in AXES and isinstance(values, list)}
-        for table in tables
-        if isinstance(table, dict)
-    )
+    found: dict[str, list[str]] = {}
+    for table in given if isinstance(given, list) else [given]:
+        for axis, values in table.items() if isinstance(table, dict) else ():
+            if axis not in AXES and isinstance(values, list):
+                found.setdefault(axis, []).extend(map(str, values))
+    return found
 
 
 def line_of(text: str, location: tuple[Any, ...]) -> int:

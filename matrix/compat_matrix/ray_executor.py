@@ -149,9 +149,8 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
         )
     job = replace(job, environments=replace(job.environments, root=cache or default_root()))
     # Ray assigns GPUs by CUDA_VISIBLE_DEVICES, and doesn't know about other runs on the machine.
-    with gpus.leased(job.gpus, gpus.visible() if job.gpus else ()) as held:
-        begun.put_nowait(job.cell.name)
-        return work.run(job, held, hosts=_hosts if fork else None)
+    devices = gpus.visible() if job.gpus else ()
+    return work.run(job, devices, lambda: begun.put_nowait(job.cell.name), hosts=_hosts if fork else None)
 
 
 def check_private(address: str) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from . import gpus, work
+from . import work
 from .axes import Axes
 from .cells import Cell, one_and_more
 from .errors import MatrixError
@@ -60,16 +60,10 @@ class Local:
             self._hosts.close()
 
     def _run(self, job: Job, started: Callable[[Cell], None]) -> CellResult:
-        if self.cancelled.is_set():
-            raise work.Cancelled
         if job.gpus > len(self.devices):
             there = {0: "none is", 1: "one is"}.get(len(self.devices), f"{len(self.devices)} are")
             return job.result("not run", "hardware", f"it needs {plural(job.gpus, 'GPU')}, and {there} visible")
-        with gpus.leased(job.gpus, self.devices, self.cancelled) as held:
-            if len(held) < job.gpus:
-                raise work.Cancelled
-            started(job.cell)
-            return work.run(job, held, self.cancelled, self._hosts)
+        return work.run(job, self.devices, lambda: started(job.cell), self.cancelled, self._hosts)
 
 
 def failed(store: Store, run: str) -> dict[Cell, int]:

@@ -8,13 +8,14 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from . import gpus
 from .axes import Known, Tests
 from .cell.kernel_compat_host import PRELOADED
 from .cells import Cell
@@ -89,18 +90,31 @@ class Cancelled(Exception):
 
 
 def run(
-    job: Job, gpus: Sequence[str] = (), cancelled: threading.Event | None = None, hosts: Hosts | None = None
+    job: Job,
+    devices: Sequence[str],
+    started: Callable[[], object],
+    cancelled: threading.Event | None = None,
+    hosts: Hosts | None = None,
 ) -> CellResult:
-    """Run a cell to its end; failures of any kind are in the result.
+    """Run a cell to its end, with GPUs that no other process on this machine has; failures of any kind are in the result.
 
     Args:
-        gpus: the devices that are leased for it.
+        devices: the GPUs that may be leased.
+        started: called when the cell has its GPUs.
         cancelled: setting it ends the cell.
         hosts: processes to fork cells from that need no GPU; without them every cell is a new process.
 
     Raises:
         Cancelled: `cancelled` was set.
     """
+    with gpus.leased(job.gpus, devices, cancelled) as held:
+        if len(held) < job.gpus or (cancelled is not None and cancelled.is_set()):
+            raise Cancelled
+        started()
+        return _run(job, held, cancelled, hosts)
+
+
+def _run(job: Job, leased: Sequence[str], cancelled: threading.Event | None, hosts: Hosts | None) -> CellResult:
     started, clock = datetime.now(timezone.utc), time.monotonic()
 
     def result(verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
@@ -122,14 +136,14 @@ def run(
         (folder / "log").touch()
         deadline = time.monotonic() + job.tests.minutes * 60
         try:
-            process = _start(job, python, layer, folder, gpus, hosts)
+            process = _start(job, python, layer, folder, leased, hosts)
         except OSError as error:
             return result("failed", "installation", f"{job.tests.command[0]} can't be started: {error.strerror}")
         returncode = _supervise(process, deadline, cancelled)
         tests, uncollected = read_report_log(folder / _REPORT)
         tests, stale = tied(tests, job.known, job.cell, started.date())
         if job.retry and returncode == 1 and (folder / _LAST_FAILED).exists() and any(test.bad for test in tests):
-            process = _start(job, python, layer, folder, gpus, hosts, again=True)
+            process = _start(job, python, layer, folder, leased, hosts, again=True)
             _supervise(process, deadline, cancelled)
             tests = retried(tests, read_report_log(folder / _RETRY_REPORT)[0])
         text = (folder / "log").read_text(encoding="utf-8", errors="replace")
@@ -144,13 +158,13 @@ def _start(
     python: Path,
     layer: Path,
     folder: Path,
-    gpus: Sequence[str],
+    leased: Sequence[str],
     hosts: Hosts | None,
     *,
     again: bool = False,
 ) -> Process:
     """Start the command of a job; `again`: pytest, with the tests that failed, which leaves the cell's report as it is."""
-    environment = _environment(job, layer, folder, gpus)
+    environment = _environment(job, layer, folder, leased)
     if again:
         del environment["COMPAT_MATRIX_ENVIRONMENT"]
     place = (environment, job.environments.project, folder / "log")
@@ -161,9 +175,9 @@ def _start(
     arguments += [f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
     arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
     arguments += [*rest, *(["--last-failed"] if again else [])]
-    if len(gpus) > 1:
-        arguments += ["-n", str(len(gpus))]
-    if hosts is not None and not gpus and not _shadows(job):
+    if len(leased) > 1:
+        arguments += ["-n", str(len(leased))]
+    if hosts is not None and not leased and not _shadows(job):
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts(python).start(arguments, *place)
     return fresh([str(python), "-m", *arguments], *place)
@@ -174,7 +188,7 @@ def _shadows(job: Job) -> bool:
     return not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
 
 
-def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> dict[str, str]:
+def _environment(job: Job, layer: Path, folder: Path, leased: Sequence[str]) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -185,8 +199,8 @@ def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> di
         **inherited,
         **job.tests.environment,
         # A cell sees the leased devices only, also on a machine that has more.
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "COMPAT_MATRIX_GPUS": ",".join(gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(leased),
+        "COMPAT_MATRIX_GPUS": ",".join(leased),
         "KERNEL_COMPAT_MATRIX_AXES": json.dumps(job.cell.axes),
         "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
         "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
