@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 #: Options by name, with the keywords of `argparse.ArgumentParser.add_argument`.
 Arguments = dict[str, dict[str, Any]]
@@ -42,6 +43,17 @@ def size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"a size such as 64MiB, not {text!r}")
     return int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]]
+
+
+def address(text: str) -> str:
+    """An address such as ``https://example.org/hook``; anything else is an error of the arguments."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"an address such as https://example.org/hook, not {text!r}")
 
 
 AXES_FILE: Arguments = {

@@ -92,18 +92,14 @@ class BasePython:
         Raises:
             MatrixError: a cell has a different Python or torch.
         """
-        others = [cell for cell in cells if not self._fits(cell)]
+        others = [cell.name for cell in cells if cell.python != self.python or not _starts(self.torch, cell.torch)]
         if others:
             minor = f"{self.torch.major}.{self.torch.minor}"
             raise MatrixError(
                 f"{self.executable} is Python {self.python} with torch {self.torch}, which "
-                f"{one_and_more([cell.name for cell in others])} can't use: "
+                f"{one_and_more(others)} can't use: "
                 f'select cells with --only "python=={self.python} and torch=={minor}"'
             )
-
-    def _fits(self, cell: Cell) -> bool:
-        wanted = release(cell.torch) if cell.torch else ()
-        return cell.python == self.python and self.torch.release[: len(wanted)] == wanted
 
     def without_installed(
         self, parts: Mapping[str, Part | ResolutionError], needless: Mapping[str, Collection[str]]
@@ -124,6 +120,11 @@ class BasePython:
     def _has(self, pin: Pin) -> bool:
         found = self.there.get(pin.name)
         return found is not None and Version(found.public) == Version(pin.version)
+
+
+def _starts(version: Version, text: str) -> bool:
+    wanted = release(text) if text else ()
+    return version.release[: len(wanted)] == wanted
 
 
 def torch_alone(

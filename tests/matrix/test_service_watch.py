@@ -451,8 +451,8 @@ def test_a_run_of_watch_is_submitted_to_the_real_service(watched: Watched) -> No
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--webhook", "hook"), "--webhook takes an address such as"),
-        (("--submit", "file:///x"), "--submit takes an address such as"),
+        (("--webhook", "hook"), "argument --webhook: an address such as"),
+        (("--submit", "file:///x"), "argument --submit: an address such as"),
         (("--only", "transformers=5"), "this isn't a condition on cells"),
         (("--index", "http://127.0.0.1:1/simple"), "can't be queried for transformers: no connection"),
     ],

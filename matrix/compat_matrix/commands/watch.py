@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..arguments import AXES_FILE, ENVIRONMENTS, FILTER, JOBS, STORE, TESTS, Arguments, flag, option, positive
+from ..arguments import AXES_FILE, ENVIRONMENTS, FILTER, JOBS, STORE, TESTS, Arguments, address, flag, option, positive
 from ..atlas.cache import Cache, default_folder
 from ..atlas.index import Index
 from ..axes import Axes, cover
@@ -28,9 +28,9 @@ ARGUMENTS: Arguments = {
     **STORE,
     "--index": option("the package index (default: the one that pip or uv would use)", metavar="URL"),
     "--dry-run": flag("list the releases and the cells; store nothing"),
-    "--submit": option("submit the cells to this service, which runs them", metavar="URL"),
+    "--submit": option("submit the cells to this service, which runs them", metavar="URL", type=address),
     "--token-file": option(f"a file with the token (default: ${TOKEN})", type=Path, metavar="FILE"),
-    "--webhook": option("POST the report to this address, as JSON", metavar="URL"),
+    "--webhook": option("POST the report to this address, as JSON", metavar="URL", type=address),
     "--every": option("repeat at this interval", type=positive, metavar="MINUTES"),
     **TESTS,
     **JOBS,
@@ -42,10 +42,6 @@ def run(options: argparse.Namespace) -> int:
     """Look for new releases once, or at an interval for ever; returns the exit code."""
     if options.index is not None:
         os.environ["UV_DEFAULT_INDEX"] = options.index  # also for installers
-    if options.webhook is not None:
-        watch.checked_url(options.webhook, "--webhook")
-    if options.submit is not None:
-        watch.checked_url(options.submit, "--submit")
     token = token_of(options, "submit") if options.submit is not None else ""
     axes = axes_of(options)
     if options.only is not None:

@@ -312,21 +312,6 @@ def _older(cell: Cell, new: New, known: Iterable[Cell]) -> Cell | None:
     return max(filter(precedes, known), key=lambda other: [release(other.axes[axis]) for axis in fresh], default=None)
 
 
-def checked_url(url: str, what: str) -> str:
-    """The URL, unchanged.
-
-    Raises:
-        MatrixError: it isn't a URL.
-    """
-    try:
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname:
-            return url
-    except ValueError:
-        pass
-    raise MatrixError(f"{what} takes an address such as https://example.org/hook, not {url!r}")
-
-
 def call(webhook: str, report: Report) -> str | None:
     """POST a report as JSON, with retries; returns why that failed, or None."""
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of each retry
