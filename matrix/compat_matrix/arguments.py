@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,14 +34,6 @@ def days(text: str) -> int:
     if number == text or not number.isdecimal() or not 1 <= int(number) <= 100_000:
         raise argparse.ArgumentTypeError(f"a number of days such as 90d, not {text!r}")
     return int(number)
-
-
-def size(text: str) -> int:
-    """A number of bytes such as ``64MiB``; anything else is an error of the arguments."""
-    match = re.fullmatch(r"([1-9][0-9]{0,6})([KMG])iB", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"a size such as 64MiB, not {text!r}")
-    return int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]]
 
 
 def address(text: str) -> str:

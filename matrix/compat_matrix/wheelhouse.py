@@ -34,7 +34,7 @@ from .base_python import torch_alone
 from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .fingerprint import sources
-from .pins import ANY_DAY, Part, Pin, ResolutionError, compile_pins, lock, of_cells, read, write
+from .pins import ANY_DAY, Part, Pin, ResolutionError, compile_pins, lock, of_cells, write
 
 #: The number of files that are fetched at a time.
 _THREADS = 4
@@ -70,7 +70,6 @@ class Wheelhouse(_Table):
         wheel: the file name of the tested project's wheel.
         cells: base and layer by the name of the cell; their pins are in the folder ``pins``.
         files: the fetched files by name.
-        part_size: files with more bytes are there in parts of this size, as `split` has left them; null if none are.
     """
 
     folder: Path = Field(default=Path(), exclude=True)
@@ -79,7 +78,6 @@ class Wheelhouse(_Table):
     cells: dict[Name, tuple[Name, Name]] = {}
     parts: dict[Name, PartOf] = {}
     files: dict[Name, Stored] = {}
-    part_size: Annotated[int, Field(gt=0)] | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Wheelhouse:
@@ -90,8 +88,10 @@ class Wheelhouse(_Table):
         """
         folder = folder.absolute()
         if not folder.is_dir():
-            raise MatrixError(f"{folder} isn't a folder, and this takes one that `kernel-compat-matrix fetch` wrote")
-        found = cls.manifest(folder)
+            raise MatrixError(
+                f"--offline takes a folder that `kernel-compat-matrix fetch` wrote; {folder} isn't a folder"
+            )
+        found = cls.read(folder)
         if found is None:
             raise MatrixError(
                 f"{folder} has no manifest.json: `kernel-compat-matrix fetch` writes it last, so this folder is incomplete"
@@ -99,7 +99,7 @@ class Wheelhouse(_Table):
         return found
 
     @classmethod
-    def manifest(cls, folder: Path) -> Wheelhouse | None:
+    def read(cls, folder: Path) -> Wheelhouse | None:
         """The folder's manifest; None if it has none."""
         path = folder / "manifest.json"
         try:
@@ -167,65 +167,8 @@ class Wheelhouse(_Table):
             lines = [f"{what}, for {one_and_more([*those])}" for what, those in sorted(missing.items())]
             if any(what.startswith("torch==") for what in missing):
                 lines.append("It was fetched --without-torch, or has lost it: run --base-python PATH, or fetch again")
-            if self.part_size is not None:
-                lines.append("It has files in parts: `kernel-compat-matrix unpack` puts them together")
             raise MatrixError("\n  ".join([f"{self.folder} lacks", *lines]))
         return found
-
-    def split(self, size: int) -> None:
-        """Replace files of more than `size` bytes by parts of that size."""
-        house = self.model_copy(update={"part_size": size})
-        with _failing(self.folder):
-            for name in house.files:
-                with (self.folder / name).open("rb") as whole:
-                    for part in house.parts_of(name):
-                        part.write_bytes(whole.read(size))
-            house.save(self.folder)
-            for name in house.files:
-                if house.parts_of(name):
-                    (self.folder / name).unlink()
-
-    def unpack(self) -> None:
-        """Put the files together whose parts are there, and verify every file.
-
-        Raises:
-            MatrixError: a file or a part is missing, or a file isn't as it was fetched; the message names all of them. What is right
-                stays, parts included.
-        """
-        problems = []
-        with _failing(self.folder):
-            for name, stored in self.files.items():
-                whole, scratch = self.folder / name, self.folder / f"{name}.part"
-                parts = self.parts_of(name)
-                if parts and not whole.exists() and all(part.is_file() for part in parts):
-                    with scratch.open("wb") as output:
-                        for part in parts:
-                            with part.open("rb") as source:
-                                shutil.copyfileobj(source, output, 1 << 20)
-                    scratch.replace(whole)
-                if not whole.is_file():
-                    problems += [f"{one.name} is missing" for one in parts or [whole] if not one.is_file()]
-                elif sha256(whole) != stored.sha256:
-                    problems.append(f"{name} isn't as it was fetched")
-                    if parts:
-                        whole.unlink()
-            if problems:
-                raise MatrixError("\n  ".join([f"{self.folder} can't be used:", *sorted(problems)]))
-            for name, part_of in self.parts.items():
-                read(self.folder / "pins" / f"{name}.txt", part_of.python)
-            self.model_copy(update={"part_size": None}).save(self.folder)
-            for part in (part for name in self.files for part in self.parts_of(name)):
-                part.unlink(missing_ok=True)
-
-    def parts_of(self, name: str) -> list[Path]:
-        """The parts of a file; none for a file that isn't split."""
-        size, most = self.files[name].size, self.part_size
-        return [] if most is None or size <= most else [self.folder / f"{name}.{n:04}" for n in range(-(-size // most))]
-
-    def save(self, folder: Path) -> None:
-        """Write the manifest into a folder."""
-        text = self.model_dump_json(indent=2, by_alias=True, exclude_none=True)
-        (folder / "manifest.json").write_text(text, encoding="utf-8")
 
     def _there(self, name: str) -> bool:
         """Whether a file has its recorded size; its hash is checked at installation."""
@@ -256,10 +199,6 @@ def fetch(
         MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
             built, or the disk is full. Fetched files stay, for the next attempt; everything else in the folder is as it was.
     """
-    folder = folder.absolute()
-    old = Wheelhouse.manifest(folder)
-    if old is not None and old.part_size is not None:
-        raise MatrixError(f"{folder} has files in parts: `kernel-compat-matrix unpack` it first")
     parts: dict[str, Part] = {}
     for name, found in of_cells(axes, cells, pin_folder, latest).items():
         if isinstance(found, ResolutionError):
@@ -272,6 +211,7 @@ def fetch(
         for pin in part.pins
         if not (without_torch and pin.name in needless.get(part.name, ()))
     }
+    folder = folder.absolute()
     with _writing(folder) as scratch:
         built: dict[str, Pin] = {}
         for python in sorted({cell.python for cell in cells}) if runner else ():
@@ -285,7 +225,7 @@ def fetch(
         files = {**_fetched(axes, wanted, folder, note), **built}
         for part in parts.values():
             write(part, scratch / "pins")
-        old = old or Wheelhouse(project=project)
+        old = Wheelhouse.read(folder) or Wheelhouse(project=project)
         new_parts = {
             name: PartOf(python=part.python, torch_alone=sorted(needless.get(name, ()))) for name, part in parts.items()
         }
@@ -305,7 +245,7 @@ def fetch(
             "files": old.files | stored,
         }
         house = old.model_copy(update=update)
-        house.save(scratch)
+        (scratch / "manifest.json").write_text(house.model_dump_json(indent=2, by_alias=True), encoding="utf-8")
     for name, pin in sorted(files.items()):
         if not name.endswith(".whl"):
             note(
@@ -465,18 +405,9 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def _failing(folder: Path) -> Iterator[None]:
-    """Turn an error of the file system into a `MatrixError`."""
-    try:
-        yield
-    except OSError as error:
-        raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
-
-
-@contextmanager
 def _writing(folder: Path) -> Iterator[Path]:
     """A folder whose files are moved into `folder` at the end, the manifest last; none of them if there was an error."""
-    with _failing(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with TemporaryDirectory(dir=folder, prefix=".") as name:
@@ -489,3 +420,5 @@ def _writing(folder: Path) -> Iterator[Path]:
         finally:
             with suppress(OSError):
                 folder.rmdir()  # if it is empty
+    except OSError as error:
+        raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error

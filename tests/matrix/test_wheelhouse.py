@@ -270,57 +270,6 @@ def test_names_stay_in_the_folder(project: Small, name: str, monkeypatch: pytest
     assert "isn't a manifest of this version" in done.stderr
 
 
-def test_a_wheelhouse_travels_in_parts(project: Small) -> None:
-    wheel(project.folder / "index", "torch", "2.11.0", "onlytorch", "both", code=f"# {'x' * 5000}")
-    pinned(project)
-    fetched(project, "--parts", "1KiB")
-    house = project.folder / "house"
-    assert max(path.stat().st_size for path in house.glob("*.*") if path.name != "manifest.json") <= 1024
-    name = "torch-2.11.0-py3-none-any.whl"
-    parts = sorted(house.glob(f"{name}.*"))
-    assert len(parts) == 6
-    done = project.run("run", "--all", "--offline", "house", **offline(project))
-    assert done.returncode == 2
-    assert "`kernel-compat-matrix unpack` puts them together" in done.stderr
-    assert "has files in parts: `kernel-compat-matrix unpack` it first" in project.run("fetch", "house").stderr
-
-    content = parts[3].read_bytes()
-    parts[3].unlink()
-    refused = project.run("unpack", "house")
-    assert (refused.returncode, f"\n  {parts[3].name} is missing\n" in refused.stderr) == (2, True)
-    parts[3].write_bytes(content[:-1] + b"?")
-    refused = project.run("unpack", "house")
-    assert (refused.returncode, f"\n  {name} isn't as it was fetched\n" in refused.stderr) == (2, True)
-    parts[3].write_bytes(content)
-    pins = house / "pins" / f"{TAG}-torch2.11.txt"
-    text = pins.read_text()
-    pins.write_text(text[:40])
-    refused = project.run("unpack", "house")
-    assert (refused.returncode, "not a pin of the form" in refused.stderr) == (2, True)
-    pins.write_text(text)
-    for _ in range(2):  # the second time nothing is left to do
-        done = project.run("unpack", "house")
-        assert (done.returncode, done.stdout) == (0, "house: 6 files, as fetched\n"), done
-    assert not [*house.glob("*.whl.*")]
-    assert fetched(project) == ""
-    assert len(passed(project)) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["fetch", "--parts", "64", "house"], "a size such as 64MiB, not '64'"),
-        (["fetch", "--parts", "0MiB", "house"], "a size such as 64MiB, not '0MiB'"),
-        (["unpack", "nowhere"], "isn't a folder"),
-        (["unpack", "index"], "has no manifest.json"),
-    ],
-)
-def test_what_has_no_parts_is_said(project: Small, arguments: list[str], message: str) -> None:
-    done = project.run(*arguments, **indexed(project))
-    assert (done.returncode, message in done.stderr) == (2, True), done
-    assert not (project.folder / "house").exists()
-
-
 def test_a_module_that_unpacks_to_a_large_one_differs(project: Small) -> None:
     fetched(project)
     house = project.folder / "house" / "small-1.0-py3-none-any.whl"

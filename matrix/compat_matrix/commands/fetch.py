@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..arguments import LATEST, PINS, SELECTION, Arguments, flag, option, size
+from ..arguments import LATEST, PINS, SELECTION, Arguments, flag, option
 from ..options import axes_of, cells_of, pin_folder
 from ..wheelhouse import fetch
 from ..words import plural
@@ -18,7 +18,6 @@ ARGUMENTS: Arguments = {
     **LATEST,
     "--without-torch": flag("leave out torch, for machines that have their own: `run --base-python`"),
     "--with-runner": flag("include this command itself"),
-    "--parts": option("split larger files into parts of this size, for `unpack`: 64MiB", type=size, metavar="SIZE"),
 }
 
 
@@ -36,10 +35,8 @@ def run(options: argparse.Namespace) -> int:
         runner=options.with_runner,
         note=lambda text: print(text, file=sys.stderr),
     )
-    if options.parts is not None:
-        wheelhouse.split(options.parts)
     files = wheelhouse.files.values()
-    total = sum(file.size for file in files) / 1e6
+    size = sum(file.size for file in files) / 1e6
     counts = f"{plural(len(wheelhouse.cells), 'cell')}, {plural(len(files), 'file')}"
-    print(f"{options.folder}: {counts}, {total:.1f} MB")
+    print(f"{options.folder}: {counts}, {size:.1f} MB")
     return 0
