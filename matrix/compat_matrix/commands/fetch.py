@@ -6,7 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from ..options import add_selection, axes_of, cells_of, pin_folder
+from ..parts import SMALLEST, split
 from ..wheelhouse import fetch
 from ..words import plural
 
@@ -27,6 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out torch, for machines that have their own: `run --base-python`",
     )
     parser.add_argument("--with-runner", action="store_true", help="include this command itself")
+    parser.add_argument(
+        "--parts",
+        type=_size,
+        metavar="SIZE",
+        help="write the folder also as files of at most this size, such as 64MiB, into DIR.parts",
+    )
+
+
+def _size(text: str) -> int:
+    """A number of bytes."""
+    try:
+        size = TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 64MiB") from None
+    if size < SMALLEST:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1MiB")
+    return size
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,4 +67,7 @@ def run(options: argparse.Namespace) -> int:
     size = sum(file.size for file in files) / 1e6
     counts = f"{plural(len(wheelhouse.manifest.cells), 'cell')}, {plural(len(files), 'file')}"
     print(f"{options.folder}: {counts}, {size:.1f} MB")
+    if options.parts is not None:
+        parts, count = split(options.folder, options.parts)
+        print(f"{parts}: {plural(count, 'part')}")
     return 0
