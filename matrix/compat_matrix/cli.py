@@ -20,6 +20,7 @@ COMMANDS = {
     "list": ("commands.listing", "list the cells"),
     "pin": ("commands.pin", "resolve the cells and write their pins"),
     "fetch": ("commands.fetch", "write a folder from which `run --offline` installs without a network"),
+    "unpack": ("commands.unpack", "put the parts of such a folder together"),
     "run": ("commands.run", "run cells and store their results"),
     "runs": ("views.runs", "list the runs in the store"),
     "show": ("views.show", "show the results of a run as a grid"),

@@ -6,10 +6,25 @@ import argparse
 import sys
 from pathlib import Path
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from ..arguments import LATEST, PINS, SELECTION, Arguments, flag, option
 from ..options import axes_of, cells_of, pin_folder
+from ..parts import SMALLEST, split
 from ..wheelhouse import fetch
 from ..words import plural
+
+
+def _size(text: str) -> int:
+    """A number of bytes."""
+    try:
+        size = TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 64MiB") from None
+    if size < SMALLEST:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1MiB")
+    return size
+
 
 ARGUMENTS: Arguments = {
     **SELECTION,
@@ -18,6 +33,9 @@ ARGUMENTS: Arguments = {
     **LATEST,
     "--without-torch": flag("leave out torch, for machines that have their own: `run --base-python`"),
     "--with-runner": flag("include this command itself"),
+    "--parts": option(
+        "write the folder also as files of at most this size, such as 64MiB, into DIR.parts", type=_size, metavar="SIZE"
+    ),
 }
 
 
@@ -39,4 +57,7 @@ def run(options: argparse.Namespace) -> int:
     size = sum(file.size for file in files) / 1e6
     counts = f"{plural(len(wheelhouse.cells), 'cell')}, {plural(len(files), 'file')}"
     print(f"{options.folder}: {counts}, {size:.1f} MB")
+    if options.parts is not None:
+        parts, count = split(options.folder, options.parts)
+        print(f"{parts}: {plural(count, 'part')}")
     return 0
