@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 from . import unpack
 from .errors import MatrixError
-from .wheelhouse import sha256
 
 #: The smallest size of a part: below it there would be thousands.
 SMALLEST = 1 << 20
@@ -44,7 +43,7 @@ def split(folder: Path, size: int) -> tuple[Path, int]:
                         archive.add(path, path.relative_to(folder))
             if splitter.returncode:
                 raise OSError(f"split ended with {splitter.returncode}")
-            sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(scratch.iterdir())]
+            sums = [f"{unpack.sha256(path)}  {path.name}\n" for path in sorted(scratch.iterdir())]
             (scratch / unpack.SUMS).write_text("".join(sums), encoding="utf-8")
             shutil.copyfile(unpack.__file__, scratch / "unpack.py")
             if parts.exists():

@@ -47,7 +47,7 @@ def unpack(parts: Path, folder: Path) -> None:
             raise ValueError(f"{parts / SUMS} doesn't name {name} in line {number + 1}")
         paths.append(parts / name)
         try:
-            if _sha256(paths[-1]) != line[:64]:
+            if sha256(paths[-1]) != line[:64]:
                 wrong.append(f"{name} is damaged")
         except OSError:
             wrong.append(f"{name} is missing")
@@ -60,7 +60,8 @@ def unpack(parts: Path, folder: Path) -> None:
             raise ValueError(f"{parts} can't be unpacked: {error}") from error
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The digest of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import subprocess
@@ -35,6 +34,7 @@ from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .fingerprint import sources
 from .pins import ANY_DAY, Part, Pin, ResolutionError, compile_pins, lock, of_cells, write
+from .unpack import sha256
 
 #: The number of files that are fetched at a time.
 _THREADS = 4
@@ -393,15 +393,6 @@ def _replacing(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Pat
         if name == pin.name and Version(found.public) == Version(pin.version) and tags & theirs and fits:
             return path
     return None
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 @contextmanager
