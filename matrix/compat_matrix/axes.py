@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from difflib import get_close_matches
-from functools import cache, cached_property
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import combinations, product
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -54,13 +55,16 @@ def _day(text: str) -> str:
     return text
 
 
-def _condition(text: str, info: ValidationInfo) -> str:
-    Expression(text, info.context)
-    return text
+def _condition(given: Any, info: ValidationInfo) -> Expression:
+    if isinstance(given, Expression):
+        return given
+    if not isinstance(given, str):
+        raise ValueError("Input should be a valid string")
+    return Expression(given, info.context)
 
 
 def _day_or_condition(text: str, info: ValidationInfo) -> str:
-    return _day(text) if text[:1].isdecimal() else _condition(text, info)
+    return _day(text) if text[:1].isdecimal() else _condition(text, info).text
 
 
 def _distinct(values: list[str]) -> list[str]:
@@ -111,7 +115,7 @@ def _alike(values: list[str]) -> list[str]:
 
 
 Requirement = Annotated[str, _valid(packaging.requirements.Requirement)]
-Condition = Annotated[str, AfterValidator(_condition)]
+Condition = Annotated[Expression, PlainValidator(_condition)]
 T = TypeVar("T", bound=str)
 Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
 Text = Annotated[str, Field(min_length=1)]
@@ -124,8 +128,8 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     def holds(self, cell: Cell) -> bool:
-        when: str | None = getattr(self, "when", None)
-        return when is None or _expression(when)(cell)
+        when: Expression | None = getattr(self, "when", None)
+        return when is None or when(cell)
 
 
 class Values(_Table):
@@ -199,7 +203,7 @@ class Packages(_Table):
     def _part_is_known(self) -> Packages:
         """The condition may only use the part's axes, as all cells with the same values of these share the part."""
         if self.when is not None:
-            axes = _expression(self.when).axes
+            axes = self.when.axes
             others = sorted(axes - {*_BASE} if self.part == "base" else axes & {*_NOT_OF_LAYER})
             if others:
                 rest = "torch and flash_attention" if self.part == "base" else "transformers and the project's own axes"
@@ -272,7 +276,7 @@ class Known(_Table):
 
     def ended(self, cell: Cell, today: date) -> bool:
         """Whether a failure isn't accepted any more: the last day is over, or the cell has the release that ends it."""
-        return _expression(self.until)(cell) if self.last_day is None else self.last_day < today
+        return Expression(self.until)(cell) if self.last_day is None else self.last_day < today
 
 
 class Axes(_Table):
@@ -304,9 +308,8 @@ class Axes(_Table):
     @cached_property
     def all_cells(self) -> dict[Cell, str]:
         """Every combination, with the reason if it is excluded, else an empty string."""
-        conditions = [(_expression(rule.when), rule.because) for rule in self.exclude]
         return {
-            cell: next((because for condition, because in conditions if condition(cell)), "")
+            cell: next((rule.because for rule in self.exclude if rule.when(cell)), "")
             for table in self.axes
             for cell in table.cells
         }
@@ -395,11 +398,6 @@ class Axes(_Table):
     def folder(self) -> Path:
         """The tested project's folder."""
         return (self.path.parent / self.project.path).resolve()
-
-
-@cache
-def _expression(text: str) -> Expression:
-    return Expression(text)
 
 
 def cover(cells: Sequence[Cell]) -> list[Cell]:

@@ -57,6 +57,7 @@ class Expression:
         own: the project's own axes and their values; None allows any.
 
     Attributes:
+        text: as given.
         axes: the axes that it names.
 
     Raises:
@@ -64,6 +65,7 @@ class Expression:
     """
 
     def __init__(self, text: str, own: Mapping[str, Collection[str]] | None = None) -> None:
+        self.text = text
         meaning = _Meaning(own)
         try:
             # Not recursive: an expression in the address of a page may be nested to any depth.
@@ -77,6 +79,9 @@ class Expression:
     def __call__(self, cell: Cell) -> bool:
         """Whether a cell meets the condition."""
         return self._holds(cell)
+
+    def __reduce__(self) -> tuple[type[Expression], tuple[str]]:
+        return Expression, (self.text,)
 
 
 _Holds = Callable[[Cell], bool]
