@@ -68,48 +68,42 @@ class Cell:
     @property
     def base(self) -> str:
         """The name of the base: the environment without transformers and the packages installed with it."""
-        kernel = "" if self.flash_attention == "torch" else self._kernel
-        return f"{self._python}{f'-torch{self.torch}' if self.torch else '-base'}{kernel}"
+        kernel = "" if self.flash_attention in ("none", "torch") else self.flash_attention
+        return _joined(self._python, f"torch{self.torch}" if self.torch else "base", kernel)
 
     @property
     def layer(self) -> str:
         """The name of the layer on top of the base: transformers, the own axes, and the packages installed with them."""
-        return (
-            f"{self._python}{self._transformers}{self._extra}"
-            if self.transformers or self.extra
-            else f"{self._python}-layer"
-        )
+        named = _joined(f"tf{self.transformers}" if self.transformers else "", self.own)
+        return _joined(self._python, named or "layer")
 
     @property
     def name(self) -> str:
         """``py311-tf5.23-torch2.15-fa4-cuda-peft=0.18``; without FlashAttention and on a CPU ``py311-tf5.23-torch2.15``."""
-        torch = f"-torch{self.torch}" if self.torch else ""
-        device = "" if self.device == "cpu" else f"-{self.device}"
-        return f"{self._python}{self._transformers}{torch}{self._kernel}{device}{self._extra}"
+        return _joined(
+            self._python,
+            f"tf{self.transformers}" if self.transformers else "",
+            f"torch{self.torch}" if self.torch else "",
+            {"none": "", "torch": "fatorch"}.get(self.flash_attention, self.flash_attention),
+            "" if self.device == "cpu" else self.device,
+            self.own,
+        )
+
+    @property
+    def own(self) -> str:
+        """The project's own axes as in the name: ``backend=gloo-peft=0.18``; empty without any."""
+        return _joined(*(f"{axis}={value}" for axis, value in self.extra))
 
     @property
     def _python(self) -> str:
         return f"py{self.python.replace('.', '')}"
 
-    @property
-    def _transformers(self) -> str:
-        return f"-tf{self.transformers}" if self.transformers else ""
-
-    @property
-    def _kernel(self) -> str:
-        return {"none": "", "torch": "-fatorch"}.get(self.flash_attention, f"-{self.flash_attention}")
-
-    @property
-    def own(self) -> str:
-        """The project's own axes as in the name: ``backend=gloo-peft=0.18``; empty without any."""
-        return "-".join(f"{axis}={value}" for axis, value in self.extra)
-
-    @property
-    def _extra(self) -> str:
-        return f"-{self.own}" if self.extra else ""
-
     def __str__(self) -> str:
         return self.name
+
+
+def _joined(*parts: str) -> str:
+    return "-".join(filter(None, parts))
 
 
 def parse(name: str) -> Cell:
