@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from difflib import get_close_matches
 from functools import cached_property
-from heapq import heappop, heappush
 from itertools import combinations, product
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import packaging.requirements
 import tomli
+from allpairspy import AllPairs
 from packaging.utils import canonicalize_name
 from pydantic import (
     AfterValidator,
@@ -401,25 +401,35 @@ class Axes(_Table):
 
 
 def cover(cells: Sequence[Cell]) -> list[Cell]:
-    """A small subset of the cells: every two values of different axes that share a cell also share one of the subset.
-
-    The next cell is always one with the most pairs of values that no chosen cell has; counts only fall, so that a heap of earlier
-    counts finds it.
-    """
+    """A small subset of the cells: every two values of different axes that share a cell also share one of the subset."""
+    if not cells:
+        return []
     axes = values_of(cells)
-    pairs = {cell: {*combinations([(axis, cell.axes.get(axis, "")) for axis in axes], 2)} for cell in cells}
-    missing = set[tuple[Any, ...]]().union(*pairs.values())
-    heap = [(-len(pairs[cell]), place, cell) for place, cell in enumerate(cells)]
-    chosen = set()
+    rows_of = {cell: tuple(cell.axes.get(axis, "") for axis in axes) for cell in cells}
+    fields = [list(dict.fromkeys(values)) for values in zip(*rows_of.values(), strict=True)]
+    varied = [i for i, values in enumerate(fields) if len(values) > 1]
+    if len(varied) < 2:
+        return list(cells)  # each value needs its own cell
+    there = {*rows_of.values()}
+    fixed = tuple(values[0] for values in fields)
+
+    def complete(row: Sequence[str]) -> tuple[str, ...]:
+        whole = list(fixed)
+        for index, value in zip(varied, row, strict=True):
+            whole[index] = value
+        return tuple(whole)
+
+    prefixes = {tuple(cell[i] for i in varied)[:n] for cell in there for n in range(1, len(varied) + 1)}
+    rows = AllPairs([fields[i] for i in varied], filter_func=lambda row: tuple(row) in prefixes)
+    chosen = {complete(row.pairs if hasattr(row, "pairs") else row) for row in rows}
+    # allpairspy gives up on a pair if every third value that it tries is excluded.
+    pairs = {cell: set(combinations(enumerate(rows_of[cell]), 2)) for cell in cells}
+    missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if rows_of[cell] in chosen))
     while missing:
-        _, place, cell = heappop(heap)
-        count = -len(pairs[cell] & missing)
-        if heap and count > heap[0][0]:
-            heappush(heap, (count, place, cell))
-        else:
-            chosen.add(cell)
-            missing -= pairs[cell]
-    return [cell for cell in cells if cell in chosen]
+        best = max(cells, key=lambda cell: len(pairs[cell] & missing))
+        chosen.add(rows_of[best])
+        missing -= pairs[best]
+    return [cell for cell in cells if rows_of[cell] in chosen]
 
 
 def load(path: Path) -> Axes:

@@ -5,16 +5,18 @@ Arguments after ``--`` go to pytest. tox creates no environment of its own for a
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tox.config.loader.memory import MemoryLoader
 from tox.config.sets import ConfigSet
-from tox.config.types import Command
+from tox.config.types import Command, EnvList
 from tox.execute.local_sub_process import LocalSubProcessExecutor
 from tox.plugin import impl
 from tox.report import HandledError
@@ -103,6 +105,10 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
     axes = axes_of()
     if axes is None:
         return
+    if getattr(state.conf.options, "list_envs", False):
+        # `tox -l` lists the default environments, not the whole matrix.
+        cells = EnvList([*_configured(core_conf, state), *(cell.name for cell in axes.cells)])
+        core_conf.loaders.insert(0, MemoryLoader(env_list=cells))
     more = state.conf.pos_args(None)
     for cell in axes.cells:
         command = [sys.executable, "-m", "compat_matrix", "run", "--axes", str(axes.path), cell.name]
@@ -117,6 +123,15 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
             allowlist_externals=[sys.executable],
         )
         state.conf.memory_seed_loaders[cell.name].append(loader)
+
+
+def _configured(core_conf: ConfigSet, state: State) -> list[str]:
+    """The environments in the project's own tox configuration."""
+    for loader in core_conf.loaders:
+        with suppress(KeyError):
+            found = loader.load_raw("env_list", state.conf, None)
+            return found if isinstance(found, list) else re.split(r"[\s,]+", str(found).strip())
+    return []
 
 
 @cache
