@@ -321,9 +321,23 @@ def of_cells(
     """The bases and layers of cells, by name: as they are committed, or resolved now.
 
     Raises:
-        MatrixError: pins are missing or broken.
+        MatrixError: pins are missing or broken, or lack a release that the tested project requires.
     """
     if latest:
         return resolve_parts(axes, cells, latest=True)
     names = {name: cell.python for cell in cells for name in (cell.base, cell.layer)}
-    return {name: read(folder / f"{name}.txt", python) for name, python in names.items()}
+    found = {name: read(folder / f"{name}.txt", python) for name, python in names.items()}
+    own = project_requirements(axes)
+    for cell in cells:
+        pinned = found[cell.base].versions | found[cell.layer].versions
+        here = {"python_version": cell.python, "python_full_version": f"{cell.python}.0"}
+        for requirement in own:
+            version = pinned.get(canonicalize_name(requirement.name), "")
+            if version and requirement.specifier.contains(version, prereleases=True):
+                continue
+            if requirement.marker is None or requirement.marker.evaluate(here):
+                raise MatrixError(
+                    f"the project requires {requirement}, and the pins of {cell} have {version or 'no release of it'}: "
+                    "`kernel-compat-matrix pin` resolves them again"
+                )
+    return dict(found)
