@@ -19,8 +19,7 @@ from compat_matrix.atlas import command
 from compat_matrix.atlas.cache import Cache
 from compat_matrix.atlas.index import Index
 from compat_matrix.atlas.project.replacements import PATCHED, replacements
-from compat_matrix.atlas.project.source_tree import scan
-from compat_matrix.atlas.project.uses import Scan
+from compat_matrix.atlas.project.source_tree import Scan, scan
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
 from kernel_compat.patching.shim import discover
@@ -228,6 +227,14 @@ PATCHES = {
     "import torch, transformers\nfor m, n in ((torch, 'a'), (transformers, 'b')): setattr(m, n, f)": [
         "torch.a setattr",
         "transformers.b setattr",
+    ],
+    "import torch, transformers\nfor m in [torch]: m.a = f\nfor m in [transformers]: m.b = f": [
+        "torch.a assignment",
+        "transformers.b assignment",
+    ],
+    "import torch, transformers\nfor m, n in ((torch, 'a'), (transformers, 'b')):\n    x = getattr(m, n)\nx.y = f": [
+        "torch.a.y assignment",
+        "transformers.b.y assignment",
     ],
     "import torch\nTABLE = {'a': f, 'b': g}\nfor n, v in TABLE.items(): setattr(torch, n, v)": [
         "torch.a setattr",

@@ -13,7 +13,8 @@ from ..scan import Event, Findings, claims, history
 from ..seam_list import distribution_of
 from ..sources import Found
 from .replacements import Replacement, replacements
-from .uses import Scan, Use
+from .source_tree import Scan
+from .walker import Use
 
 __all__ = ["PACKAGES", "Name", "names_of", "targets_of"]
 

@@ -23,8 +23,8 @@ from ..tables import heading, what, when
 from .names import PACKAGES, Name, names_of, targets_of
 from .replacements import CALLED, Replacement
 from .sarif import Finding, as_sarif
-from .source_tree import scan
-from .uses import Scan, Use
+from .source_tree import Scan, scan
+from .walker import Use
 
 __all__ = ["Scanned", "scan_project", "show_project"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from ... import __version__
-from .uses import Use
+from .walker import Use
 
 __all__ = ["Finding", "as_sarif"]
 
