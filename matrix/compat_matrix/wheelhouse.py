@@ -23,7 +23,6 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
-from .atlas.cache import Cache, default_folder
 from .atlas.index import TIMEOUT, File, Index, reason
 from .axes import Axes
 from .base_python import torch_alone
@@ -320,7 +319,7 @@ def _fetched(
         urls: dict[str, str] = {}
         for python, group in wanted.items():
             urls |= _located(axes, python, [pin for sha256, pin in group.items() if sha256 not in here | urls.keys()])
-        index = Index(Cache(default_folder(), note), note)
+        index = Index()
 
         def one(sha256: str) -> str:
             name = unquote(urlsplit(urls[sha256]).path.rpartition("/")[2])

@@ -16,7 +16,6 @@ import pytest
 from wheels import publish
 
 from compat_matrix.atlas import command
-from compat_matrix.atlas.cache import Cache
 from compat_matrix.atlas.index import Index
 from compat_matrix.atlas.project.replacements import PATCHED, replacements
 from compat_matrix.atlas.project.source_tree import Scan, scan
@@ -799,9 +798,8 @@ def test_bad_arguments_end_the_command_with_2(
 
 def test_names_of_published_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names that transformers moved, removed, serves lazily and serves under old names."""
-    cache = Cache(tmp_path / "cache", print)
     try:
-        Index(cache, print).files("transformers")
+        Index().files("transformers")
     except MatrixError as error:
         pytest.skip(f"the package index can't be reached: {error}")
     names = {

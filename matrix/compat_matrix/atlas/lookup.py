@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
     shims = _shims(arguments.check, note)
     cache = Cache(arguments.cache or default_folder(), note)
-    index = Index(cache, note)
+    index = Index()
 
     def read_all(targets: Mapping[str, Sequence[str]], releases: _Releases) -> Findings:
         wanted = {one: targets.get(distribution, ()) for distribution in releases for one in releases[distribution]}

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from packaging.specifiers import SpecifierSet
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from kernel_compat.patching.seam import Seam, parameter_problem
 from kernel_compat.patching.shim import Shim
@@ -93,15 +93,17 @@ def read(
 
     def one(release: Release, targets: Sequence[str]) -> dict[str, Found]:
         key = f"files/{release.file.sha256}/found-{FINGERPRINT}.json"
-        cached = release.file.sha256 is not None
-        known: dict[str, Found] = (cache.load(key, _FINDINGS) if cached else None) or {}
+        try:
+            known = _FINDINGS.validate_json((release.file.sha256 and cache.load(key)) or b"{}")
+        except ValidationError:
+            known = {}
         missing = [target for target in targets if target not in known]
         if missing:
             with Published(release.file, index, cache, note) as published:
                 sources = Sources(published)
                 known.update((target, sources.find(target)) for target in missing)
-            if cached:
-                cache.store(key, _FINDINGS, known)
+            if release.file.sha256:
+                cache.store(key, _FINDINGS.dump_json(known))
         return {target: known[target] for target in targets}
 
     pool = ThreadPoolExecutor(THREADS)
