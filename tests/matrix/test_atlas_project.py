@@ -17,8 +17,8 @@ from wheels import publish
 
 from compat_matrix.atlas import command
 from compat_matrix.atlas.index import Index
-from compat_matrix.atlas.project.replacements import PATCHED, replacements
 from compat_matrix.atlas.project.source_tree import Scan, scan
+from compat_matrix.atlas.upstream import REPLACEMENTS, replacements
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
 from kernel_compat.patching.shim import discover
@@ -484,7 +484,7 @@ def test_a_method_does_not_see_the_names_of_its_class(tmp_path: Path) -> None:
 
 
 def test_each_replacement_exists_in_the_library() -> None:
-    for one in PATCHED:
+    for one in REPLACEMENTS:
         for node in ast.walk(ast.parse(one.call, mode="eval")):
             if not isinstance(node, ast.Call):
                 continue

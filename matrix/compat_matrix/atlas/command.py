@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import MatrixError
-from .seam_list import SEAMS
+from .upstream import SEAMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

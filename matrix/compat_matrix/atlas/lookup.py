@@ -25,8 +25,8 @@ from .index import Index
 from .project.report import scan_project, show_project
 from .releases import Release, covered, newest, select
 from .scan import Disagreement, Event, Findings, check, claims, history, read, unclaimed
-from .seam_list import SEAMS, distribution_of
 from .tables import heading, what, when
+from .upstream import SEAMS, distribution_of
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 

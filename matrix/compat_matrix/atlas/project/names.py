@@ -10,9 +10,8 @@ from kernel_compat.patching.shim import Shim
 
 from ..releases import Release
 from ..scan import Event, Findings, claims, history
-from ..seam_list import distribution_of
 from ..sources import Found
-from .replacements import Replacement, replacements
+from ..upstream import Replacement, distribution_of, replacements
 from .source_tree import Scan
 from .walker import Use
 

@@ -18,10 +18,9 @@ from kernel_compat.patching.shim import Shim
 
 from ..releases import Release
 from ..scan import Findings
-from ..seam_list import SEAMS
 from ..tables import heading, what, when
+from ..upstream import REPLACEMENTS, SEAMS, Replacement
 from .names import PACKAGES, Name, names_of, targets_of
-from .replacements import CALLED, Replacement
 from .sarif import Finding, as_sarif
 from .source_tree import Scan, scan
 from .walker import Use
@@ -50,7 +49,7 @@ def scan_project(arguments: argparse.Namespace) -> Scanned:
     Raises:
         MatrixError: it isn't a folder with Python files.
     """
-    calls = [pattern for one in CALLED for pattern in one.patterns]
+    calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
     found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
     return Scanned(found, targets_of(found))
 
