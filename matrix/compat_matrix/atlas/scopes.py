@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -11,10 +12,16 @@ from typing import Literal, NamedTuple
 TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 #: Whether a statement is executed when its module, class or function is: ``typing`` is for type checkers only.
 Branch = Literal["always", "sometimes", "typing"]
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
+Loop = ast.For | ast.AsyncFor | ast.comprehension
 
 #: Decorators of definitions that are not what the name is in the end.
 _PARTIAL = ("overload", "getter", "setter", "deleter")
+
+
+class Element(ast.Subscript):
+    """An element of a value that an assignment unpacks."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +31,7 @@ class Binding:
     Attributes:
         path: of an imported object; of the first parameter of a method, that of the class.
         definition: a function or class.
-        expression: the assigned expression.
-        part: what of its value is assigned: of a dotted text, what is before its last dot or after it; each row, as in a loop.
-        column: the column of the rows.
+        expression: the assigned expression; of a name in a tuple, an `Element` of it.
         guarded: whether it is in a ``try`` that goes on after an error.
         loops: the loops that it is in.
     """
@@ -34,11 +39,9 @@ class Binding:
     path: str | None = None
     definition: Definition | None = None
     expression: ast.expr | None = None
-    part: Literal["all", "head", "tail", "rows"] = "all"
-    column: int | None = None
     branch: Branch = "always"
     guarded: bool = False
-    loops: tuple[ast.For | ast.AsyncFor, ...] = ()
+    loops: tuple[Loop, ...] = ()
 
 
 class Star(NamedTuple):
@@ -129,25 +132,17 @@ class Scope:
             case ((ast.Tuple() | ast.List()), (ast.Tuple() | ast.List())) if len(target.elts) == len(value.elts):
                 for one, part in zip(target.elts, value.elts, strict=True):
                     self.assign(one, part, like)
-            case (
-                (ast.Tuple() | ast.List()),
-                ast.Call(
-                    func=ast.Attribute(attr="rsplit" | "rpartition" | "split", value=text), args=[ast.Constant("."), *_]
-                ),
-            ):
-                first, last = target.elts[0], target.elts[-1]
-                first = first.value if isinstance(first, ast.Starred) else first
-                if isinstance(first, ast.Name):
-                    self._bind(first.id, replace(like, expression=text, part="head", guarded=False))
-                if isinstance(last, ast.Name):
-                    self._bind(last.id, replace(like, expression=text, part="tail", guarded=False))
-            case _:
-                self._unknown(target, like)
+            case ((ast.Tuple() | ast.List()), _):
+                for index, one in enumerate(target.elts):
+                    last = -1 if index == len(target.elts) - 1 else index
+                    element = Element(value, ast.Constant(last), ast.Load())
+                    self.assign(one.value if isinstance(one, ast.Starred) else one, element, like)
 
-    def assign_rows(self, target: ast.expr, rows: ast.expr, like: Binding = Binding()) -> None:
+    def assign_rows(self, loop: Loop, like: Binding = Binding()) -> None:
         """Bind the names in the target of a loop."""
-        for name, column in columns(target):
-            self._bind(name, replace(like, expression=rows, part="rows", column=column, guarded=False))
+        for name, _ in columns(loop.target):
+            value = ast.Name(name, ast.Load())
+            self._bind(name, replace(like, expression=value, guarded=False, loops=(*like.loops, loop)))
 
     def _bind(self, name: str, binding: Binding) -> None:
         self.names.setdefault(name, []).append(binding)
@@ -184,7 +179,7 @@ class Scope:
             case ast.AnnAssign(value=ast.expr() as value) | ast.AugAssign(target=ast.Name("__all__"), value=value):
                 self.assign(node.target, value, like)
             case ast.For() | ast.AsyncFor():
-                self.assign_rows(node.target, node.iter, like)
+                self.assign_rows(node, like)
                 like = replace(like, loops=(*like.loops, node))
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
@@ -210,6 +205,42 @@ def columns(target: ast.expr) -> list[tuple[str, int | None]]:
         return [(target.id, None)]
     several = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
     return [(one.id, column) for column, one in enumerate(several) if isinstance(one, ast.Name)]
+
+
+class Default:
+    """The default of a parameter, shown as in the source."""
+
+    def __init__(self, node: ast.expr) -> None:
+        self.node = node
+
+    def __repr__(self) -> str:
+        return ast.unparse(self.node)
+
+
+def signature_of(node: Function) -> inspect.Signature:
+    """The signature of a function; its defaults are `Default` objects."""
+    arguments = node.args
+    kinds = (
+        (inspect.Parameter.POSITIONAL_ONLY, arguments.posonlyargs),
+        (inspect.Parameter.POSITIONAL_OR_KEYWORD, arguments.args),
+        (inspect.Parameter.VAR_POSITIONAL, [arguments.vararg]),
+        (inspect.Parameter.KEYWORD_ONLY, arguments.kwonlyargs),
+        (inspect.Parameter.VAR_KEYWORD, [arguments.kwarg]),
+    )
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
+    defaults += [
+        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
+    ]
+    default_of = {one.arg: Default(default) for one, default in defaults}
+    return inspect.Signature(
+        [
+            inspect.Parameter(one.arg, kind, default=default_of.get(one.arg, inspect.Parameter.empty))
+            for kind, several in kinds
+            for one in several
+            if one is not None
+        ]
+    )
 
 
 def decorators(node: Definition) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from . import scopes
 from .published import Published
-from .scopes import Binding, Scope, decorators, last_name
+from .scopes import Binding, Scope, decorators, last_name, signature_of
 
 #: Methods that are class methods without a decorator.
 _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
@@ -39,34 +39,13 @@ FINGERPRINT = hashlib.sha256(
 ).hexdigest()[:16]
 
 
-class _Source(str):
-    """A default value, shown as in the source."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of a function, with the source of its default value."""
-
-    name: str
-    kind: Literal["positional_only", "positional_or_keyword", "var_positional", "keyword_only", "var_keyword"]
-    default: str | None = None
-
-    def as_inspect(self) -> inspect.Parameter:
-        """The parameter as an `inspect.Parameter`."""
-        default = inspect.Parameter.empty if self.default is None else _Source(self.default)
-        return inspect.Parameter(self.name, getattr(inspect.Parameter, self.kind.upper()), default=default)
-
-
 @dataclass(frozen=True)
 class Found:
     """A seam as found in a release.
 
     Attributes:
         kind: ``unknown`` if it exists and the source doesn't show its kind.
-        parameters: the parameters of a function or class when called through its owner: without `cls`, with `self`.
+        signature: that of a function or class when called through its owner: without `cls`, with `self`.
         type: the type of a value, if the source shows it.
         text: the source of a short value; otherwise why nothing was found or why it is unknown.
         home: the place of its definition, if that is a different one.
@@ -75,7 +54,7 @@ class Found:
     """
 
     kind: Literal["missing", "function", "class", "value", "unknown"]
-    parameters: tuple[Parameter, ...] | None = None
+    signature: str | None = None
     type: str | None = None
     text: str = ""
     home: str = field(default="", compare=False)
@@ -83,9 +62,14 @@ class Found:
     others: tuple[Found, ...] = ()
 
     @property
-    def signature(self) -> inspect.Signature | None:
-        """The signature; None if its parameters aren't known."""
-        return None if self.parameters is None else inspect.Signature([item.as_inspect() for item in self.parameters])
+    def parsed(self) -> inspect.Signature | None:
+        """The signature; None if it isn't known."""
+        if self.signature is None:
+            return None
+        with _PARSING:
+            (function,) = ast.parse(f"def f{self.signature}: ...").body
+        assert isinstance(function, ast.FunctionDef)
+        return signature_of(function)
 
     def __str__(self) -> str:
         if self.kind in ("missing", "unknown"):
@@ -93,7 +77,7 @@ class Found:
         elif self.kind == "value":
             text = f"= {self.text}" if self.text else f"a value of type {self.type}" if self.type else "a value"
         else:
-            text = f"{'class' if self.kind == 'class' else ''}{'' if self.signature is None else self.signature}"
+            text = f"{'class' if self.kind == 'class' else ''}{self.signature or ''}"
         if self.inherited and self.home:
             text += f", inherited from {self.home.partition(':')[2].rpartition('.')[0]}"
         return " or ".join([text, *map(str, self.others)])
@@ -198,8 +182,8 @@ class Sources:
             if rest:
                 return self._member(class_, definition, rest)
             made = self._member(class_, definition, ("__init__",))
-            parameters = made[0].parameters if made else None
-            return [Found("class", None if parameters is None else parameters[1:], home=home)]
+            signature = made[0].parsed if made else None
+            return [Found("class", None if signature is None else str(_bound(signature)), home=home)]
         if isinstance(expression, (ast.Name, ast.Attribute)) and _NAME.fullmatch(text := ast.unparse(expression)):
             # An alias: looked up in the class first, then in the module.
             owner = home.partition(":")[2].rpartition(".")[0]
@@ -210,10 +194,12 @@ class Sources:
         if rest:
             return []
         if definition is not None and {"property", "cached_property"}.isdisjoint(decorators(definition)):
-            return [Found("function", _parameters(definition, in_class=scope.is_class), home=home)]
+            signature = signature_of(definition)
+            of_class = "classmethod" in decorators(definition) or name in _CLASS_METHODS
+            return [Found("function", str(_bound(signature) if scope.is_class and of_class else signature), home=home)]
         if definition is not None:
             return [Found("value", type="property", home=home)]
-        text = "" if expression is None or binding.part != "all" else ast.unparse(expression)
+        text = "" if expression is None or binding.loops else ast.unparse(expression)
         short = text if len(text) <= _QUOTED and "\n" not in text else ""
         return [Found("value", type=_type(expression) if text else None, text=short, home=home)]
 
@@ -315,22 +301,8 @@ def _literal(node: ast.expr | None) -> object:
         return None
 
 
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, *, in_class: bool) -> tuple[Parameter, ...]:
-    arguments = node.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + [ast.unparse(one) for one in arguments.defaults]
-    parameters = [
-        Parameter(one.arg, "positional_only" if one in arguments.posonlyargs else "positional_or_keyword", default)
-        for one, default in zip(positional, defaults, strict=True)
-    ]
-    if arguments.vararg is not None:
-        parameters.append(Parameter(arguments.vararg.arg, "var_positional"))
-    for one, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parameters.append(Parameter(one.arg, "keyword_only", None if value is None else ast.unparse(value)))
-    if arguments.kwarg is not None:
-        parameters.append(Parameter(arguments.kwarg.arg, "var_keyword"))
-    bound = in_class and ("classmethod" in decorators(node) or node.name in _CLASS_METHODS)
-    return tuple(parameters[1:] if bound else parameters)
+def _bound(signature: inspect.Signature) -> inspect.Signature:
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def _type(node: ast.expr | None) -> str | None:
@@ -339,22 +311,7 @@ def _type(node: ast.expr | None) -> str | None:
         return None if node is None else type(ast.literal_eval(node)).__name__
     except (ValueError, TypeError):
         pass
-    match node:
-        case ast.Dict() | ast.DictComp():
-            return "dict"
-        case ast.List() | ast.ListComp():
-            return "list"
-        case ast.Set() | ast.SetComp():
-            return "set"
-        case ast.Tuple():
-            return "tuple"
-        case ast.JoinedStr():
-            return "str"
-        case ast.Lambda():
-            return "function"
-        case ast.UnaryOp(op=ast.Not()):
-            return "bool"
-        case ast.Call():
-            name = last_name(node.func)
-            return name if name[:1].isupper() else None  # a class, by its name
-    return None
+    if isinstance(node, (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.DictComp, ast.ListComp, ast.SetComp)):
+        return type(node).__name__.removesuffix("Comp").lower()
+    name = last_name(node.func) if isinstance(node, ast.Call) else ""
+    return name if name[:1].isupper() else None  # a class, by its name

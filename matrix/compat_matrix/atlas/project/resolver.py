@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, product
+from itertools import islice, product, takewhile
 from typing import NamedTuple
 
-from ..scopes import Binding, Scope, columns, last_name
+from ..scopes import Binding, Default, Element, Loop, Scope, columns, last_name, signature_of
 
 #: Functions that import the module named by their first argument.
 IMPORTERS = ("import_module", "importorskip", "__import__")
@@ -120,32 +120,37 @@ class Resolver:
             given: mark all of them as arguments of the call that is followed.
         """
         assert isinstance(function.node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        arguments = function.node.args
-        positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)][int(function.is_method) :]
-        keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
-        defaults |= {one.arg: default for one, default in keywords if default is not None}
-        passed: dict[str | None, ast.expr] = {}
-        for name, argument in zip(positional, call.args, strict=False):
-            if isinstance(argument, ast.Starred):
-                break
-            passed[name] = argument
-        passed |= {keyword.arg: keyword.value for keyword in call.keywords}
         outside = Env(function.parent or function, {})
+        signature = signature_of(function.node)
+        passed = [*takewhile(lambda one: not isinstance(one, ast.Starred), call.args)]
+        try:
+            bound = signature.bind_partial(
+                *([None] if function.is_method else []),
+                *passed,
+                **{one.arg: one.value for one in call.keywords if one.arg is not None},
+            )
+        except TypeError:  # the call fails, too
+            return {}
+        bound.apply_defaults()
         frame = {}
-        for name in dict.fromkeys([*positional, *(one.arg for one in arguments.kwonlyargs)]):
-            values = self.evaluate(passed[name], env) if name in passed else self.evaluate(defaults.get(name), outside)
-            frame[function, name] = tuple(one._replace(given=given or one.given) for one in values)
+        for name, argument in bound.arguments.items():
+            values: Iterable[Value] = ()
+            if isinstance(argument, Default):
+                values = self.evaluate(argument.node, outside)
+            elif isinstance(argument, ast.expr):
+                values = self.evaluate(argument, env)
+            if not (function.is_method and name == next(iter(signature.parameters))):
+                frame[function, name] = tuple(one._replace(given=given or one.given) for one in values)
         return frame
 
-    def rows(self, target: ast.expr, rows: ast.expr, env: Env, most: int) -> list[Frame]:
+    def rows(self, loop: Loop, env: Env, most: int) -> list[Frame]:
         """The frame of each row of a loop over a literal; a single frame for all rows if there are more than `most`."""
         found: list[Frame] = [
             {
                 (env.scope, name): tuple(self.evaluate(row if column is None else _column(row, column), env))
-                for name, column in columns(target)
+                for name, column in columns(loop.target)
             }
-            for row in self._rows(rows, env.scope)
+            for row in self._rows(loop.iter, env.scope)
         ]
         if len(found) > most:
             found = [{key: tuple(value for row in found for value in row[key])[:MANY] for key in found[0]}]
@@ -186,33 +191,30 @@ class Resolver:
                 return True
         return False
 
-    def _name_checks(self, name: str, scope: Scope) -> bool:
-        binder = scope.binder_of(name)
+    def _name_checks(self, name: str, scope: Scope | None) -> bool:
+        binder = scope.binder_of(name) if scope is not None else None
         if binder is None:
             return False
         if (binder, name) not in self._checks:
             self._checks[binder, name] = False  # within a circle
-            self._checks[binder, name] = any(self._binding_checks(one, binder) for one in binder.names[name])
+            self._checks[binder, name] = any(self._binding_checks(one, name, binder) for one in binder.names[name])
         return self._checks[binder, name]
 
-    def _binding_checks(self, binding: Binding, scope: Scope) -> bool:
+    def _binding_checks(self, binding: Binding, name: str, scope: Scope) -> bool:
         if binding.guarded:
             return True
-        if binding.expression is not None:
-            constant = isinstance(binding.expression, (*_DISPLAYS, ast.Lambda))
-            return not constant and self.is_check(binding.expression, scope)
-        path = f"{scope.path}.{binding.definition.name}" if binding.definition is not None else binding.path
-        if path is None or self.is_foreign(path):
+        if (expression := binding.expression) is not None:
+            if isinstance(expression, ast.Name) and expression.id == name and binding.loops:
+                expression = binding.loops[-1].iter
+            constant = isinstance(expression, (*_DISPLAYS, ast.Lambda, Element))
+            return not constant and self.is_check(expression, scope)
+        path = f"{scope.path}.{name}" if binding.definition is not None else binding.path or ""
+        if self.is_foreign(path):
             return False
-        function = self.function(path)
-        if function is not None and not function.is_method:
+        if (function := self.function(path)) is not None and not function.is_method:
             return any(self.is_check(one, function) for one in function.returns)
-        module, _, name = path.rpartition(".")
-        return (
-            module in self.modules
-            and name in self.modules[module].names
-            and self._name_checks(name, self.modules[module])
-        )
+        module, _, attribute = path.rpartition(".")
+        return path != f"{scope.path}.{name}" and self._name_checks(attribute, self.modules.get(module))
 
     def _lookup(self, name: str, env: Env, seen: frozenset[str] = frozenset()) -> tuple[Value, ...]:
         """The values of a name; by star imports, from modules that haven't been seen."""
@@ -259,18 +261,9 @@ class Resolver:
             yield from self.canonical(Value(binding.path, True))
         elif binding.definition is not None:
             yield Value(f"{env.scope.path}.{binding.definition.name}", True)
-        elif binding.part == "rows" and binding.expression is not None:
-            for row in self._rows(binding.expression, env.scope):
-                yield from self.evaluate(row if binding.column is None else _column(row, binding.column), env)
         else:
-            for value in (
-                one for each in self._in_loops(binding, env) for one in self.evaluate(binding.expression, each)
-            ):
-                if binding.part == "all":
-                    yield value
-                elif not value.is_object:
-                    head, _, tail = value.text.rpartition(".")
-                    yield value._replace(text=head if binding.part == "head" else tail)
+            for each in self._in_loops(binding, env):
+                yield from self.evaluate(binding.expression, each)
 
     def _in_loops(self, binding: Binding, env: Env) -> list[Env]:
         """An environment for each row of the loops that an assignment is in."""
@@ -278,7 +271,7 @@ class Resolver:
         for loop in binding.loops:
             if not any((env.scope, name) in env.frame for name, _ in columns(loop.target)):
                 most = MANY // len(envs)
-                envs = [Env(env.scope, row) for one in envs for row in self.rows(loop.target, loop.iter, one, most)]
+                envs = [Env(env.scope, row) for one in envs for row in self.rows(loop, one, most)]
         return envs
 
     def _rows(self, node: ast.expr, scope: Scope) -> Sequence[ast.expr]:
@@ -302,9 +295,7 @@ class Resolver:
             return node
         binder = scope.binder_of(node.id)
         bound = binder.names[node.id] if binder is not None else []
-        return next(
-            (one.expression for one in bound if isinstance(one.expression, _DISPLAYS) and one.part == "all"), None
-        )
+        return next((one.expression for one in bound if isinstance(one.expression, _DISPLAYS)), None)
 
     def _evaluate(self, node: ast.expr, env: Env) -> Iterator[Value]:
         match node:
@@ -331,6 +322,15 @@ class Resolver:
                 yield from self._attribute(owner, node.slice, env)
             case ast.Subscript() if _is_sys_modules(node.value):
                 yield from self._imported(node.slice, env)
+            case ast.Subscript(
+                value=ast.Call(
+                    func=ast.Attribute(value=text, attr="rsplit" | "rpartition" | "split"), args=[ast.Constant("."), *_]
+                ),
+                slice=ast.Constant(int(index)),
+            ):
+                for value in self.evaluate(text, env):
+                    head, _, tail = value.text.rpartition(".")
+                    yield value._replace(text=head if index == 0 else tail)
             case ast.Call():
                 yield from self._called(node, env)
 

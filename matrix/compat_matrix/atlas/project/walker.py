@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Literal
 
-from ..scopes import TRIES, Scope, exceptions_caught, last_name
+from ..scopes import TRIES, Loop, Scope, exceptions_caught, last_name
 from .resolver import IMPORTERS, MANY, Env, Resolver, Value, table_owner
 
 #: Methods that change the table they belong to.
@@ -167,7 +167,7 @@ class Walker:
             case ast.For() | ast.AsyncFor():
                 self._target(node.target, "assignment", context)
                 self._expression(node.iter, context)
-                for each in self._rows(node.target, node.iter, context):
+                for each in self._rows(node, context):
                     self.block(node.body, each)
                 self.block(node.orelse, context)
             case _ if isinstance(node, TRIES):
@@ -207,9 +207,9 @@ class Walker:
         for field in ("body", "orelse"):
             self.block(getattr(node, field, ()), context)
 
-    def _rows(self, target: ast.expr, rows: ast.expr, context: Context) -> list[Context]:
+    def _rows(self, loop: Loop, context: Context) -> list[Context]:
         """A context for each row of a loop over a literal."""
-        frames = self._resolver.rows(target, rows, context, MANY // context.copies)
+        frames = self._resolver.rows(loop, context, MANY // context.copies)
         return [replace(context, frame=frame, copies=context.copies * len(frames)) for frame in frames]
 
     def _import(self, node: ast.Import | ast.ImportFrom, context: Context) -> None:
@@ -255,8 +255,8 @@ class Walker:
                 context.scope.assign(node.target, node.value)
         contexts = [context]
         for generator in node.generators if isinstance(node, _COMPREHENSIONS) else ():
-            context.scope.assign_rows(generator.target, generator.iter)
-            contexts = [row for one in contexts for row in self._rows(generator.target, generator.iter, one)]
+            context.scope.assign_rows(generator)
+            contexts = [row for one in contexts for row in self._rows(generator, one)]
         for field in node._fields:  # as `ast.iter_child_nodes`, in half of the time
             value = getattr(node, field, None)
             for child in value if isinstance(value, list) else (value,):
