@@ -246,6 +246,9 @@ class Child(Base):
 Renamed = Child
 TABLE = {1: 2, **{}}
 MADE = Base(1)
+FIRST, SECOND = 1, 2
+LEFT, *RIGHT = Base(1)
+for LOOPED in (1, 2): pass
 TEXT = "x"
 """
 FORMS = {
@@ -279,6 +282,10 @@ FORMS = {
     "Renamed.made": "(a)",
     "TABLE": "= {1: 2, **{}}",
     "MADE": "= Base(1)",
+    "SECOND": "= 2",
+    "LEFT": "a value",
+    "RIGHT": "a value",
+    "LOOPED": "a value",
     "TEXT": "= 'x'",
     "nothing": "nothing of that name",
     "plain.of_a_function": "nothing of that name",

@@ -13,8 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from tempfile import SpooledTemporaryFile
-from types import TracebackType
+from tempfile import TemporaryFile
 from typing import IO
 
 import requests
@@ -41,7 +40,7 @@ _whole = threading.Lock()
 _DATA = re.compile(r"[^/]+\.data/(?:pure|plat)lib/")
 
 
-class Published:
+class Published(ExitStack):
     """A published file, opened on the first request. Not thread-safe.
 
     A wheel is read through HTTP ranges: its directory, then each requested member. From a server without ranges, for a
@@ -49,21 +48,13 @@ class Published:
     """
 
     def __init__(self, file: File, index: Index, cache: Cache, note: Callable[[str], None]) -> None:
+        super().__init__()
         self._file = file
         self._index = index
         self._cache = cache
         self._note = note
-        self._stack = ExitStack()
         self._members: Mapping[str, Callable[[], bytes]] | None = None
         self._left = 0
-
-    def __enter__(self) -> Published:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     @property
     def members(self) -> Collection[str]:
@@ -94,7 +85,7 @@ class Published:
         if self._members is None:
             local = self._file.local_path
             if local is not None:
-                self._members = self._in(self._stack.enter_context(local.open("rb")))
+                self._members = self._in(self.enter_context(local.open("rb")))
             elif (kept := self._kept()) is not None:
                 self._members = self._in(kept)
             elif not self._file.is_wheel:
@@ -112,15 +103,15 @@ class Published:
             if isinstance(error, RemoteIOError) and getattr(response, "status_code", None) not in _NO_RANGES:
                 raise
             return self._in(self._download("is on a server without ranges"))
-        archive = self._stack.enter_context(remote)
+        archive = self.enter_context(remote)
         if sum(entry.compress_size for entry in archive.infolist()) < _SMALL:
             self._left = _ONE_BY_ONE
         return _unzipped(archive)
 
     def _in(self, content: IO[bytes]) -> Mapping[str, Callable[[], bytes]]:
         if self._file.is_wheel:
-            return _unzipped(self._stack.enter_context(zipfile.ZipFile(content)))
-        return _untarred(self._stack.enter_context(tarfile.open(fileobj=content)))
+            return _unzipped(self.enter_context(zipfile.ZipFile(content)))
+        return _untarred(self.enter_context(tarfile.open(fileobj=content)))
 
     @property
     def _key(self) -> str:
@@ -133,8 +124,8 @@ class Published:
         return io.BytesIO(content)
 
     def _download(self, why: str = "") -> IO[bytes]:
-        self._stack.enter_context(_whole)
-        content = self._stack.enter_context(SpooledTemporaryFile(_SMALL))  # noqa: SIM115
+        self.enter_context(_whole)
+        content = self.enter_context(TemporaryFile())  # noqa: SIM115
         digest = hashlib.sha256()
         with self._index.session.get(self._index.fetchable(self._file), stream=True, timeout=TIMEOUT) as response:
             response.raise_for_status()

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from . import scopes
 from .published import Published
-from .scopes import Binding, Scope, decorators, last_name, signature_of
+from .scopes import Binding, Element, Scope, decorators, last_name, signature_of
 
 #: Methods that are class methods without a decorator.
 _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
@@ -116,7 +116,7 @@ class Sources:
             return self._compiled(module) or Found("missing", text=f"no module {module}")
         try:
             found = list(dict.fromkeys(self._look(module, tuple(attribute.split(".")))))
-        except (SyntaxError, ValueError, RecursionError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
         if not found and self._made_on_access(module, attribute.partition(".")[0]):
             return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
@@ -199,7 +199,8 @@ class Sources:
             return [Found("function", str(_bound(signature) if scope.is_class and of_class else signature), home=home)]
         if definition is not None:
             return [Found("value", type="property", home=home)]
-        text = "" if expression is None or binding.loops else ast.unparse(expression)
+        unknown = expression is None or binding.loops or isinstance(expression, Element)
+        text = "" if unknown else ast.unparse(expression)
         short = text if len(text) <= _QUOTED and "\n" not in text else ""
         return [Found("value", type=_type(expression) if text else None, text=short, home=home)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -66,8 +66,7 @@ class Context(Env):
     """Where code is, and the conditions that it runs under.
 
     Attributes:
-        import_caught: whether the code goes on where a module, or an imported name, is missing.
-        attribute_caught: whether it goes on where an attribute is missing.
+        caught: the exceptions after which the code goes on.
         checked: whether it runs under a condition on versions or on what there is.
         typing: whether only type checkers read it.
         deferred: whether it is in a function.
@@ -76,8 +75,7 @@ class Context(Env):
         depth: the number of calls that are followed around it.
     """
 
-    import_caught: bool = False
-    attribute_caught: bool = False
+    caught: frozenset[str] = frozenset()
     checked: bool = False
     typing: bool = False
     deferred: bool = False
@@ -85,18 +83,10 @@ class Context(Env):
     effects: set[tuple[str, str]] | None = None
     depth: int = 0
 
-    def catching(self, caught: Iterable[str]) -> Context:
-        """The same where these exceptions are caught."""
-        names = frozenset(caught)
-        return replace(
-            self,
-            import_caught=self.import_caught or bool(names & (_CATCH_ALL | {"ImportError", "ModuleNotFoundError"})),
-            attribute_caught=self.attribute_caught or bool(names & (_CATCH_ALL | {"AttributeError"})),
-        )
-
     def guard(self, kind: Kind) -> Guard:
         """The guard of a use."""
-        caught = self.import_caught if kind == "import" else self.attribute_caught
+        errors = {"ImportError", "ModuleNotFoundError"} if kind == "import" else {"AttributeError"}
+        caught = self.caught & (errors | _CATCH_ALL)
         return "typing" if self.typing else "try" if caught else "check" if self.checked else ""
 
 
@@ -162,7 +152,8 @@ class Walker:
                 for item in node.items:
                     self._expression(item.context_expr, context)
                     if isinstance(item.context_expr, ast.Call) and last_name(item.context_expr.func) == "suppress":
-                        inner = inner.catching(last_name(one) for one in item.context_expr.args)
+                        names = frozenset(map(last_name, item.context_expr.args))
+                        inner = replace(inner, caught=inner.caught | names)
                 self.block(node.body, inner)
             case ast.For() | ast.AsyncFor():
                 self._target(node.target, "assignment", context)
@@ -172,12 +163,24 @@ class Walker:
                 self.block(node.orelse, context)
             case _ if isinstance(node, TRIES):
                 caught = exceptions_caught(node)
-                self.block(node.body, context.catching(caught))
+                self.block(node.body, replace(context, caught=context.caught | caught))
                 for handler in node.handlers:  # another way where the first fails
-                    self.block(handler.body, context.catching(_CATCH_ALL) if caught else context)
+                    self.block(handler.body, replace(context, caught=_CATCH_ALL) if caught else context)
                 self.block([*node.orelse, *node.finalbody], context)
             case _:
-                self._other(node, context)
+                match node:
+                    case ast.Assign() | ast.Delete():
+                        for target in node.targets:
+                            self._target(target, "deletion" if isinstance(node, ast.Delete) else "assignment", context)
+                    case ast.AugAssign() | ast.AnnAssign(value=ast.expr()):
+                        self._target(node.target, "assignment", context)
+                for child in ast.iter_child_nodes(node):
+                    if isinstance(child, ast.expr):
+                        self._expression(child, context)
+                    elif isinstance(child, ast.match_case):
+                        self.block(child.body, context)
+                for field in ("body", "orelse"):
+                    self.block(getattr(node, field, ()), context)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, context: Context) -> None:
         parts = list(ast.iter_child_nodes(node.args))
@@ -189,23 +192,8 @@ class Walker:
             if annotation is not None:
                 self._expression(annotation, replace(context, typing=True) if self._postponed else context)
         # What a definition is under doesn't hold when the function is called.
-        inner = replace(context, scope=context.scope.inner(node), import_caught=False, attribute_caught=False)
+        inner = replace(context, scope=context.scope.inner(node), caught=frozenset())
         self.block(node.body, replace(inner, deferred=True))
-
-    def _other(self, node: ast.stmt, context: Context) -> None:
-        match node:
-            case ast.Assign() | ast.Delete():
-                for target in node.targets:
-                    self._target(target, "deletion" if isinstance(node, ast.Delete) else "assignment", context)
-            case ast.AugAssign() | ast.AnnAssign(value=ast.expr()):
-                self._target(node.target, "assignment", context)
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self._expression(child, context)
-            elif isinstance(child, ast.match_case):
-                self.block(child.body, context)
-        for field in ("body", "orelse"):
-            self.block(getattr(node, field, ()), context)
 
     def _rows(self, loop: Loop, context: Context) -> list[Context]:
         """A context for each row of a loop over a literal."""
@@ -251,11 +239,12 @@ class Walker:
                 return
             case ast.Call():
                 self._call(node, context)
-            case ast.NamedExpr():
+            case ast.NamedExpr() if context.effects is None:
                 context.scope.assign(node.target, node.value)
         contexts = [context]
         for generator in node.generators if isinstance(node, _COMPREHENSIONS) else ():
-            context.scope.assign_rows(generator)
+            if context.effects is None:
+                context.scope.assign_rows(generator)
             contexts = [row for one in contexts for row in self._rows(generator, one)]
         for field in node._fields:  # as `ast.iter_child_nodes`, in half of the time
             value = getattr(node, field, None)
@@ -314,8 +303,8 @@ class Walker:
             case _ if name in IMPORTERS and arguments:
                 for module in self._objects(node, context):
                     if self._resolver.is_foreign(module.text):
-                        caught = context.import_caught or name == "importorskip"
-                        self._use(node, replace(context, import_caught=caught), module.text, "import", name)
+                        skips = replace(context, caught=_CATCH_ALL) if name == "importorskip" else context
+                        self._use(node, skips, module.text, "import", name)
         for path in self._resolver.paths(node.func, context):
             if any(fnmatchcase(path, pattern) for pattern in self._calls):
                 self._use(node, context, path, "call", "call")
