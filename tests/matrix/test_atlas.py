@@ -247,7 +247,7 @@ Renamed = Child
 TABLE = {1: 2, **{}}
 MADE = Base(1)
 FIRST, SECOND = 1, 2
-LEFT, *RIGHT = Base(1)
+LEFT, *RIGHT = 'a b'.split()
 for LOOPED in (1, 2): pass
 TEXT = "x"
 """
@@ -479,7 +479,10 @@ def test_each_claim_is_checked_in_its_releases(tmp_path: Path) -> None:
     releases = [Release("demo", Version(file.filename.split("-")[1]), file) for file in files]
     findings = read({one: ["demo:f"] for one in releases}, Index(), cache, print, lambda: None)
 
-    assert [event.what for event in history({one: findings[one]["demo:f"] for one in releases})] == ["appeared", "changed"]
+    assert [event.what for event in history({one: findings[one]["demo:f"] for one in releases})] == [
+        "appeared",
+        "changed",
+    ]
     exact, narrow = shim("exact", ">=1.1,<2", Seam("demo:f", ("a",))), shim("narrow", "==1.2", Seam("demo:f", ("a",)))
     wide = shim("wide", ">=1.1", Seam("demo:f", ("a",)), Seam("demo:f", ("b",), versions=">=2"))
     found = [f"{one.shim} {one.release}" for one in check([exact, narrow, wide], findings)]

@@ -94,6 +94,7 @@ class Sources:
     def __init__(self, published: Published) -> None:
         self._published = published
         self._modules: dict[str, _Module] = {}
+        self._exported: dict[str, frozenset[str] | None] = {}
         self._active: set[tuple[str, tuple[str, ...]]] = set()
 
     def find(self, target: str) -> Found:
@@ -199,10 +200,11 @@ class Sources:
             return [Found("function", str(_bound(signature) if scope.is_class and of_class else signature), home=home)]
         if definition is not None:
             return [Found("value", type="property", home=home)]
-        unknown = expression is None or binding.loops or isinstance(expression, Element)
-        text = "" if unknown else ast.unparse(expression)
+        if binding.loops or isinstance(expression, Element):
+            expression = None
+        text = "" if expression is None else ast.unparse(expression)
         short = text if len(text) <= _QUOTED and "\n" not in text else ""
-        return [Found("value", type=_type(expression) if text else None, text=short, home=home)]
+        return [Found("value", type=_type(expression), text=short, home=home)]
 
     def _member(self, class_: Scope, node: ast.ClassDef, rest: tuple[str, ...]) -> list[Found]:
         if own := _reaching(class_, rest[0]):
@@ -221,18 +223,28 @@ class Sources:
 
     def _exports(self, module: str, name: str) -> bool:
         """Whether ``from module import *`` imports a name that the module has."""
-        file = self._file(module)
-        source = self._published.read(file) if file else b""
-        literal = _ALL.search(source)
-        if (
-            literal is not None and source.count(b"__all__") == 1
-        ):  # there are thousands of such modules: they aren't parsed
-            return re.search(rb"[\"']" + name.encode() + rb"[\"']", literal[1]) is not None
+        if module not in self._exported:
+            self._exported[module] = self._literal_all(module)
+        if (literal := self._exported[module]) is not None:
+            return name in literal
         exported = [_literal(one.expression) for one in self._module(module).scope.names.get("__all__", ())]
         if not exported:
             return not name.startswith("_")
         # An `__all__` that is computed from others can't be evaluated.
         return any(not isinstance(one, (list, tuple)) or name in one for one in exported)
+
+    def _literal_all(self, module: str) -> frozenset[str] | None:
+        """The ``__all__`` of a module if it is one literal: it isn't parsed, as there are thousands of such modules."""
+        file = self._file(module)
+        source = self._published.read(file) if file else b""
+        literal = _ALL.search(source)
+        if literal is None or source.count(b"__all__") != 1:
+            return None
+        try:
+            with _PARSING:
+                return frozenset(ast.literal_eval(literal[1].decode()))
+        except (ValueError, SyntaxError, TypeError):
+            return None
 
     def _made_on_access(self, module: str, name: str) -> bool:
         """Whether a module that doesn't define a name may have it all the same."""
