@@ -128,7 +128,8 @@ class Walker:
 
     def _under(self, test: ast.expr, context: Context) -> Context:
         """The context of code that a condition decides about."""
-        return replace(context, checked=True) if self._resolver.is_check(test, context.scope) else context
+        matters = context.effects is None and self._resolver.is_check(test, context.scope)
+        return replace(context, checked=True) if matters else context
 
     def _statement(self, node: ast.stmt, context: Context) -> None:
         match node:
