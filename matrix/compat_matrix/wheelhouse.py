@@ -26,7 +26,6 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from .atlas.cache import Cache, default_folder
 from .atlas.index import TIMEOUT, File, Index, reason
 from .axes import Axes
 from .base_python import torch_alone
@@ -285,7 +284,7 @@ def _fetched(
         for python in sorted({python for python, _ in wanted}):
             here = {pin for version, pin in wanted if version == python and pin.sha256 in missing - urls.keys()}
             urls |= _located(axes, python, here)
-        index = Index(Cache(default_folder(), note), note)
+        index = Index()
 
         def one(digest: str) -> str:
             name = unquote(urlsplit(urls[digest]).path.rpartition("/")[2])

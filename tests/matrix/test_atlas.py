@@ -30,7 +30,7 @@ from compat_matrix.atlas.cache import Cache
 from compat_matrix.atlas.index import File, Index
 from compat_matrix.atlas.published import Published
 from compat_matrix.atlas.releases import Release, covered, select
-from compat_matrix.atlas.scan import Disagreement, check, history, read, unclaimed
+from compat_matrix.atlas.scan import Disagreement, check, history, read
 from compat_matrix.atlas.sources import Sources
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
@@ -176,7 +176,7 @@ def lines(answer: dict[str, Any], target: str) -> list[str]:
 def read_one(folder: Path, target: str, tmp_path: Path, name: str = "demo-1.0-py3-none-any.whl") -> Any:
     cache = Cache(tmp_path / "cache", print)
     file = File(name, (folder / name).as_uri(), None, None, False)
-    with Published(file, Index(cache, print), cache, print) as published:
+    with Published(file, Index(), cache, print) as published:
         return Sources(published).find(target)
 
 
@@ -246,6 +246,9 @@ class Child(Base):
 Renamed = Child
 TABLE = {1: 2, **{}}
 MADE = Base(1)
+FIRST, SECOND = 1, 2
+LEFT, *RIGHT = 'a b'.split()
+for LOOPED in (1, 2): pass
 TEXT = "x"
 """
 FORMS = {
@@ -279,6 +282,10 @@ FORMS = {
     "Renamed.made": "(a)",
     "TABLE": "= {1: 2, **{}}",
     "MADE": "= Base(1)",
+    "SECOND": "= 2",
+    "LEFT": "a value",
+    "RIGHT": "a value",
+    "LOOPED": "a value",
     "TEXT": "= 'x'",
     "nothing": "nothing of that name",
     "plain.of_a_function": "nothing of that name",
@@ -400,7 +407,7 @@ def checked(folder: Path, seam: Seam, tmp_path: Path) -> list[Disagreement]:
     cache = Cache(tmp_path / "cache", print)
     name = "demo-1.0-py3-none-any.whl"
     release = Release("demo", Version("1.0"), File(name, (folder / name).as_uri(), None, None, False))
-    findings = read({release: [seam.target]}, Index(cache, print), cache, print, lambda: None)
+    findings = read({release: [seam.target]}, Index(), cache, print, lambda: None)
     return check([shim("demo_shim", ">=1", seam)], findings)
 
 
@@ -464,20 +471,20 @@ def test_the_tables_say_the_same(
     assert re.search(r"\d+ claims on 3 releases: \d+ wrong, 0 uncertain", out)
 
 
-def test_where_a_claim_could_be_wider_is_information(tmp_path: Path) -> None:
+def test_each_claim_is_checked_in_its_releases(tmp_path: Path) -> None:
     for version, code in {"1.0": "", "1.1": "def f(a): ...", "1.2": "def f(a): ...", "2.0": "def f(b): ..."}.items():
         publish(tmp_path, "demo", version, {"demo.py": code})
     cache = Cache(tmp_path / "cache", print)
     files = [File(p.name, p.as_uri(), None, None, False) for p in sorted(tmp_path.glob("*.whl"))]
     releases = [Release("demo", Version(file.filename.split("-")[1]), file) for file in files]
-    findings = read({one: ["demo:f"] for one in releases}, Index(cache, print), cache, print, lambda: None)
+    findings = read({one: ["demo:f"] for one in releases}, Index(), cache, print, lambda: None)
 
-    assert [event.what for event in history("demo:f", releases, findings)] == ["appeared", "changed"]
+    assert [event.what for event in history({one: findings[one]["demo:f"] for one in releases})] == [
+        "appeared",
+        "changed",
+    ]
     exact, narrow = shim("exact", ">=1.1,<2", Seam("demo:f", ("a",))), shim("narrow", "==1.2", Seam("demo:f", ("a",)))
     wide = shim("wide", ">=1.1", Seam("demo:f", ("a",)), Seam("demo:f", ("b",), versions=">=2"))
-    assert list(unclaimed([exact, narrow, wide], findings)) == [
-        "narrow begins after demo 1.1, where its seams are those of 1.2"
-    ]
     found = [f"{one.shim} {one.release}" for one in check([exact, narrow, wide], findings)]
     assert found == ["wide demo 2.0"]  # `a` and `b` are both expected there
 
@@ -624,9 +631,7 @@ def test_only_the_members_needed_are_fetched(index: Server, atlas: Callable[...,
     assert release["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_server_without_ranges_is_read_whole_and_once(
-    index: Server, atlas: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_server_without_ranges_is_read_whole_and_once(index: Server, atlas: Callable[..., Any]) -> None:
     index.ranges = False
     transformers(index.folder, "5.0.0", LOADER, **LARGE)
 
@@ -636,39 +641,25 @@ def test_a_server_without_ranges_is_read_whole_and_once(
     name = "transformers-5.0.0-py3-none-any.whl"
     assert answer["notes"] == [f"{name} is on a server without ranges: fetching all of it, 4.0 MB"]
     assert answer["notes"][0] in answer["stderr"]
-    assert sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()) < 100_000
     index.forget()
     assert atlas("--transformers", "5.0.0")["seams"] == answer["seams"]
     assert index.fetched == []
 
 
-def test_a_warm_run_asks_for_the_releases_alone_and_an_offline_one_for_nothing(
-    index: Server, atlas: Callable[..., Any]
-) -> None:
+def test_a_warm_run_only_requests_the_releases(index: Server, atlas: Callable[..., Any]) -> None:
     transformers(index.folder, "5.0.0", LOADER)
     transformers(index.folder, "5.1.0", "# another file")
     cold = atlas("--transformers", "5.0.0")
     index.forget()
     warm = atlas("--transformers", "5.0.0")
     assert index.requested == ["/simple/transformers/"]
-    index.forget()
-    # A new seam in a module that was read before.
-    known = atlas("--transformers", "5.0.0", "--seam", f"{UTILS}:input")
-    assert index.fetched == []
-
+    assert cold["seams"] == warm["seams"]
     index.stop()
-    offline = atlas("--transformers", "5.0.0")
-    assert cold["seams"] == warm["seams"] == offline["seams"] == known["seams"][:-1]
-    assert [re.sub(r":\d+", "", note) for note in offline["notes"]] == [
-        "http://127.0.0.1/simple can't be queried for transformers, and its last response is used: no connection"
-    ]
-    with pytest.raises(MatrixError, match="transformers-5.1.0-py3-none-any.whl can't be fetched: no connection"):
+    with pytest.raises(MatrixError, match="can't be queried for transformers: no connection"):
         atlas("--transformers", "5.1.0")
-    with pytest.raises(MatrixError, match="can't be queried for torch: no connection"):
-        atlas("--torch", "2.11.0")
 
 
-def test_a_small_wheel_of_many_modules_is_fetched_whole_and_only_what_they_export_is_kept(
+def test_a_small_wheel_of_many_modules_is_fetched_whole_and_kept(
     index: Server, atlas: Callable[..., Any], tmp_path: Path
 ) -> None:
     parts = {f"transformers/part{i}.py": f"__all__ = ['Name{i}']\nclass Name{i}: ...\n" for i in range(200)}
@@ -681,13 +672,12 @@ def test_a_small_wheel_of_many_modules_is_fetched_whole_and_only_what_they_expor
     assert lines(answer, "transformers:Name7") == ["there 5.0.0 class"]
     assert lines(answer, "transformers:Gone") == []
     assert len(index.fetched) < 80
-    kept = [file.name for file in (tmp_path / "cache").rglob("*.z")]
-    assert sorted(kept) == ["__init__.py.z", "part7.py.z"]
+    assert [file.name for file in (tmp_path / "cache").rglob("*.whl")] == ["transformers-5.0.0-py3-none-any.whl"]
     index.forget()
     assert lines(atlas("--transformers", "5.0.0", "--seam", "transformers:Name8"), "transformers:Name8") == [
         "there 5.0.0 class"
     ]
-    assert len(index.fetched) <= 3  # the wheel's directory, and the module
+    assert index.fetched == []
 
 
 def test_a_source_distribution_is_read_where_there_is_no_wheel(index: Server, atlas: Callable[..., Any]) -> None:
@@ -761,11 +751,12 @@ def test_a_whole_file_must_be_that_of_the_index(index: Server, atlas: Callable[.
 def test_what_is_damaged_in_the_cache_is_fetched_again(
     index: Server, atlas: Callable[..., Any], tmp_path: Path
 ) -> None:
+    index.ranges = False
     transformers(index.folder, "5.0.0", LOADER)
     before = atlas("--transformers", "5.0.0")
     index.forget()
     kept = [file for file in (tmp_path / "cache" / "files").rglob("*") if file.is_file()]
-    assert {file.suffix for file in kept} == {".json", ".z"}
+    assert {file.suffix for file in kept} == {".json", ".whl"}
     for file in kept:
         file.write_bytes(file.read_bytes()[:-5])
     assert atlas("--transformers", "5.0.0")["seams"] == before["seams"]
@@ -852,7 +843,7 @@ def test_credentials_go_with_the_files_and_into_no_message(
         atlas("--transformers", "5.0.0")
     assert "wr0ng" not in str(caught.value)
     kept = b"".join(file.read_bytes() for file in (tmp_path / "cache").rglob("*.json"))
-    assert b"files/transformers" in kept
+    assert b"_lazy_imports" in kept
     assert b"s3cret" not in kept
 
 
@@ -874,7 +865,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[st
     """The command with this machine's package index; skips if it can't be reached."""
     cache = tmp_path_factory.mktemp("atlas")
     try:
-        Index(Cache(cache, print), print).files("transformers")
+        Index().files("transformers")
     except MatrixError as error:
         pytest.skip(f"the package index can't be reached: {error}")
 
@@ -915,7 +906,7 @@ def test_transformers_at_5_3_and_5_4(
 
 def test_dispatch_asks_for_the_legacy_flag_up_to_5_3(published: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     cache = Cache(tmp_path, print)
-    index = Index(cache, print)
+    index = Index()
     reading = []
     for release in select("transformers", "5.3-5.4", index.files("transformers")):
         with Published(release.file, index, cache, print) as wheel:

@@ -16,11 +16,9 @@ import pytest
 from wheels import publish
 
 from compat_matrix.atlas import command
-from compat_matrix.atlas.cache import Cache
 from compat_matrix.atlas.index import Index
-from compat_matrix.atlas.project.replacements import PATCHED, replacements
-from compat_matrix.atlas.project.source_tree import scan
-from compat_matrix.atlas.project.uses import Scan
+from compat_matrix.atlas.project.source_tree import Scan, scan
+from compat_matrix.atlas.upstream import REPLACEMENTS, replacements
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
 from kernel_compat.patching.shim import discover
@@ -228,6 +226,14 @@ PATCHES = {
     "import torch, transformers\nfor m, n in ((torch, 'a'), (transformers, 'b')): setattr(m, n, f)": [
         "torch.a setattr",
         "transformers.b setattr",
+    ],
+    "import torch, transformers\nfor m in [torch]: m.a = f\nfor m in [transformers]: m.b = f": [
+        "torch.a assignment",
+        "transformers.b assignment",
+    ],
+    "import torch, transformers\nfor m, n in ((torch, 'a'), (transformers, 'b')):\n    x = getattr(m, n)\nx.y = f": [
+        "torch.a.y assignment",
+        "transformers.b.y assignment",
     ],
     "import torch\nTABLE = {'a': f, 'b': g}\nfor n, v in TABLE.items(): setattr(torch, n, v)": [
         "torch.a setattr",
@@ -478,7 +484,7 @@ def test_a_method_does_not_see_the_names_of_its_class(tmp_path: Path) -> None:
 
 
 def test_each_replacement_exists_in_the_library() -> None:
-    for one in PATCHED:
+    for one in REPLACEMENTS:
         for node in ast.walk(ast.parse(one.call, mode="eval")):
             if not isinstance(node, ast.Call):
                 continue
@@ -792,9 +798,8 @@ def test_bad_arguments_end_the_command_with_2(
 
 def test_names_of_published_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names that transformers moved, removed, serves lazily and serves under old names."""
-    cache = Cache(tmp_path / "cache", print)
     try:
-        Index(cache, print).files("transformers")
+        Index().files("transformers")
     except MatrixError as error:
         pytest.skip(f"the package index can't be reached: {error}")
     names = {

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from network import ended, until
 from small import PYTHON, Small
 
-from compat_matrix.atlas import lookup
+from compat_matrix.atlas import command
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.service import feed, tokens, watch
@@ -163,7 +163,7 @@ def watched(small: Small, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """A watched project with its own shim, because these releases don't have the seams of ours."""
     seam = Seam("transformers.loading:load", ("implementation",))
     shims = [Shim("loader", "transformers", ">=5", "for tests", (seam,), lambda originals: originals)]
-    for module in (lookup, watch):
+    for module in (command, watch):
         monkeypatch.setattr(module, "discover", lambda: (shims, {}))
     for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
         monkeypatch.delenv(name)

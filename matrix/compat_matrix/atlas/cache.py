@@ -1,18 +1,13 @@
-"""A cache of members of published files and of the seams found in them; never of whole files."""
+"""A cache of published files and of the seams found in them."""
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TypeVar
 
 from platformdirs import user_cache_path
-from pydantic import TypeAdapter, ValidationError
-
-_T = TypeVar("_T")
 
 
 def default_folder() -> Path:
@@ -21,9 +16,7 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """A folder of small files, each written atomically, so that several processes may share it.
-
-    Unreadable entries count as absent and are fetched again. The folder may be deleted at any time.
+    """A folder of files, each written atomically, so that several processes may share it. It may be deleted at any time.
 
     Args:
         folder: created if it doesn't exist.
@@ -35,30 +28,15 @@ class Cache:
         self._note = note
         self._unwritable = False
 
-    def load(self, path: str, of: TypeAdapter[_T]) -> _T | None:
-        """A stored value; None if there is none or it can't be read as this type."""
+    def load(self, path: str) -> bytes | None:
+        """The content of a file; None if there is none. The caller must check that it is undamaged."""
         try:
-            return of.validate_json((self._folder / path).read_bytes())
-        except (OSError, ValidationError):
+            return (self._folder / path).read_bytes()
+        except OSError:
             return None
 
-    def store(self, path: str, of: TypeAdapter[_T], value: _T) -> None:
-        """Store a value as JSON. A folder that can't be written is noted once, and nothing is stored."""
-        self._write(path, of.dump_json(value))
-
-    def load_source(self, path: str, crc: int) -> bytes | None:
-        """Stored bytes, if they have this CRC-32."""
-        try:
-            content = zlib.decompress((self._folder / path).read_bytes())
-        except (OSError, zlib.error):
-            return None
-        return content if zlib.crc32(content) == crc else None
-
-    def store_source(self, path: str, content: bytes) -> None:
-        """Store bytes, compressed."""
-        self._write(path, zlib.compress(content))
-
-    def _write(self, path: str, content: bytes) -> None:
+    def store(self, path: str, content: bytes) -> None:
+        """Write a file. A folder that can't be written is noted once, and nothing is stored."""
         target = self._folder / path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import configparser
-import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -22,7 +21,6 @@ from packaging.utils import (
 )
 from packaging.version import Version
 from platformdirs import PlatformDirs
-from pydantic import TypeAdapter
 from pypi_simple import (
     PYPI_SIMPLE_ENDPOINT,
     NoSuchProjectError,
@@ -35,7 +33,6 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from ..errors import MatrixError
-from .cache import Cache
 
 #: The number of files that are read at a time.
 THREADS = 16
@@ -75,20 +72,10 @@ class File:
         return Path(url2pathname(parts.path)) if parts.scheme == "file" else None
 
 
-_FILES = TypeAdapter(list[File])
-
-
 class Index:
-    """All indexes that pip or uv would use, merged: the default index, extra ones, and folders of wheels.
+    """All indexes that pip or uv would use, merged: the default index, extra ones, and folders of wheels."""
 
-    Args:
-        cache: keeps the responses of indexes, for when one can't be reached.
-        note: called with messages for the user.
-    """
-
-    def __init__(self, cache: Cache, note: Callable[[str], None]) -> None:
-        self._cache = cache
-        self._note = note
+    def __init__(self) -> None:
         default = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL") or _pip("index-url")
         self._urls = [
             _index_url(default or PYPI_SIMPLE_ENDPOINT),
@@ -105,7 +92,7 @@ class Index:
         """The files of each release, oldest first.
 
         Raises:
-            MatrixError: no index has it, or an index can't be reached and the cache has no response of it.
+            MatrixError: no index has it, or an index can't be reached.
         """
         merged: dict[str, File] = {}
         for url in self._urls:
@@ -137,25 +124,17 @@ class Index:
     def _page(self, index: str, distribution: str) -> list[File]:
         if urlsplit(index).scheme == "file":
             return _local_page(index, distribution)
-        key = f"indexes/{hashlib.sha256(f'{index} {distribution}'.encode()).hexdigest()}.json"
         try:
-            page = PyPISimple(index, session=self.session).get_project_page(distribution, timeout=TIMEOUT)
+            return list(
+                _of_page(PyPISimple(index, session=self.session).get_project_page(distribution, timeout=TIMEOUT))
+            )
         except NoSuchProjectError:
             return []
         except (UnsupportedContentTypeError, UnsupportedRepoVersionError, ValueError) as error:
             what = type(error).__name__
             raise MatrixError(f"{shown(index)} has no readable page of {distribution} ({what})") from error
         except OSError as error:
-            known = self._cache.load(key, _FILES)
-            if known is None:
-                raise MatrixError(f"{shown(index)} can't be queried for {distribution}: {reason(error)}") from error
-            self._note(
-                f"{shown(index)} can't be queried for {distribution}, and its last response is used: {reason(error)}"
-            )
-            return known
-        files = list(_of_page(page))
-        self._cache.store(key, _FILES, files)
-        return files
+            raise MatrixError(f"{shown(index)} can't be queried for {distribution}: {reason(error)}") from error
 
 
 def reason(error: OSError) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from packaging.specifiers import SpecifierSet
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from kernel_compat.patching.seam import Seam, parameter_problem
 from kernel_compat.patching.shim import Shim
@@ -22,19 +21,8 @@ from .sources import FINGERPRINT, Found, Sources
 
 _FINDINGS = TypeAdapter(dict[str, Found])
 #: Types that certainly have no signature.
-_NOT_CALLABLE = (
-    "NoneType",
-    "bool",
-    "bytes",
-    "dict",
-    "float",
-    "int",
-    "list",
-    "module",
-    "property",
-    "set",
-    "str",
-    "tuple",
+_NOT_CALLABLE = frozenset(
+    ["NoneType", "bool", "bytes", "dict", "float", "int", "list", "module", "property", "set", "str", "tuple"]
 )
 
 #: By release and target.
@@ -93,15 +81,17 @@ def read(
 
     def one(release: Release, targets: Sequence[str]) -> dict[str, Found]:
         key = f"files/{release.file.sha256}/found-{FINGERPRINT}.json"
-        cached = release.file.sha256 is not None
-        known: dict[str, Found] = (cache.load(key, _FINDINGS) if cached else None) or {}
+        try:
+            known = _FINDINGS.validate_json((release.file.sha256 and cache.load(key)) or b"{}")
+        except ValidationError:
+            known = {}
         missing = [target for target in targets if target not in known]
         if missing:
             with Published(release.file, index, cache, note) as published:
                 sources = Sources(published)
                 known.update((target, sources.find(target)) for target in missing)
-            if cached:
-                cache.store(key, _FINDINGS, known)
+            if release.file.sha256:
+                cache.store(key, _FINDINGS.dump_json(known))
         return {target: known[target] for target in targets}
 
     pool = ThreadPoolExecutor(THREADS)
@@ -116,21 +106,20 @@ def read(
     return {release: results[release] for release in wanted}
 
 
-def history(target: str, releases: Sequence[Release], findings: Findings) -> list[Event]:
-    """The changes of a seam, oldest first; empty if no release has it."""
+def history(found_in: Mapping[Release, Found]) -> list[Event]:
+    """The changes of a seam over releases, oldest first; empty if no release has it."""
     events: list[Event] = []
     before = Found("missing")
-    for release in releases:
-        found = findings[release][target]
+    for number, (release, found) in enumerate(found_in.items()):
         was, is_ = before.kind != "missing", found.kind != "missing"
         if (was or is_) and found != before:
             what: Literal["there", "appeared", "changed", "vanished"]
             what = ("changed" if was else "appeared") if is_ else "vanished"
             names, old = _names(found), _names(before)
-            known = found.parameters is not None and before.parameters is not None
+            known = found.signature is not None and before.signature is not None
             new = tuple(name for name in names if name not in old) if known else ()
             gone = tuple(name for name in old if name not in names) if known else ()
-            events.append(Event(release, "there" if release == releases[0] else what, found, new, gone))
+            events.append(Event(release, what if number else "there", found, new, gone))
         before = found
     return events
 
@@ -139,7 +128,7 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
     """The wrong claims of the shims, by the rules with which `install()` verifies seams."""
     found = []
     for shim in shims:
-        for release in _claimed(shim, findings):
+        for release in [release for release in findings if claims(shim, release)]:
             for seam in shim.seams_for(str(release.version)):
                 there = findings[release][seam.target]
                 doubts = [_doubt(seam, one) for one in (there, *there.others)]
@@ -150,35 +139,14 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
     return found
 
 
-def unclaimed(shims: Iterable[Shim], findings: Findings) -> Iterator[str]:
-    """The bounds of shims' version ranges at which none of their seams changes."""
-    for shim in shims:
-        claimed = set(_claimed(shim, findings))
-        releases = sorted(
-            (one for one in findings if one.distribution == shim.distribution), key=lambda one: one.version
-        )
-        for earlier, later in pairwise(releases):
-            if (earlier in claimed) == (later in claimed):
-                continue
-            inside, outside = (earlier, later) if earlier in claimed else (later, earlier)
-            targets = [seam.target for seam in shim.seams_for(str(inside.version))]
-            if targets and all(findings[inside][target] == findings[outside][target] for target in targets):
-                edge = "ends before" if inside is earlier else "begins after"
-                yield f"{shim.name} {edge} {outside}, where its seams are those of {inside.version}"
-
-
 def claims(shim: Shim, release: Release) -> bool:
     """Whether a shim is for this release."""
     claimed = SpecifierSet(shim.versions).contains(release.version, prereleases=True)
     return release.distribution == shim.distribution and claimed
 
 
-def _claimed(shim: Shim, findings: Findings) -> list[Release]:
-    return [release for release in findings if claims(shim, release)]
-
-
 def _names(found: Found) -> list[str]:
-    return [parameter.name for parameter in found.parameters or ()]
+    return [*signature.parameters] if (signature := found.parsed) is not None else []
 
 
 def _expected(seam: Seam) -> str:
@@ -205,6 +173,6 @@ def _doubt(seam: Seam, found: Found) -> _Doubt | None:
 
     def stand_in() -> None: ...
 
-    vars(stand_in)["__signature__"] = found.signature
+    vars(stand_in)["__signature__"] = found.parsed
     problem = parameter_problem(stand_in, seam.parameters)
     return _Doubt(problem, True) if problem else None

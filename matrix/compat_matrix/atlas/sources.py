@@ -1,4 +1,4 @@
-"""Reading seams from the sources of a release with griffe; nothing is installed or imported."""
+"""Reading seams from the sources of a release; nothing is installed or imported."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import version
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, NamedTuple
 
-import griffe
-
+from . import scopes
 from .published import Published
+from .scopes import Binding, Element, Scope, decorators, last_name, signature_of
 
 #: Methods that are class methods without a decorator.
 _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
@@ -35,49 +33,10 @@ _ALL = re.compile(rb"^__all__[ \t]*=[ \t]*([\[(][^\])]*[\])])[ \t]*(?:#.*)?$", r
 #: finalizer) makes both threads fail with "AST constructor recursion depth mismatch".
 _PARSING = threading.Lock()
 
-T = TypeVar("T")
-
-
-def _parsed(parse: Callable[[], T]) -> T:
-    """The result of a parse, while no other thread parses here.
-
-    Other code may parse in another thread all the same, as the formatting of a traceback does: then the parse is repeated.
-    """
-    for _ in range(9):
-        try:
-            with _PARSING:
-                return parse()
-        except SystemError:
-            pass
-    with _PARSING:
-        return parse()
-
-
 #: Identifies this module and the versions it depends on: cached results are valid as long as it stays the same.
 FINGERPRINT = hashlib.sha256(
-    f"{Path(__file__).read_text('utf-8')} {version('griffelib')} {sys.version_info[:2]}".encode()
+    f"{Path(__file__).read_text('utf-8')} {Path(scopes.__file__).read_text('utf-8')} {sys.version_info[:2]}".encode()
 ).hexdigest()[:16]
-
-
-class _Source(str):
-    """A default value, shown as in the source."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of a function, with the source of its default value."""
-
-    name: str
-    kind: Literal["positional_only", "positional_or_keyword", "var_positional", "keyword_only", "var_keyword"]
-    default: str | None = None
-
-    def as_inspect(self) -> inspect.Parameter:
-        """The parameter as an `inspect.Parameter`."""
-        default = inspect.Parameter.empty if self.default is None else _Source(self.default)
-        return inspect.Parameter(self.name, getattr(inspect.Parameter, self.kind.upper()), default=default)
 
 
 @dataclass(frozen=True)
@@ -86,7 +45,7 @@ class Found:
 
     Attributes:
         kind: ``unknown`` if it exists and the source doesn't show its kind.
-        parameters: the parameters of a function or class when called through its owner: without `cls`, with `self`.
+        signature: that of a function or class when called through its owner: without `cls`, with `self`.
         type: the type of a value, if the source shows it.
         text: the source of a short value; otherwise why nothing was found or why it is unknown.
         home: the place of its definition, if that is a different one.
@@ -95,7 +54,7 @@ class Found:
     """
 
     kind: Literal["missing", "function", "class", "value", "unknown"]
-    parameters: tuple[Parameter, ...] | None = None
+    signature: str | None = None
     type: str | None = None
     text: str = ""
     home: str = field(default="", compare=False)
@@ -103,9 +62,14 @@ class Found:
     others: tuple[Found, ...] = ()
 
     @property
-    def signature(self) -> inspect.Signature | None:
-        """The signature; None if its parameters aren't known."""
-        return None if self.parameters is None else inspect.Signature([item.as_inspect() for item in self.parameters])
+    def parsed(self) -> inspect.Signature | None:
+        """The signature; None if it isn't known."""
+        if self.signature is None:
+            return None
+        with _PARSING:
+            (function,) = ast.parse(f"def f{self.signature}: ...").body
+        assert isinstance(function, ast.FunctionDef)
+        return signature_of(function)
 
     def __str__(self) -> str:
         if self.kind in ("missing", "unknown"):
@@ -113,58 +77,15 @@ class Found:
         elif self.kind == "value":
             text = f"= {self.text}" if self.text else f"a value of type {self.type}" if self.type else "a value"
         else:
-            text = f"{'class' if self.kind == 'class' else ''}{'' if self.signature is None else self.signature}"
+            text = f"{'class' if self.kind == 'class' else ''}{self.signature or ''}"
         if self.inherited and self.home:
             text += f", inherited from {self.home.partition(':')[2].rpartition('.')[0]}"
         return " or ".join([text, *map(str, self.others)])
 
 
-@dataclass
-class _Definition:
-    what: griffe.Object | griffe.Alias
-    branch: Literal["always", "sometimes", "typing"]
-
-
-class _Recorder(griffe.Extension):
-    """All definitions of a module in order; griffe itself keeps only one for each name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.definitions: dict[str, list[_Definition]] = {}
-        self.wildcards: list[str] = []
-        self.executed_wildcards: list[str] = []
-
-    def on_instance(self, *, node: Any, obj: griffe.Object, agent: Any, **kwargs: Any) -> None:
-        if obj.parent is None or obj.parent.members.get(obj.name) is not obj or agent.current.is_function:
-            return  # the module itself, a setter or an overload, an attribute of instances
-        if obj.is_attribute and obj.labels == {"instance-attribute"}:
-            return  # annotated without a value
-        self._add(node, obj)
-
-    def on_attribute_node(self, *, node: Any, agent: Any, **kwargs: Any) -> None:
-        """Assignments that griffe skips: those to a name that has a value in a different branch."""
-        if agent.current.is_function or not isinstance(node.parent, (ast.If, ast.ExceptHandler)) or node.value is None:
-            return
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name) and target.id in agent.current.members:
-                value = ast.unparse(node.value)
-                self._add(node, griffe.Attribute(target.id, value=value, parent=agent.current))
-
-    def on_alias_instance(self, *, node: Any, alias: griffe.Alias, agent: Any, **kwargs: Any) -> None:
-        if alias.wildcard:
-            self.wildcards.append(alias.wildcard)
-            if _branch(node) != "typing":
-                self.executed_wildcards.append(alias.wildcard)
-        else:
-            self._add(node, alias)
-
-    def _add(self, node: ast.AST, what: griffe.Object | griffe.Alias) -> None:
-        path: list[str] = [what.name]
-        parent = what.parent
-        while parent is not None and not parent.is_module:
-            path.insert(0, parent.name)
-            parent = parent.parent
-        self.definitions.setdefault(".".join(path), []).append(_Definition(what, _branch(node)))
+class _Module(NamedTuple):
+    scope: Scope
+    replaced: bool
 
 
 class Sources:
@@ -173,6 +94,7 @@ class Sources:
     def __init__(self, published: Published) -> None:
         self._published = published
         self._modules: dict[str, _Module] = {}
+        self._exported: dict[str, frozenset[str] | None] = {}
         self._active: set[tuple[str, tuple[str, ...]]] = set()
 
     def find(self, target: str) -> Found:
@@ -195,7 +117,7 @@ class Sources:
             return self._compiled(module) or Found("missing", text=f"no module {module}")
         try:
             found = list(dict.fromkeys(self._look(module, tuple(attribute.split(".")))))
-        except (SyntaxError, UnicodeDecodeError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
         if not found and self._made_on_access(module, attribute.partition(".")[0]):
             return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
@@ -218,22 +140,24 @@ class Sources:
 
     def _in(self, module: str, names: tuple[str, ...]) -> list[Found]:
         name, *rest = names
-        source = self._module(module)
-        definitions = source.reaching(name)
-        if definitions:
-            return [one for what in definitions for one in self._follow(source, what, tuple(rest))]
-        for wildcard in reversed(source.wildcards):
-            if self._exists(wildcard) and self._exports(wildcard, name):
-                found = self._look(wildcard, names)
+        scope = self._module(module).scope
+        if bindings := _reaching(scope, name):
+            return [one for binding in bindings for one in self._follow(scope, name, binding, tuple(rest))]
+        for star in reversed(scope.stars):
+            if self._exists(star.module) and self._exports(star.module, name):
+                found = self._look(star.module, names)
                 if found:
                     return found
         if self._exists(f"{module}.{name}"):
             return self._imported(f"{module}.{name}", tuple(rest))
-        for wildcard in source.executed_wildcards:
-            if not self._exists(wildcard):
-                return [Found("unknown", text=f"perhaps of {wildcard}, which has no source in the wheel")]
-        lazy = next((part for part, exported in source.lazy.items() if name in exported), None)
-        return self._imported(f"{module}.{lazy}.{name}", tuple(rest)) if lazy is not None else []
+        for star in scope.stars:
+            if star.branch != "typing" and not self._exists(star.module):
+                return [Found("unknown", text=f"perhaps of {star.module}, which has no source in the wheel")]
+        # The names that a lazy package of transformers imports on first access, by the module that has them.
+        structures = (_literal(one.expression) for one in scope.names.get("_import_structure", ()))
+        lazy = next((one for one in structures if isinstance(one, dict)), {})
+        part = next((part for part, exported in lazy.items() if name in exported), None)
+        return self._imported(f"{module}.{part}.{name}", tuple(rest)) if part is not None else []
 
     def _imported(self, path: str, rest: tuple[str, ...]) -> list[Found]:
         parts = (*path.split("."), *rest)
@@ -245,61 +169,87 @@ class Sources:
                 return [compiled]
         return [Found("unknown", text=f"imported from {path}, which isn't in the wheel")]
 
-    def _follow(self, source: _Module, what: griffe.Object | griffe.Alias, rest: tuple[str, ...]) -> list[Found]:
-        if isinstance(what, griffe.Alias):
-            found = self._imported(what.target_path, rest)
-            if found or (rest and self._imported(what.target_path, ())):
+    def _follow(self, scope: Scope, name: str, binding: Binding, rest: tuple[str, ...]) -> list[Found]:
+        module = scope.outermost.path
+        home = f"{module}:{f'{scope.path}.{name}'[len(module) + 1 :]}"
+        if binding.path is not None:
+            found = self._imported(binding.path, rest)
+            if found or (rest and self._imported(binding.path, ())):
                 return found
-            return [Found("unknown", text=f"imported from {what.target_path}, where it isn't defined")]
-        if isinstance(what, griffe.Class):
-            return self._member(source, what, rest) if rest else [self._class(source, what)]
-        text = str(what.value) if isinstance(what, griffe.Attribute) else ""
-        if _NAME.fullmatch(text):
+            return [Found("unknown", text=f"imported from {binding.path}, where it isn't defined")]
+        definition, expression = binding.definition, binding.expression
+        if isinstance(definition, ast.ClassDef):
+            class_ = scope.inner(definition)
+            if rest:
+                return self._member(class_, definition, rest)
+            made = self._member(class_, definition, ("__init__",))
+            signature = made[0].parsed if made else None
+            return [Found("class", None if signature is None else str(_bound(signature)), home=home)]
+        if isinstance(expression, (ast.Name, ast.Attribute)) and _NAME.fullmatch(text := ast.unparse(expression)):
             # An alias: looked up in the class first, then in the module.
-            owner = source.path(what).rpartition(".")[0]
-            for scope in dict.fromkeys((owner, "")):
-                found = self._look(source.name, (*f"{scope}.{text}".strip(".").split("."), *rest))
+            owner = home.partition(":")[2].rpartition(".")[0]
+            for around in dict.fromkeys((owner, "")):
+                found = self._look(module, (*f"{around}.{text}".strip(".").split("."), *rest))
                 if found:
                     return found
         if rest:
             return []
-        if isinstance(what, griffe.Function):
-            return [Found("function", _parameters(what), home=source.home(what))]
-        if not isinstance(what, griffe.Attribute):
-            return [Found("unknown", text=f"a {what.kind.value}", home=source.home(what))]
-        if "property" in what.labels:
-            return [Found("value", type="property", home=source.home(what))]
+        if definition is not None and {"property", "cached_property"}.isdisjoint(decorators(definition)):
+            signature = signature_of(definition)
+            of_class = "classmethod" in decorators(definition) or name in _CLASS_METHODS
+            return [Found("function", str(_bound(signature) if scope.is_class and of_class else signature), home=home)]
+        if definition is not None:
+            return [Found("value", type="property", home=home)]
+        if binding.loops or isinstance(expression, Element):
+            expression = None
+        text = "" if expression is None else ast.unparse(expression)
         short = text if len(text) <= _QUOTED and "\n" not in text else ""
-        return [Found("value", type=_type(text), text=short, home=source.home(what))]
+        return [Found("value", type=_type(expression), text=short, home=home)]
 
-    def _member(self, source: _Module, class_: griffe.Class, rest: tuple[str, ...]) -> list[Found]:
-        own = source.reaching(f"{source.path(class_)}.{rest[0]}")
-        if own:
-            return [one for what in own for one in self._follow(source, what, rest[1:])]
-        if rest == ("__init__",) and "dataclass" in class_.labels:
-            return [Found("unknown", text="made by dataclass", home=f"{source.home(class_)}.__init__")]
-        for base in class_.bases:
-            name = _NAME.match(str(base))
-            found = self._look(source.name, (*name[0].split("."), *rest)) if name else []
+    def _member(self, class_: Scope, node: ast.ClassDef, rest: tuple[str, ...]) -> list[Found]:
+        if own := _reaching(class_, rest[0]):
+            return [one for binding in own for one in self._follow(class_, rest[0], binding, rest[1:])]
+        module = class_.outermost.path
+        if rest == ("__init__",) and "dataclass" in decorators(node):
+            return [
+                Found("unknown", text="made by dataclass", home=f"{module}:{class_.path[len(module) + 1 :]}.__init__")
+            ]
+        for base in node.bases:
+            name = _NAME.match(ast.unparse(base))
+            found = self._look(module, (*name[0].split("."), *rest)) if name else []
             if found and found[0].kind != "unknown":
                 return [replace(one, inherited=True) for one in found]
         return []
 
-    def _class(self, source: _Module, class_: griffe.Class) -> Found:
-        initializers = self._member(source, class_, ("__init__",))
-        parameters = initializers[0].parameters if initializers else None
-        return Found("class", None if parameters is None else parameters[1:], home=source.home(class_))
-
     def _exports(self, module: str, name: str) -> bool:
         """Whether ``from module import *`` imports a name that the module has."""
+        if module not in self._exported:
+            self._exported[module] = self._literal_all(module)
+        if (literal := self._exported[module]) is not None:
+            return name in literal
+        exported = [_literal(one.expression) for one in self._module(module).scope.names.get("__all__", ())]
+        if not exported:
+            return not name.startswith("_")
+        # An `__all__` that is computed from others can't be evaluated.
+        return any(not isinstance(one, (list, tuple)) or name in one for one in exported)
+
+    def _literal_all(self, module: str) -> frozenset[str] | None:
+        """The ``__all__`` of a module if it is one literal: it isn't parsed, as there are thousands of such modules."""
         file = self._file(module)
-        exported = self._published.derived(f"exported-{FINGERPRINT}", file, _literal_all) if file else None
-        return self._module(module).exports(name) if exported is None else name in exported
+        source = self._published.read(file) if file else b""
+        literal = _ALL.search(source)
+        if literal is None or source.count(b"__all__") != 1:
+            return None
+        try:
+            with _PARSING:
+                return frozenset(ast.literal_eval(literal[1].decode()))
+        except (ValueError, SyntaxError, TypeError):
+            return None
 
     def _made_on_access(self, module: str, name: str) -> bool:
         """Whether a module that doesn't define a name may have it all the same."""
         source = self._module(module)
-        return not self._look(module, (name,)) and (bool(source.reaching("__getattr__")) or source.replaced)
+        return not self._look(module, (name,)) and ("__getattr__" in source.scope.names or source.replaced)
 
     def _longest_module(self, path: str) -> str:
         """The longest beginning of a dotted path that is a module; the first part if there is none."""
@@ -338,134 +288,43 @@ class Sources:
     def _module(self, name: str) -> _Module:
         if name not in self._modules:
             file = self._file(name)
-            *packages, last = name.split(".")
-            parent = None  # the package for relative imports
-            for package in packages:
-                parent = griffe.Module(package, filepath=Path(package, "__init__.py"), parent=parent)
             code = decode_source(self._published.read(file)) if file else ""
-
-            def visit() -> tuple[_Recorder, griffe.Module]:
-                recorder = _Recorder()
-                extensions = griffe.load_extensions(recorder)
-                return recorder, griffe.visit(
-                    last,
-                    Path(file or f"{name.replace('.', '/')}/__init__.py"),
-                    code,
-                    extensions=extensions,
-                    parent=parent,
-                )
-
-            recorder, visited = _parsed(visit)
-            self._modules[name] = _Module(name, recorder, visited.exports, _REPLACED.search(code) is not None)
+            with _PARSING:
+                tree = ast.parse(code)
+            package = name.rpartition(".")[0] if file and not file.endswith("/__init__.py") else name
+            self._modules[name] = _Module(Scope(name, tree, package), _REPLACED.search(code) is not None)
         return self._modules[name]
 
 
-class _Module:
-    def __init__(
-        self, name: str, recorder: _Recorder, exports: Sequence[str | griffe.ExprName] | None, replaced: bool
-    ) -> None:
-        self.name = name
-        self.replaced = replaced
-        self.wildcards = recorder.wildcards
-        self.executed_wildcards = recorder.executed_wildcards
-        self._definitions = recorder.definitions
-        self._exports = exports
-
-    def reaching(self, path: str) -> list[griffe.Object | griffe.Alias]:
-        """The possible definitions of a name after the import of its module: the last unconditional one, and those after it."""
-        definitions = self._definitions.get(path, [])
-        # A package that loads its parts on first access imports them only for type checkers.
-        definitions = [one for one in definitions if one.branch != "typing"] or definitions
-        always = [index for index, one in enumerate(definitions) if one.branch == "always"]
-        return [one.what for one in definitions[always[-1] if always else 0 :]]
-
-    @cached_property
-    def lazy(self) -> Mapping[str, Sequence[str]]:
-        """The names that a lazy package of transformers imports on first access, by the module that has them."""
-        structures = [_literal(one.what) for one in self._definitions.get("_import_structure", ())]
-        return next((one for one in structures if isinstance(one, dict)), {})
-
-    def exports(self, name: str) -> bool:
-        """Whether ``from module import *`` imports a name that the module has."""
-        if self._exports is None:
-            return not name.startswith("_")
-        # An `__all__` that is computed from others can't be evaluated.
-        return name in self._exports or not all(isinstance(one, str) for one in self._exports)
-
-    def path(self, what: griffe.Object) -> str:
-        return what.path[len(self.name) + 1 :]
-
-    def home(self, what: griffe.Object) -> str:
-        return f"{self.name}:{self.path(what)}"
+def _reaching(scope: Scope, name: str) -> list[Binding]:
+    """The possible definitions of a name after the import of its module: the last unconditional one, and those after it."""
+    itself = f"{scope.path}.{name}"  # a package imports its module under its own name
+    bindings = [one for one in scope.names.get(name, ()) if one.path != itself]
+    # A package that loads its parts on first access imports them only for type checkers.
+    bindings = [one for one in bindings if one.branch != "typing"] or bindings
+    always = [index for index, one in enumerate(bindings) if one.branch == "always"]
+    return bindings[always[-1] if always else 0 :]
 
 
-def _literal(what: griffe.Object | griffe.Alias) -> object:
-    """The value of an attribute that is a literal; otherwise None."""
+def _literal(node: ast.expr | None) -> object:
+    """The value of a literal; None for any other expression."""
     try:
-        return _parsed(lambda: ast.literal_eval(str(what.value))) if isinstance(what, griffe.Attribute) else None
-    except (ValueError, SyntaxError):
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
         return None
 
 
-def _literal_all(source: bytes) -> list[str] | None:
-    """The names in the ``__all__`` of a module, found without parsing it; None if only parsing it shows them."""
-    literal = _ALL.search(source)
-    if literal is None or source.count(b"__all__") != 1:
-        return None
-    try:
-        names = ast.literal_eval(literal[1].decode())
-    except (ValueError, SyntaxError):
-        return None
-    return [name for name in names if isinstance(name, str)]
+def _bound(signature: inspect.Signature) -> inspect.Signature:
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
-def _branch(node: Any) -> Literal["always", "sometimes", "typing"]:
-    """Whether a definition is executed; griffe notes each node's parent while it visits."""
-    sometimes = False
-    while (parent := getattr(node, "parent", None)) and not isinstance(parent, (ast.Module, ast.ClassDef)):
-        if isinstance(parent, ast.If):
-            if ast.unparse(parent.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") and node in parent.body:
-                return "typing"
-            sometimes = True
-        sometimes = sometimes or isinstance(parent, (ast.Try, ast.ExceptHandler, ast.For, ast.While, ast.Match))
-        node = parent
-    return "sometimes" if sometimes else "always"
-
-
-def _parameters(function: griffe.Function) -> tuple[Parameter, ...]:
-    variadic = (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword)
-    parameters = [
-        Parameter(
-            one.name,
-            one.kind.name,
-            None if one.default is None or one.kind in variadic else str(one.default),
-        )
-        for one in function.parameters
-    ]
-    in_class = function.parent is not None and function.parent.is_class
-    bound = in_class and ("classmethod" in function.labels or function.name in _CLASS_METHODS)
-    return tuple(parameters[1:] if bound else parameters)
-
-
-def _type(source: str) -> str | None:
+def _type(node: ast.expr | None) -> str | None:
     """The type of a value, as far as its source shows it."""
     try:
-        node = _parsed(lambda: ast.parse(source, mode="eval").body)
-    except SyntaxError:
-        return None
-    try:
-        return type(ast.literal_eval(node)).__name__
+        return None if node is None else type(ast.literal_eval(node)).__name__
     except (ValueError, TypeError):
         pass
-    displays: dict[type[ast.expr], str] = {
-        **dict.fromkeys((ast.Dict, ast.DictComp), "dict"),
-        **dict.fromkeys((ast.List, ast.ListComp), "list"),
-        **dict.fromkeys((ast.Set, ast.SetComp), "set"),
-        **{ast.Tuple: "tuple", ast.JoinedStr: "str", ast.Lambda: "function"},
-    }
-    if isinstance(node, ast.Call):
-        name = ast.unparse(node.func).rpartition(".")[2]
-        return name if name[:1].isupper() else None  # a class, by its name
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return "bool"
-    return displays.get(type(node))
+    if isinstance(node, (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.DictComp, ast.ListComp, ast.SetComp)):
+        return type(node).__name__.removesuffix("Comp").lower()
+    name = last_name(node.func) if isinstance(node, ast.Call) else ""
+    return name if name[:1].isupper() else None  # a class, by its name

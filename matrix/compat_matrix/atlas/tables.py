@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from rich.table import Table
 from rich.text import Text
 
 from .releases import Release
@@ -13,8 +14,6 @@ from .scan import Event
 
 def heading(distribution: str, releases: Sequence[Release]) -> str:
     """The releases that were read, and the Python that each requires."""
-    if not releases:
-        return f"{distribution}: no shim claims a release"
     first, last = releases[0].version, releases[-1].version
     pythons: dict[str, str] = {}
     for release in releases:
@@ -26,6 +25,16 @@ def heading(distribution: str, releases: Sequence[Release]) -> str:
     return f"{distribution}: {many}; Python {python}"
 
 
+def history_table(events: Sequence[Event]) -> Table:
+    """A line for each change."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for event in events:
+        table.add_row(f"  {when(event)}", _what(event))
+    return table
+
+
 def when(event: Event) -> str:
     """The release of a change."""
     if event.what == "vanished":
@@ -33,8 +42,7 @@ def when(event: Event) -> str:
     return f"since {event.release.version}{' or before' if event.what == 'there' else ''}"
 
 
-def what(event: Event) -> Text:
-    """The form of a seam since a change, with new parameters in bold."""
+def _what(event: Event) -> Text:
     if event.what == "vanished":
         return Text("")
     text = Text(str(event.found))

@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from ..arguments import AXES_FILE, ENVIRONMENTS, FILTER, JOBS, STORE, TESTS, Arguments, address, flag, option, positive
-from ..atlas.cache import Cache, default_folder
 from ..atlas.index import Index
 from ..axes import Axes, cover
 from ..cells import Cell
@@ -62,7 +61,7 @@ def _look(options: argparse.Namespace, axes: Axes, token: str) -> int:
         console.print(text, markup=False, soft_wrap=True)
 
     with Store.open(options.store) as store:
-        index = Index(Cache(default_folder(), note), note)
+        index = Index()
         new = watch.new_releases(store, index, note, learn=not options.dry_run, more=axes.distributions.values())
         if not new:
             note("no release is new")

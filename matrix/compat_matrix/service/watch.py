@@ -23,7 +23,7 @@ from kernel_compat.patching.shim import discover
 from ..atlas import command as atlas_command
 from ..atlas.index import File, Index, reason, shown
 from ..atlas.releases import covered
-from ..atlas.seam_list import SEAMS
+from ..atlas.upstream import SEAMS
 from ..axes import Axes, Packages
 from ..cells import Cell
 from ..errors import MatrixError

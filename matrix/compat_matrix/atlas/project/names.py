@@ -3,56 +3,54 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 from kernel_compat.patching.shim import Shim
 
 from ..releases import Release
 from ..scan import Event, Findings, claims, history
-from ..seam_list import distribution_of
 from ..sources import Found
-from .replacements import Replacement, replacements
-from .uses import Scan, Use
-
-__all__ = ["PACKAGES", "Name", "names_of", "targets_of"]
+from ..upstream import SERVED, Replacement, distribution_of, replacements
+from .source_tree import Scan
+from .walker import Use
 
 #: The top-level packages of the distributions that the atlas reads.
 PACKAGES = ("transformers", "torch", "flash_attn")
-#: Old names that transformers 5 serves though no source defines them, with their new ones: `_LazyModule.__getattr__` and the end of
-#: ``transformers/__init__.py`` of 5.0.0, 5.5.4 and 5.23.0.
-_SERVED = tuple(
-    (re.compile(old), new)
-    for old, new in (
-        (r"(transformers\.(?:.+\.)?\w+Tokenizer)Fast\b", r"\1"),
-        (r"(transformers\.(?:.+\.)?\w+ImageProcessor)Fast\b", r"\1"),
-        (r"(transformers\.models\.\w+\.image_processing_\w+)_fast\b", r"\1"),
-        (r"transformers\.tokenization_utils_fast\b", "transformers.tokenization_utils_tokenizers"),
-        (r"transformers\.tokenization_utils\b", "transformers.tokenization_utils_sentencepiece"),
-        (r"transformers\.image_processing_utils_fast\b", "transformers.image_processing_backends"),
-    )
-)
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name that a project uses, in the releases that were read.
+    """A name that a project uses.
 
     Attributes:
-        history: its changes, oldest first; empty if no release has it.
-        lacking: the releases that certainly lack it.
+        found: what each release has of it; empty if no release was read.
         added: whether no release has it and the project assigns it: it adds it, or patches what is gone from all of them.
         replacements: what makes its patches unnecessary.
     """
 
     name: str
-    distribution: str
     uses: tuple[Use, ...]
-    history: tuple[Event, ...]
-    lacking: tuple[Release, ...]
+    found: Mapping[Release, Found]
     added: bool
-    releases: tuple[Release, ...]
-    replacements: tuple[Replacement, ...]
+    replacements: Sequence[Replacement]
+
+    @property
+    def distribution(self) -> str:
+        """The distribution that has it."""
+        return distribution_of(self.name)
+
+    @cached_property
+    def history(self) -> list[Event]:
+        """Its changes, oldest first; empty if no release has it."""
+        return history(self.found)
+
+    @property
+    def lacking(self) -> list[Release]:
+        """The releases that certainly lack it."""
+        return [release for release, there in self.found.items() if there.kind == "missing"]
 
     @property
     def patches(self) -> list[Use]:
@@ -68,35 +66,25 @@ class Name:
     @property
     def gone(self) -> bool:
         """Whether the newest release lacks it."""
-        return bool(self.lacking) and self.lacking[-1] == self.releases[-1]
-
-    @property
-    def nowhere(self) -> bool:
-        """Whether all releases lack it."""
-        return bool(self.releases) and len(self.lacking) == len(self.releases)
+        return self.lacking[-1:] == [*self.found][-1:] != []
 
     @property
     def changed(self) -> bool:
         """Whether it has other parameters, or other defaults, in some releases."""
-        forms = [event.found.parameters for event in self.history if event.what != "vanished"]
-        return len({form for form in forms if form is not None}) > 1
+        forms = {event.found.signature for event in self.history if event.what != "vanished"}
+        return len(forms - {None}) > 1
 
     @property
     def state(self) -> str:
         """In which releases it is, in words."""
-        if not self.releases:
+        if not self.found:
             return "not looked up"
-        if not self.lacking:
-            return "everywhere"
-        if self.nowhere:
-            return f"not in {_range(self.releases)}"
-        words = []
-        for event in self.history:
-            if event.what == "vanished":
-                words.append(f"gone from {event.release.version}")
-            elif event.what == "appeared":
-                words.append(f"new in {event.release.version}")
-        return ", ".join(words)
+        if len(self.lacking) == len(self.found):
+            several = f"any of the {len(self.found)} releases"
+            return f"not in {self.lacking[0].version if len(self.found) == 1 else several}"
+        words = {"vanished": "gone from", "appeared": "new in"}
+        changes = [f"{words[one.what]} {one.release.version}" for one in self.history if one.what in words]
+        return ", ".join(changes) if self.lacking else "everywhere"
 
 
 def targets_of(found: Scan) -> dict[str, list[str]]:
@@ -104,9 +92,10 @@ def targets_of(found: Scan) -> dict[str, list[str]]:
     targets: dict[str, dict[str, None]] = {}
     for use in found.uses:
         if use.name.partition(".")[0] in PACKAGES:
-            for name in (use.name, _served(use.name)):
-                for owner in _with_owners(name) if name else ():
-                    targets.setdefault(distribution_of(use.name), {})[owner] = None
+            several = targets.setdefault(distribution_of(use.name), {})
+            several.update(
+                dict.fromkeys([*_owners(use.name), use.name, *_owners(_served(use.name)), _served(use.name)])
+            )
     return {distribution: list(several) for distribution, several in targets.items()}
 
 
@@ -118,46 +107,37 @@ def names_of(
     for use in found.uses:
         by_name.setdefault(use.name, []).append(use)
     present = {name: _in_releases(name, releases, findings) for name in by_name}
-    lacking = {name: tuple(one for one, there in present[name].items() if there.kind == "missing") for name in by_name}
+    lacking = {name: {one for one, there in present[name].items() if there.kind == "missing"} for name in by_name}
     guards = {name: [use.guard for use in uses if use.kind == "import"] for name, uses in by_name.items()}
     for name in [name for name in by_name if lacking[name] and not guards[name]]:
         # An attribute of an imported name that is missing itself: where the import is guarded, so is the attribute.
-        owners = [one for one in _with_owners(name)[:-1] if guards.get(one) and {*lacking[name]} <= {*lacking[one]}]
-        if not owners:
+        owner = next((one for one in _owners(name) if guards.get(one) and lacking[name] <= lacking[one]), None)
+        if owner is None:
             continue
-        if all(guards[owners[0]]):
-            by_name[name] = [replace(use, guard=use.guard or guards[owners[0]][0]) for use in by_name[name]]
+        if all(guards[owner]):
+            by_name[name] = [replace(use, guard=use.guard or guards[owner][0]) for use in by_name[name]]
         if all(use.kind == "access" for use in by_name[name]):
-            by_name[owners[0]] += by_name.pop(name)
+            by_name[owner] += by_name.pop(name)
     names = []
     for name, uses in sorted(by_name.items()):
         there = present[name]
-        events = history(name, list(there), {release: {name: one} for release, one in there.items()}) if there else []
         owner_there = all(findings[release][name.rpartition(".")[0]].kind != "missing" for release in lacking[name])
-        added = len(lacking[name]) == len(there) and owner_there and any(use.adds for use in uses)
+        nowhere = bool(there) and len(lacking[name]) == len(there)
         homes = [one.home.replace(":", ".") for one in there.values() if one.home]
         applying = [shim for shim in shims if any(claims(shim, release) for release in there)]
         patched = any(use.kind in ("patch", "call") for use in uses)
         offered = replacements(dict.fromkeys([name, *homes]), applying) if patched else []
-        names.append(
-            Name(
-                name,
-                distribution_of(name),
-                tuple(sorted(uses)),
-                tuple(events),
-                lacking[name],
-                added and bool(there),
-                tuple(there),
-                tuple(offered),
-            )
-        )
+        added = nowhere and owner_there and any(use.adds for use in uses)
+        names.append(Name(name, tuple(sorted(uses)), there, added, offered))
     return names
 
 
 def _in_releases(name: str, releases: Mapping[str, Sequence[Release]], findings: Findings) -> dict[Release, Found]:
     known = releases.get(distribution_of(name), ()) if name.partition(".")[0] in PACKAGES else ()
     there = {release: _presence(name, release, findings) for release in known}
-    if all(one.kind == "missing" for one in there.values()) and _owner_is_class(name, known, findings):
+    owner = name.rpartition(".")[0]
+    of_class = bool(owner) and any(findings[release][owner].kind == "class" for release in known)
+    if of_class and all(one.kind == "missing" for one in there.values()):
         # A base class of another distribution may have it, or the project adds it.
         return {release: Found("unknown", text="inherited or added") for release in known}
     return there
@@ -168,38 +148,26 @@ def _presence(name: str, release: Release, findings: Findings) -> Found:
     found = findings[release][name]
     if found.kind != "missing":
         return found
-    served = _served(name) if release.version.major >= 5 else None
-    if served and (there := _presence(served, release, findings)).kind != "missing":
-        return there
-    for owner in reversed(_with_owners(name)[:-1]):
-        above = findings[release][owner]
-        if above.kind == "missing":
-            continue
-        if above.kind == "class" or above.type == "module":
+    served = _served(name)
+    if served != name and release.version.major >= 5:
+        there = _presence(served, release, findings)
+        if there.kind != "missing":
+            return there
+    above = [(one, findings[release][one]) for one in reversed(_owners(name))]
+    for owner, there in ((one, there) for one, there in above if there.kind != "missing"):
+        if there.kind == "class" or there.type == "module":
             return found
-        return Found("unknown", text=f"an attribute of {owner}, {above}")
+        return Found("unknown", text=f"an attribute of {owner}, {there}")
     return found
 
 
-def _owner_is_class(name: str, releases: Iterable[Release], findings: Findings) -> bool:
-    owner = name.rpartition(".")[0]
-    return bool(owner) and any(findings[release][owner].kind == "class" for release in releases)
+def _owners(name: str) -> list[str]:
+    """The beginnings of a dotted name."""
+    return [*accumulate(name.split("."), "{}.{}".format)][:-1]
 
 
-def _with_owners(name: str) -> list[str]:
-    """The beginnings of a dotted name, and itself."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-
-
-def _served(name: str) -> str | None:
-    new_name = name
-    for old, new in _SERVED:
-        if old.match(new_name):
-            new_name = old.sub(new, new_name, count=1)
-    return None if new_name == name else new_name
-
-
-def _range(releases: Sequence[Release]) -> str:
-    versions = [str(release.version) for release in releases]
-    return versions[0] if len(versions) == 1 else f"any of the {len(versions)} releases"
+def _served(name: str) -> str:
+    """The new name of an old one that transformers 5 serves."""
+    for old, new in SERVED.items():
+        name = re.sub(f"^{old}", new, name, count=1)
+    return name

@@ -1,213 +1,215 @@
-"""What `atlas --project` prints: text, JSON or SARIF."""
+"""What `atlas --project` prints: text, JSON or SARIF 2.1.0, which code review reads."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kernel_compat.patching.shim import Shim
 
+from ... import __version__
+from ...words import plural
 from ..releases import Release
 from ..scan import Findings
-from ..seam_list import SEAMS
-from ..tables import heading, what, when
+from ..tables import heading, history_table, when
+from ..upstream import REPLACEMENTS, Replacement
 from .names import PACKAGES, Name, names_of, targets_of
-from .replacements import CALLED, Replacement
-from .sarif import Finding, as_sarif
-from .source_tree import scan
-from .uses import Scan, Use
-
-__all__ = ["Scanned", "scan_project", "show_project"]
+from .source_tree import Scan, scan
+from .walker import Use
 
 _GUARDS = {"try": "in a try", "check": "behind a check", "typing": "for type checkers"}
+#: The rules of SARIF results and what they find.
+_RULES = {
+    "missing-name": "A release lacks a name that is used.",
+    "changed-signature": "A function that is patched has other parameters in some releases.",
+    "unnecessary-patch": "kernel-compat makes a patch unnecessary.",
+}
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 
-@dataclass(frozen=True)
-class Scanned:
-    """A scan, and what is to be looked up for it in each release, by distribution."""
+class _Finding(NamedTuple):
+    """A result of a rule at a place."""
 
-    scan: Scan
-    targets: Mapping[str, Sequence[str]]
-
-    @property
-    def distributions(self) -> list[str]:
-        """The distributions that the project uses."""
-        return [distribution for distribution in SEAMS if self.targets.get(distribution)]
+    rule: str
+    level: Literal["error", "warning", "note"]
+    message: str
+    use: Use
 
 
-def scan_project(arguments: argparse.Namespace) -> Scanned:
-    """Scan the project of the arguments.
+def scan_project(arguments: argparse.Namespace) -> tuple[Scan, dict[str, list[str]]]:
+    """Scan the project of the arguments; returns also the names to look up in each release, by distribution.
 
     Raises:
         MatrixError: it isn't a folder with Python files.
     """
-    calls = [pattern for one in CALLED for pattern in one.patterns]
+    calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
     found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
-    return Scanned(found, targets_of(found))
+    return found, targets_of(found)
 
 
 def show_project(
     arguments: argparse.Namespace,
-    scanned: Scanned,
+    found: Scan,
     releases: Mapping[str, Sequence[Release]],
     findings: Findings,
     shims: Sequence[Shim],
     notes: Sequence[str],
 ) -> int:
     """Print what was found; returns the exit code: 1 if a release lacks a name that is used without a guard."""
-    names = names_of(scanned.scan, releases, findings, shims)
+    names = names_of(found, releases, findings, shims)
     if arguments.sarif:
-        findings_ = [one for name in names for one in _findings(name)]
-        print(json.dumps(as_sarif(findings_, scanned.scan.unread), indent=2))
+        print(json.dumps(_as_sarif(found, names), indent=2))
     elif arguments.json:
-        print(json.dumps(_as_json(arguments.project, scanned.scan, names, releases, notes), indent=2))
+        versions = {distribution: [str(one.version) for one in several] for distribution, several in releases.items()}
+        data = {"project": str(arguments.project), "files": found.files, "unread": found.unread, "releases": versions}
+        print(json.dumps({**data, "names": [_as_json(name) for name in names], "notes": list(notes)}, indent=2))
     else:
-        _show(arguments, scanned, names, releases)
+        _show(arguments, found, names, releases)
     return int(any(name.broken for name in names))
 
 
 def _show(
-    arguments: argparse.Namespace,
-    scanned: Scanned,
-    names: Sequence[Name],
-    releases: Mapping[str, Sequence[Release]],
+    arguments: argparse.Namespace, found: Scan, names: Sequence[Name], releases: Mapping[str, Sequence[Release]]
 ) -> None:
     console = Console(highlight=False)
-    for distribution in releases:
-        console.print(Text(heading(distribution, releases[distribution]), "bold"))
-    broken = [name for name in names if name.broken]
-    added = [name for name in names if name.added]
+
+    def show(text: Text) -> None:
+        console.print(text, soft_wrap=True)
+
+    def places(uses: Sequence[Use]) -> None:
+        for use in uses:
+            details = (use.how, _GUARDS.get(use.guard), "in a function" if use.deferred else None)
+            show(Text(f"    {use.path}:{use.line}  {', '.join(filter(None, details))}", "dim"))
+
+    def section(title: str, names: Sequence[Name], *, signatures: bool = False, patches: bool = False) -> None:
+        if names:
+            show(Text(f"\n{title}", "bold"))
+        for name in names:
+            show(Text.assemble("\n", (name.name, "cyan"), f"  {name.state}"))
+            if signatures:
+                console.print(history_table(name.history))
+            places(name.patches if patches else name.uses)
+
+    for distribution, several in releases.items():
+        show(Text(heading(distribution, several), "bold"))
+    gone = [name for name in names if name.broken and name.gone]
+    newer = [name for name in names if name.broken and not name.gone]
     guarded = [name for name in names if name.lacking and not name.broken and not name.added]
     changed = [name for name in names if name.changed and any(use.kind == "patch" for use in name.uses)]
-    _section(console, "Used without a guard, and gone", [name for name in broken if name.gone])
-    _section(console, "Used without a guard, and newer than some of these releases", [n for n in broken if not n.gone])
-    _section(console, "Used behind a guard only, and missing in some of these releases", guarded)
-    _section(console, "Assigned, and in none of these releases: the project adds it, or it was gone before", added)
-    _section(console, "Patched, and with other parameters in some releases", changed, signatures=True, patches=True)
-    unnecessary = [name for name in names if name.replacements]
-    if unnecessary:
-        console.print(Text("\nPatches that kernel-compat makes unnecessary", "bold"))
+    section("Used without a guard, and gone", gone)
+    section("Used without a guard, and newer than some of these releases", newer)
+    section("Used behind a guard only, and missing in some of these releases", guarded)
+    added = [name for name in names if name.added]
+    section("Assigned, and in none of these releases: the project adds it, or it was gone before", added)
+    section("Patched, and with other parameters in some releases", changed, signatures=True, patches=True)
     by_replacement: dict[Replacement, list[Name]] = {}
-    for name in unnecessary:
+    for name in names:
         for one in name.replacements:
             by_replacement.setdefault(one, []).append(name)
-    for one, several in by_replacement.items():
-        console.print(Text.assemble("\n", (one.call, "green"), f"  {one.gives}"), soft_wrap=True)
-        for name in several:
-            console.print(Text(f"  {name.name}", "cyan"), soft_wrap=True)
-            _places(console, name.patches)
+    if by_replacement:
+        show(Text("\nPatches that kernel-compat makes unnecessary", "bold"))
+    for one, unnecessary in by_replacement.items():
+        show(Text.assemble("\n", (one.call, "green"), f"  {one.gives}"))
+        for name in unnecessary:
+            show(Text(f"  {name.name}", "cyan"))
+            places(name.patches)
     if arguments.all:
-        rest = [name for name in names if not name.lacking and name.releases]
-        _section(console, "In every release", rest, signatures=True)
-    for path, why in scanned.scan.unread.items():
-        console.print(Text(f"not read: {path}: {why}", "yellow"), soft_wrap=True)
-    console.print()
-    console.print(_summary(scanned.scan, names, broken, guarded, unnecessary), soft_wrap=True)
-
-
-def _section(
-    console: Console, title: str, names: Sequence[Name], signatures: bool = False, patches: bool = False
-) -> None:
-    if names:
-        console.print(Text(f"\n{title}", "bold"))
-    for name in names:
-        console.print(Text.assemble("\n", (name.name, "cyan"), f"  {name.state}"), soft_wrap=True)
-        if signatures:
-            table = Table.grid(padding=(0, 2))
-            table.add_column(no_wrap=True)
-            table.add_column(overflow="fold")
-            for event in name.history:
-                table.add_row(f"  {when(event)}", what(event))
-            console.print(table)
-        _places(console, name.patches if patches else name.uses)
-
-
-def _places(console: Console, uses: Iterable[Use]) -> None:
-    for use in uses:
-        details = [use.how, *([_GUARDS[use.guard]] if use.guard else []), *(["in a function"] if use.deferred else [])]
-        console.print(Text(f"    {use.path}:{use.line}  {', '.join(details)}", "dim"), soft_wrap=True)
-
-
-def _summary(
-    found: Scan, names: Sequence[Name], broken: Sequence[Name], guarded: Sequence[Name], unnecessary: Sequence[Name]
-) -> str:
-    patches = sum(len(name.patches) for name in names)
-    replaced = sum(len(name.patches) for name in unnecessary)
-    gone = [name for name in broken if name.gone]
+        section("In every release", [name for name in names if not name.lacking and name.found], signatures=True)
+    for path, why in found.unread.items():
+        show(Text(f"not read: {path}: {why}", "yellow"))
     imported = sum(any(use.kind == "import" for use in name.broken) for name in gone)
-    unlooked = sum(not name.releases for name in names if name.name.partition(".")[0] in PACKAGES)
-    more = f", {unlooked} not looked up" if unlooked else ""
-    files = "1 file" if found.files == 1 else f"{found.files} files"
-    return (
-        f"{files}, {len(names)} names: without a guard {len(gone)} gone ({imported} of them imported) and "
-        f"{len(broken) - len(gone)} newer than a release, {len(guarded)} missing behind a guard{more}; {patches} patches, "
-        f"{replaced} of them unnecessary"
+    unlooked = sum(not name.found and name.name.partition(".")[0] in PACKAGES for name in names)
+    show(
+        Text(
+            f"\n{plural(found.files, 'file')}, {len(names)} names: without a guard {len(gone)} gone ({imported} of them imported) "
+            f"and {len(newer)} newer than a release, {len(guarded)} missing behind a guard"
+            f"{f', {unlooked} not looked up' if unlooked else ''}; {sum(len(name.patches) for name in names)} patches, "
+            f"{sum(len(name.patches) for name in names if name.replacements)} of them unnecessary"
+        )
     )
 
 
-def _as_json(
-    project: Path,
-    found: Scan,
-    names: Sequence[Name],
-    releases: Mapping[str, Sequence[Release]],
-    notes: Sequence[str],
-) -> dict[str, Any]:
+def _as_json(name: Name) -> dict[str, Any]:
     return {
-        "project": str(project),
-        "files": found.files,
-        "unread": found.unread,
-        "releases": {distribution: [str(one.version) for one in several] for distribution, several in releases.items()},
-        "names": [
+        "name": name.name,
+        "distribution": name.distribution,
+        "state": name.state,
+        "lacking": [str(release.version) for release in name.lacking],
+        "added": name.added,
+        "changed": name.changed,
+        "history": [
             {
-                "name": name.name,
-                "distribution": name.distribution,
-                "state": name.state,
-                "lacking": [str(release.version) for release in name.lacking],
-                "added": name.added,
-                "changed": name.changed,
-                "history": [
-                    {
-                        "release": str(event.release.version),
-                        "what": event.what,
-                        "text": str(event.found),
-                        "new": event.new,
-                        "gone": event.gone,
-                    }
-                    for event in name.history
-                ],
-                "replacements": [{"call": one.call, "gives": one.gives} for one in name.replacements],
-                "uses": [{k: v for k, v in dataclasses.asdict(use).items() if k != "name"} for use in name.uses],
+                "release": str(event.release.version),
+                "what": event.what,
+                "text": str(event.found),
+                "new": event.new,
+                "gone": event.gone,
             }
-            for name in names
+            for event in name.history
         ],
-        "notes": list(notes),
+        "replacements": [{"call": one.call, "gives": one.gives} for one in name.replacements],
+        "uses": [{key: value for key, value in dataclasses.asdict(use).items() if key != "name"} for use in name.uses],
     }
 
 
-def _findings(name: Name) -> Iterator[Finding]:
+def _as_sarif(found: Scan, names: Sequence[Name]) -> dict[str, Any]:
+    rules = [{"id": rule, "shortDescription": {"text": text}} for rule, text in _RULES.items()]
+    unread = [
+        {"level": "warning", "message": {"text": f"{path}: {why}"}, "locations": [_location(path)]}
+        for path, why in found.unread.items()
+    ]
+    results = [
+        {
+            "ruleId": one.rule,
+            "ruleIndex": [*_RULES].index(one.rule),
+            "level": one.level,
+            "message": {"text": one.message},
+            "locations": [_location(one.use.path, startLine=one.use.line, startColumn=one.use.column)],
+            "partialFingerprints": {"nameInFile/v1": _fingerprint(one)},
+        }
+        for name in names
+        for one in _findings(name)
+    ]
+    run = {
+        "tool": {"driver": {"name": "kernel-compat-matrix", "version": __version__, "rules": rules}},
+        "columnKind": "unicodeCodePoints",
+        "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": unread}],
+        "results": results,
+    }
+    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _findings(name: Name) -> Iterator[_Finding]:
     """The findings about a name, one for each place."""
-    for use in name.uses if name.lacking and not name.added else ():
-        if use.kind != "call":
-            where = f"{name.distribution}: {name.name} is missing: {name.state}"
-            suffix = f" (used {_GUARDS[use.guard]})" if use.guard else ""
-            yield Finding("missing-name", "note" if use.guard else "error", f"{where}{suffix}", use)
-    for use in name.uses if name.changed else ():
-        if use.kind == "patch":
-            forms = "; ".join(f"{when(event)} {event.found}" for event in name.history if event.what != "vanished")
-            yield Finding(
-                "changed-signature", "warning", f"{name.name} is patched, and has other parameters: {forms}", use
-            )
-    for use in name.patches if name.replacements else ():
-        calls = "; ".join(f"{one.call} {one.gives}" for one in name.replacements)
-        yield Finding(
-            "unnecessary-patch", "note", f"kernel-compat makes this patch of {name.name} unnecessary: {calls}", use
-        )
+    missing = f"{name.distribution}: {name.name} is missing: {name.state}"
+    forms = "; ".join(f"{when(event)} {event.found}" for event in name.history if event.what != "vanished")
+    changed = f"{name.name} is patched, and has other parameters: {forms}"
+    calls = "; ".join(f"{one.call} {one.gives}" for one in name.replacements)
+    unnecessary = f"kernel-compat makes this patch of {name.name} unnecessary: {calls}"
+    for use in name.uses:
+        if name.lacking and not name.added and use.kind != "call":
+            guarded = f" (used {_GUARDS[use.guard]})" if use.guard else ""
+            yield _Finding("missing-name", "note" if use.guard else "error", f"{missing}{guarded}", use)
+        if name.changed and use.kind == "patch":
+            yield _Finding("changed-signature", "warning", changed, use)
+        if name.replacements and use.kind in ("patch", "call"):
+            yield _Finding("unnecessary-patch", "note", unnecessary, use)
+
+
+def _location(path: str, **region: int) -> dict[str, Any]:
+    where = {"artifactLocation": {"uri": quote(path), "uriBaseId": "%SRCROOT%"}}
+    return {"physicalLocation": {**where, "region": region} if region else where}
+
+
+def _fingerprint(finding: _Finding) -> str:
+    """The same where lines above a place are added or removed."""
+    use = finding.use
+    return hashlib.sha256(f"{finding.rule} {use.path} {use.kind} {use.name}".encode()).hexdigest()[:32]

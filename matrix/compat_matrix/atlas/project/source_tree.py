@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import decode_source
 from pathlib import Path
 
 from ...errors import MatrixError
-from .checks import Checks
-from .patches import HelperCall, Patches
-from .places import Context
+from ..scopes import Scope
 from .resolver import Resolver
-from .scopes import Module
-from .uses import Scan, Use
-from .walker import Walker
-
-__all__ = ["scan"]
+from .walker import Context, Effects, Use, Walker
 
 #: Folders that are no part of a project.
 _SKIPPED = ("__pycache__", "node_modules", "site-packages")
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The uses in a project, by place, and the files that can't be parsed, with the reason."""
+
+    uses: tuple[Use, ...]
+    unread: dict[str, str]
+    files: int
 
 
 def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclude: Sequence[str] = ()) -> Scan:
@@ -38,48 +43,38 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
     """
     if not folder.is_dir():
         raise MatrixError(f"{folder} is no folder")
+    files = {file.relative_to(folder).as_posix(): file for file in _files(folder, exclude)}
+    if not files:
+        raise MatrixError(f"{folder} has no Python file")
     resolver = Resolver(packages)
-    modules = []
-    unread = {}
-    files = 0
+    parsed: dict[str, tuple[str, Scope]] = {}
+    unread: dict[str, str] = {}
+    uses: set[Use] = set()
     collecting = gc.isenabled()
     gc.disable()  # the trees have no circles that could be freed, and looking for some takes half of the time
     try:
-        for file in _files(folder, exclude):
-            files += 1
-            relative = file.relative_to(folder).as_posix()
+        for path, file in files.items():
             try:
                 source = decode_source(file.read_bytes())
-                modules.append(resolver.add(_module_name(file, folder), file.name == "__init__.py", relative, source))
-            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-                unread[relative] = str(error) or type(error).__name__
-            except OSError as error:
-                unread[relative] = error.strerror or type(error).__name__
-        if not files:
-            raise MatrixError(f"{folder} has no Python file")
-        uses = _uses(resolver, modules, calls, unread)
-        return Scan(tuple(sorted(uses)), unread, files)
+                name = _module_name(file, folder)
+                package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+                parsed[path] = source, Scope(name, ast.parse(source), package)
+                resolver.modules.setdefault(name, parsed[path][1])
+            except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
+                unread[path] = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        effects: Effects = {}
+        for path, (source, scope) in parsed.items():
+            walker = Walker(resolver, calls, effects, path, source, scope)
+            try:
+                walker.block(scope.node.body, Context(scope, {}))
+            except RecursionError as error:
+                unread[path] = str(error)
+            else:
+                uses |= walker.uses
     finally:
         if collecting:
             gc.enable()
-
-
-def _uses(resolver: Resolver, modules: Iterable[Module], calls: Sequence[str], unread: dict[str, str]) -> set[Use]:
-    """The uses in some modules; those that are nested too deeply are added to `unread`."""
-    patches = Patches(resolver)
-    checks = Checks(resolver)
-    found: set[Use] = set()
-    helper_calls: list[HelperCall] = []
-    for module in modules:
-        walker = Walker(resolver, checks, patches, calls, module)
-        try:
-            walker.block(module.tree.body, Context(module.scope))
-        except RecursionError as error:
-            unread[module.path] = str(error)
-        else:
-            found |= walker.uses
-            helper_calls += walker.helper_calls
-    return found | patches.by_helpers(helper_calls)
+    return Scan(tuple(sorted(uses)), unread, len(files))
 
 
 def _files(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
