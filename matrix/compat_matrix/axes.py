@@ -42,7 +42,10 @@ def _valid(check: Callable[[str], object]) -> AfterValidator:
     """A text that a function accepts."""
 
     def checked(text: str) -> str:
-        check(text)
+        try:
+            check(text)
+        except MatrixError as error:
+            raise ValueError(str(error)) from None
         return text
 
     return AfterValidator(checked)
@@ -60,7 +63,10 @@ def _condition(given: Any, info: ValidationInfo) -> Expression:
         return given
     if not isinstance(given, str):
         raise ValueError("Input should be a valid string")
-    return Expression(given, info.context)
+    try:
+        return Expression(given, info.context)
+    except MatrixError as error:
+        raise ValueError(str(error)) from None
 
 
 def _day_or_condition(text: str, info: ValidationInfo) -> str:
