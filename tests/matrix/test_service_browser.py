@@ -33,7 +33,7 @@ from compat_matrix.axes import load
 from compat_matrix.pages import report
 from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
-from compat_matrix.store import Store
+from compat_matrix.store import Store, submissions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
@@ -112,7 +112,7 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
         "grid-all": "/?flash_attention=all&python=all&only=transformers>=5.23",
         "grid-failed": "/?state=failed",
         "cell": "/cells/py312-tf5.23-torch2.15",
-        "cell-running": f"/cells/{made.queue.running()[0].cell}",
+        "cell-running": f"/cells/{submissions.running(made.queue.store)[0].cell}",
         "cell-refused": "/cells/py312-tf5.23-torch2.15-fa2-cuda",
         "runs": "/runs",
         "run": f"/runs/{runs['new']}",
