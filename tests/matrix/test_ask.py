@@ -118,7 +118,7 @@ def _script(call: str, matrix: object = {}) -> Any:
 
 def _typed(name: str, text: str) -> str | None:
     """What a field is read as, or the error beside it."""
-    found = ask.question(Filters(**{name: text}))
+    found = ask.question(Filters().but(**{name: text}))
     assert found.typed[name] == text  # what can't be read is kept
     axis = next(axis for axis, (field, *_) in ask.FIELDS.items() if field == name)
     return found.wanted.asked[axis] if found.wanted else found.errors[name]
@@ -216,7 +216,7 @@ def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
         run = stored(store, [failed(one, "crash", "it died") if one.torch == "2.11" else passed(one) for one in every])
 
         def answer(**asked: str) -> ask.Answer:
-            wanted = Wanted(**asked)
+            wanted = Wanted.of(asked)
             return ask.shown(wanted, judge(store, wanted))
 
         bad = answer(transformers="5.9.1", torch="2.11.0")

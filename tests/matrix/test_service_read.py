@@ -126,7 +126,7 @@ def test_what_counts_as_the_same_release(store: Store, axis: str, tested_version
     cell = Cell("3.12", "5.9", "2.11")
     versions = {"transformers": "5.9.3", "torch": "2.11.0", "python": "3.12.1", axis: tested_version}
     stored(store, [ran(cell, **versions)])
-    found = answer(store, Wanted(**{axis: asked}))
+    found = answer(store, Wanted.of({axis: asked}))
     assert (found.match, found.verdict) == (match, "passed" if match == "exact" else "unknown")
     assert [difference.axis for difference in found.tested[0].differs] == ([] if match == "exact" else [axis])
 
@@ -269,7 +269,7 @@ def test_what_a_cell_says_of_itself_may_be_anything(store: Store) -> None:
 )
 def test_a_value_that_an_axis_never_has_is_refused(bad: dict[str, str]) -> None:
     with pytest.raises(MatrixError, match="such as 5.9.0|is one of"):
-        Wanted(**bad)
+        Wanted.of(bad)
 
 
 def test_both_databases_answer_the_same_of_a_page_of_everything(either: Store) -> None:

@@ -78,7 +78,7 @@ class Filters:
         """These filters with others; names that aren't fields are own axes."""
         own = dict(self.own) | {name: value for name, value in changes.items() if name not in _NAMES}
         fixed = {name: value for name, value in changes.items() if name in _NAMES}
-        return replace(self, **fixed, own=tuple(sorted((name, value) for name, value in own.items() if value)))  # type: ignore[arg-type]
+        return replace(self, **fixed, own=tuple(sorted((name, value) for name, value in own.items() if value)))
 
     @property
     def given(self) -> dict[str, str]:

@@ -152,12 +152,12 @@ class _Report:
             yield self.address("seams", distribution=name), file
             if not number:
                 yield self.address("seams"), file
-        for one in self.ended:
-            file, past = file_name("cells/", one.cell.name), one.past
-            yield self.address("cells", one.cell.name), file
-            yield self.address("cells", one.cell.name, run=past.run.id, attempt=past.summary.attempt), file
+        for cell, past, _ in self.ended:
+            file = file_name("cells/", cell.name)
+            yield self.address("cells", cell.name), file
+            yield self.address("cells", cell.name, run=past.run.id, attempt=past.summary.attempt), file
             for part in (part for part in self.runs if part.whole == past.run.whole):
-                yield self.address("cells", one.cell.name, run=part.id), file
+                yield self.address("cells", cell.name, run=part.id), file
 
     def files(self) -> Iterator[tuple[str, str]]:
         """The name and the content of each file."""
@@ -208,7 +208,7 @@ def answers(newest: Sequence[Newest], links: Links) -> str:
     return f"const MATRIX = {json.dumps(data)};\n".replace("<", "\\u003c")
 
 
-def _tested(one: Newest, links: Links) -> dict[str, object]:
+def _tested(one: Newest, links: Links) -> Mapping[str, object]:
     """A cell in the script, with its evidence as HTML if its tests ran."""
     summary = one.past.summary
     found = {"cell": one.cell.axes, "began": one.past.run.started.isoformat(), "kind": summary.kind}

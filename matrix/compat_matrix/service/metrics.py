@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -43,7 +44,7 @@ class _Metrics(Collector):
         yield _gauge("running_cells", "Cells that run now.", (), {(): len(submissions.running(store))})
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Metric:
+def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Metric:
     gauge = GaugeMetricFamily(f"kernel_compat_matrix_{name}", text, labels=labels)
     for key, value in sorted(values.items()):
         gauge.add_metric(key, value)
