@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimedOut
@@ -72,6 +73,7 @@ class Fresh:
             self._guard.communicate()
             raise
         self.pid = self._process.pid
+        share_priority(self.pid)
 
     def wait(self, timeout: float) -> int:
         """The return code, negative for a signal; raises TimeoutError if it is still running."""
@@ -185,6 +187,19 @@ class Hosts:
             for host in self._hosts.values():
                 host.close()
             self._hosts.clear()
+
+
+def share_priority(session: int) -> None:
+    """Give a session this process's `nice`: Linux may divide its time between sessions first, whatever the priority of their processes."""
+    for _ in range(3):
+        try:
+            Path(f"/proc/{session}/autogroup").write_text(str(os.nice(0)), encoding="ascii")
+        except BlockingIOError:  # an unprivileged user may do so ten times a second
+            time.sleep(0.1)
+        except OSError:  # sessions aren't groups here, or the process has ended
+            return
+        else:
+            return
 
 
 def end(process: Process, grace: float) -> None:

@@ -130,6 +130,20 @@ def test_a_service_that_is_stopped_goes_on_later(network: Network) -> None:
     assert ended(service) == 0
 
 
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions aren't scheduling groups here")
+@pytest.mark.parametrize("how", [(), ("--no-fork",)])
+def test_cells_give_way_to_the_readers(network: Network, how: tuple[str, ...]) -> None:
+    """Every session is a scheduling group, whose share of the time doesn't depend on the priority of its processes alone."""
+    test = "import os\ndef test_it():\n    print(os.nice(0), open('/proc/self/autogroup').read())\n    assert 0"
+    network.small.write("test_it.py", test)
+    service = network.serve("--jobs", "1", *how)
+    run = network.submit(cells=[name("5.0")])
+    finished(network, run)
+    assert ended(service) == 0, service.said()
+    with network.store as store:
+        assert re.search(r"^10 /autogroup-\d+ nice 10$", store.result(run, parse(name("5.0"))).log, re.MULTILINE)
+
+
 def test_cancelling_ends_the_cells_and_retrying_runs_them_and_the_failed_ones(network: Network) -> None:
     small = network.small
     small.write(
@@ -288,14 +302,14 @@ def test_two_services_never_execute_the_same_run(url: str, small: Small, monkeyp
         second = other.submit(Submission(only="transformers==5.0")).run
         assert other.take() == second
         now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + 19)
+        monkeypatch.setattr(time, "monotonic", lambda: now + 29)
         assert other.take() == second
         assert one.take() == run  # a sign of life
-        monkeypatch.setattr(time, "monotonic", lambda: now + 38)
+        monkeypatch.setattr(time, "monotonic", lambda: now + 58)
         third = Queue(store, one.axes)
         assert third.take() is None
-        monkeypatch.setattr(time, "monotonic", lambda: now + 59)
-        assert third.take() == run, "a service that is silent for 20 seconds is gone"
+        monkeypatch.setattr(time, "monotonic", lambda: now + 89)
+        assert third.take() == run, "a service that is silent for 30 seconds is gone"
         assert [waiting.run for waiting in submissions.waiting(store)] == [run, second]
 
 

@@ -78,6 +78,8 @@ def become(request: dict[str, Any], lifeline: int) -> None:
     code = 1
     try:
         os.setsid()
+        with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
+            group.write(str(os.nice(0)))  # Linux may divide its time between sessions before it looks at priorities
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):

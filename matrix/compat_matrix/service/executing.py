@@ -36,7 +36,7 @@ from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..fingerprint import of_axes
 from ..options import executor_of, jobs_of, revision
-from ..processes import Fresh, end
+from ..processes import Fresh, end, share_priority
 from ..progress import Progress
 from ..store import Provenance, Store, inserts, submissions
 from ..store.models import RUN, SUBMISSION
@@ -48,7 +48,7 @@ _POLL = 1.0
 #: Seconds between two signs of life.
 _BEAT = 2.0
 #: Seconds of silence after which a service counts as gone.
-_GONE = 20.0
+_GONE = 30.0
 #: How often the execution of a run may begin without a result before the run is given up.
 _TRIES = 10
 #: The longest pause between two of these, in seconds.
@@ -279,33 +279,34 @@ def execute(options: argparse.Namespace, axes: Axes, store: Store, run: str, cla
         KeyboardInterrupt: it was cancelled, or the service is stopped.
     """
     os.nice(NICE)
+    share_priority(os.getpid())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the shell may have made it ignore SIGINT
     own = and_(SUBMISSION.c.claim == claim, SUBMISSION.c.run_id == RUN.c.id, RUN.c.name == run)
     with store.reading() as connection:
         row = connection.execute(select(SUBMISSION).where(own)).one_or_none()
     if row is None:  # it was cancelled
         return 1
+    console = Console(highlight=False)
     try:
-        if of_axes(axes) != row.fingerprint:
-            raise MatrixError(f"the project or {axes.path.name} has changed since {run} was submitted: submit it again")
-        again = {parse(name): attempts for name, attempts in json.loads(row.again).items()}
-        cells, attempts = runner.left(store, run, axes, again)
-        jobs = jobs_of(for_suite(options, row.suite), axes, cells, attempts)
+        with _beating(store, row.run_id, claim, Progress(0, 0, console)):
+            if of_axes(axes) != row.fingerprint:
+                said = f"the project or {axes.path.name} has changed since {run} was submitted"
+                raise MatrixError(f"{said}: submit it again")
+            again = {parse(name): attempts for name, attempts in json.loads(row.again).items()}
+            cells, attempts = runner.left(store, run, axes, again)
+            jobs = jobs_of(for_suite(options, row.suite), axes, cells, attempts)
     except MatrixError:
         with store.writing() as connection:
             submissions.remove(connection, row.run_id)
         raise
     executor = executor_of(options, options.ray is not None)
-    console = Console(highlight=False)
     with Progress(len(cells), executor.jobs, console) as progress, _beating(store, row.run_id, claim, progress):
         counts = runner.execute(run, jobs, store, executor, progress, patience=_PATIENCE)
     with store.writing() as connection:
         mine = and_(SUBMISSION.c.run_id == row.run_id, SUBMISSION.c.claim == claim)
         if connection.execute(delete(SUBMISSION).where(mine)).rowcount:
-            ended = {
-                "state": "finished",
-                "finished": datetime.now(timezone.utc),
-            }  # again: the last beat may have come later
+            # Again: the last beat may have come later.
+            ended = {"state": "finished", "finished": datetime.now(timezone.utc)}
             connection.execute(update(RUN).where(RUN.c.id == row.run_id).values(ended))
     return 0 if set(counts) <= {"passed"} else 1
 
