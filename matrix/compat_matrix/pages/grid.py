@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..cells import AXES, Cell
@@ -52,22 +52,6 @@ class Tab(NamedTuple):
     bad: int
 
 
-class Choice(NamedTuple):
-    """The chosen facets, and the others to choose from."""
-
-    facets: Collection[Facet]
-    kernels: list[Tab]
-    pythons: list[Tab]
-
-
-class Block(NamedTuple):
-    """A row per transformers and a column per torch, newest first, for one Python and `common.Kind`."""
-
-    title: str
-    columns: list[str]
-    rows: list[tuple[str, list[Cell | None]]]
-
-
 class Group(NamedTuple):
     """Cells that are in a state for the same reason."""
 
@@ -75,20 +59,6 @@ class Group(NamedTuple):
     word: str
     reason: str
     cells: list[Cell]
-
-
-class Grid(NamedTuple):
-    """The cells of the chosen facets.
-
-    Attributes:
-        counts: the number of cells in each state, whichever state is filtered for.
-    """
-
-    choice: Choice
-    counts: Counter[str]
-    entries: Mapping[Cell, Entry]
-    blocks: list[Block]
-    groups: list[Group]
 
 
 def entry(past: Past | None, activity: str = "", excluded: str = "") -> Entry:
@@ -152,12 +122,12 @@ def home(
         "filters": filters,
         "question": question,
         "answer": answer,
-        "grid": _grid(filters, asked, entries),
         "yours": yours,
         "run": run,
         "newest": newest,
         "before": before,
         "active": active,
+        **_grid(filters, asked, entries),
     }
 
 
@@ -172,8 +142,10 @@ def _about(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, En
     )
 
 
-def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> Choice:
-    """The facets that a page shows: by default the first FlashAttention with results, and the newest Python that has some of it.
+def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet], dict[str, list[Tab]]]:
+    """The facets that a page shows, and all to choose from.
+
+    By default it shows the first FlashAttention with results, and the newest Python that has some of it.
 
     Raises:
         MatrixError: there is no such FlashAttention, device or Python.
@@ -208,11 +180,11 @@ def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> Choice:
         Tab(one, filters.but(python=one), some == [one], sum(bad[key] for key in own if key[2] == one))
         for one in pythons
     ]
-    return Choice(
-        {key for key in own if key[2] in some},
-        _with_all(kernel_tabs, filters.but(flash_attention=ALL, device=""), chosen),
-        _with_all(python_tabs, filters.but(python=ALL), some),
-    )
+    tabs = {
+        "FlashAttention and device": _with_all(kernel_tabs, filters.but(flash_attention=ALL, device=""), chosen),
+        "Python": _with_all(python_tabs, filters.but(python=ALL), some),
+    }
+    return {key for key in own if key[2] in some}, tabs
 
 
 def _with_all(tabs: list[Tab], filters: Filters, chosen: Collection[object]) -> list[Tab]:
@@ -236,42 +208,42 @@ def facet(cell: Cell) -> Facet:
     return cell.flash_attention, cell.device, cell.python
 
 
-def _grid(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> Grid:
+def _grid(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> dict[str, Any]:
     for axis in asked.keys() - {*AXES}:
-        entries = {
-            cell: one for cell, one in entries.items() if related(cell.axes.get(axis, ""), asked[axis])
-        } or entries
-    choice = choose(_about(filters, asked, entries), entries)
-    own = {cell: one for cell, one in entries.items() if facet(cell) in choice.facets}
+        fit = {cell: one for cell, one in entries.items() if related(cell.axes.get(axis, ""), asked[axis])}
+        entries = fit or entries
+    facets, tabs = choose(_about(filters, asked, entries), entries)
+    own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
     counts = Counter(one.state for one in own.values())
     for activity in ("running", "waiting"):
         counts[activity] = sum(one.activity == activity for one in own.values())
     if filters.state:
         own = {cell: one for cell, one in own.items() if filters.state in (one.state, one.activity)}
-    return Grid(choice, counts, own, _blocks(own, bool(filters.state), asked.get("torch", "")), groups(own))
+    blocks = _blocks(own, bool(filters.state), ask.minor(asked.get("torch", "")))
+    return {"tabs": tabs, "counts": counts, "entries": own, "blocks": blocks, "groups": groups(own)}
 
 
-def _blocks(own: Mapping[Cell, Entry], every: bool, yours: str) -> list[Block]:
-    """A grid for each facet and values of own axes that have a cell.
+def _blocks(
+    own: Mapping[Cell, Entry], every: bool, yours: str
+) -> Iterator[tuple[str, list[str], list[tuple[str, list[Cell | None]]]]]:
+    """For each facet and values of own axes: a title, a column per torch, and a row per transformers, the newest first.
 
     Args:
-        every: show grids of excluded cells, too.
+        every: show excluded cells that are alone, too.
         yours: the torch whose column comes first.
     """
     grouped: dict[tuple[str, common.Kind], dict[tuple[str, str], Cell]] = {}
     for cell in own:
         grouped.setdefault((cell.python, common.kind(cell)), {})[cell.transformers, cell.torch] = cell
-    found = []
     pythons = common.by_version(python for python, _ in grouped)[::-1]
     for python, kind in sorted(grouped, key=lambda key: (common.kernel_place(key[1]), pythons.index(key[0]))):
         cells = grouped[python, kind]
         if every or any(own[cell].word != "excluded" for cell in cells.values()):
             columns = common.by_version(torch for _, torch in cells)[::-1]
-            columns.sort(key=lambda torch: not yours or torch != ask.minor(yours))
+            columns.sort(key=lambda torch: torch != yours)
             releases = common.by_version(release for release, _ in cells)[::-1]
             rows = [(release, [cells.get((release, torch)) for torch in columns]) for release in releases]
-            found.append(Block(f"Python {python}, {common.kernel_name(*kind)}", columns, rows))
-    return found
+            yield f"Python {python}, {common.kernel_name(*kind)}", columns, rows
 
 
 def groups(own: Mapping[Cell, Entry]) -> list[Group]:

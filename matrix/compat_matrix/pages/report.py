@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..axes import load
 from ..errors import MatrixError
-from ..options import AXES
+from ..options import AXES, axes_in
 from ..results import ENDED
 from ..store import Newest, Store
 from ..views import architectures, common
@@ -54,10 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _project_here() -> str:
     """The name of the project whose axes file is in this folder, if there is one that can be read."""
-    for path in (AXES, Path("axes.toml")):
-        with suppress(MatrixError):
-            if path.exists():
-                return project_name(load(path))
+    with suppress(MatrixError):
+        return project_name(load(path)) if (path := axes_in(Path())) else NAME
     return NAME
 
 
@@ -124,14 +122,14 @@ class _Report:
 
     def _grids(self) -> dict[Filters, str]:
         """The file of each facet, by the filters that lead to it."""
-        default = grid.choose(Filters(), self.entries).facets
+        default = grid.choose(Filters(), self.entries)[0]
         found = {Filters(): "index.html"}
         for facet in {grid.facet(cell) for cell, one in self.entries.items() if one.word != "excluded"}:
             kernel, device, python = facet
             name = "index.html" if default == {facet} else file_name("grid-", "-".join(facet))
             filters = Filters(flash_attention=kernel, device=device)
             found[filters.but(python=python)] = name
-            if grid.choose(filters, self.entries).facets == {facet}:
+            if grid.choose(filters, self.entries)[0] == {facet}:
                 found[filters] = name
             if any(facet[:2] == one[:2] for one in default):
                 found[Filters(python=python)] = name

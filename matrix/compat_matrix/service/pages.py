@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -35,6 +36,9 @@ _page = APIRouter(include_in_schema=False, dependencies=[Depends(unless_known)])
 
 #: The number of runs on one page.
 _RUNS = 25
+
+#: The proofs of the model types, which never change.
+_types = cache(architectures.values)
 
 
 def _shown(request: Request, template: str, *, status: int = 200, **values: Any) -> Response:
@@ -321,7 +325,7 @@ def the_seams(request: Request, site: SiteOf) -> Response:
 @_page.get("/types")
 def the_types(request: Request) -> Response:
     """The proofs of every model type."""
-    return _shown(request, "types.html", **architectures.values())
+    return _shown(request, "types.html", **_types())
 
 
 @_page.get("/status")
