@@ -31,7 +31,8 @@ from compat_matrix.pages.links import Links
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
-from compat_matrix.store import Run, Store, documents, submissions
+from compat_matrix.store import Run, Store, documents, inserts, submissions
+from compat_matrix.store.models import SUBMISSION
 from compat_matrix.views import common
 
 HOSTILE = (
@@ -538,6 +539,21 @@ def test_the_form_needs_a_token_where_reading_does(store: Store) -> None:
         assert moved.headers["location"] == "/matrix/?tf=5.9"
 
 
+def test_the_form_asks_for_a_projects_own_axes(store: Store, get: Get) -> None:
+    own = [Cell("3.12", "5.0", "2.10", extra=(("peft", peft),)) for peft in ("0.9", "0.10")]
+    stored(store, [passed(own[0]), failed(own[1], "crash", "it died")])
+    page = _page(get("/"))
+    assert [one["name"] for one in page.all("input") if one.get("id")][:5] == ["tf", "pt", "fa", "py", "peft"]
+    moved = requests.post(urljoin(get("/").url, "/check"), data={"tf": "5.0", "peft": "peft 0.10"}, timeout=30)
+    assert moved.url.endswith("/?tf=5.0&peft=peft+0.10")
+    page = Page(moved.text)
+    assert "It fails: crash" in page.text
+    assert "Python 3.12, no FlashAttention, CPU, peft 0.10" in page.text
+    assert "CPU, peft 0.9" not in page.text
+    page = Page(requests.post(urljoin(get("/").url, "/check"), data={"peft": ">0.9"}, timeout=30).text)
+    assert "'>0.9' is a range: one release, such as 0." in page.text
+
+
 # Escaping of results.
 
 
@@ -746,6 +762,16 @@ def test_the_status(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     for one in submissions.running(made.queue.store):
         assert one.cell.name in text
         assert f"/runs/{one.run}" in page.links
+
+
+def test_the_status_while_environments_are_made(store: Store, get: Get) -> None:
+    run = store.new_run(OLD[:2])
+    with store.writing() as connection:
+        submissions.insert(connection, inserts.key(connection, run), "default", "", {})
+    assert "No cell runs." in _page(get("/status")).text
+    with store.writing() as connection:
+        connection.execute(SUBMISSION.update().values(host="here"))
+    assert "No cell runs yet: their environments are made first." in _page(get("/status")).text
 
 
 def test_the_api_has_a_page(get: Get) -> None:

@@ -496,6 +496,35 @@ def test_what_is_not_there(store: Store, client: TestClient, path: str) -> None:
     assert str(store.name) not in client.get(path).text
 
 
+def test_a_projects_own_axes(store: Store, client: TestClient) -> None:
+    own = [
+        Cell("3.12", "5.9", "2.11", extra=(("backend", backend), ("peft", peft)))
+        for backend in ("gloo", "nccl")
+        for peft in ("0.9", "0.10")
+    ]
+    results = [passed(own[0]), failed(own[1], "crash", "it died"), passed(own[2])]
+    environment = {"packages": {"peft": "0.10.3"}}
+    run = stored(store, [*results, dataclasses.replace(passed(own[3]), environment=environment)])
+
+    def named(path: str, **where: str) -> list[str]:
+        return [cell["cell"] for cell in get(client, path, **where)["cells"]]
+
+    for path in ("cells", f"runs/{run}/cells"):
+        assert {*named(path, peft="0.10")} == {own[1].name, own[3].name}
+        assert named(path, peft="0.10", backend="gloo", state="failed") == [own[1].name]
+        assert named(path, peft="0.11") == []
+        assert "own axes are backend, peft" in str(get(client, path, 422, trl="1.0"))
+    assert get(client, "compat", peft="0.10", backend="gloo")["verdict"] == "failed"
+    found = get(client, "compat", peft="0.10.3", backend="nccl")
+    assert (found["match"], found["verdict"], found["asked"]["peft"]) == ("exact", "passed", "0.10.3")
+    found = get(client, "compat", peft="0.11", backend="nccl")
+    assert (found["match"], found["tested"][0]["cell"]) == ("nearest", own[3].name)
+    assert found["tested"][0]["differs"] == [{"axis": "peft", "asked": "0.11", "tested": "0.10.3"}]
+    assert "a release such as" in str(get(client, "compat", 422, peft="'x"))
+    assert "2 of 2 passed" in client.get("badges/peft/0.9.svg").text
+    assert "1 of 2 passed" in client.get("badges/backend/gloo.svg").text
+
+
 def test_badges(store: Store, client: TestClient) -> None:
     one, two, three, four = cells(("5.8", "5.9"), ("2.10", "2.11"))
     stored(store, [passed(one), passed(two), passed(three), failed(four)])
