@@ -225,6 +225,20 @@ def test_a_store_that_is_too_large_is_refused(api: Api) -> None:
         assert api.ask("POST", "/api/v1/runs", data=data, headers=kind).status_code == 413
 
 
+def test_an_uploaded_store_has_plain_tables_only(api: Api, tmp_path: Path) -> None:
+    """A trigger or a view of a file from anywhere would be code that runs when it is read or migrated."""
+    path = tmp_path / "sent.sqlite"
+    with Store.open(str(path)) as store:
+        store.new_run([parse(CELLS[0])])
+        with store.writing() as connection:
+            connection.execute(text("CREATE TRIGGER odd AFTER UPDATE ON run BEGIN DELETE FROM result; END"))
+        store.single_file()
+    kind = {"content-type": "application/vnd.sqlite3"}
+    found = api.ask("POST", "/api/v1/runs", data=path.read_bytes(), headers=kind)
+    assert (found.status_code, "it has the trigger 'odd'" in found.text, "/tmp" in found.text) == (422, True, False)
+    assert api.store.runs() == []
+
+
 # Rate limits.
 
 

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
 from ..store.models import RUN
+from ..views.merge import merge
 from .api_models import Error
 from .executing import NICE, Queue
 from .guard import STORE, is_store
@@ -125,7 +126,6 @@ def _copied(url: str, upload: str) -> list[str]:
     os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with Store.open(url, create=False) as store:
         try:
-            with Store.open(upload, create=False) as other:
-                return store.merge(other)
+            return merge(store, upload)
         except MatrixError as error:
             raise MatrixError(str(error).replace(upload, "that was sent")) from None
