@@ -25,10 +25,10 @@ from ..views import common, diff, verdicts
 from ..views.verdicts import Answer, Wanted
 from . import feed, metrics
 from .api_models import Atlas, Cells, Changes, Error, Result, Runs, WholeRun
-from .site import Site, SiteOf, unless_known
+from .site import Site, current
 
 
-def _once(request: Request) -> None:
+async def _once(request: Request) -> None:
     """Refuses a parameter that is given twice: one of the values would be ignored."""
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if count > 1:
@@ -40,7 +40,7 @@ def _invalid(name: str, message: str) -> RequestValidationError:
 
 
 router = APIRouter(
-    dependencies=[Depends(unless_known), Depends(_once)],
+    dependencies=[Depends(_once)],
     responses={
         304: {"description": "The client's copy is up to date."},
         401: {"model": Error, "description": "Reading needs a token here, and the request has no valid one."},
@@ -201,6 +201,11 @@ def _page(found: Sequence[_InRun], key: Callable[[_InRun], str], limit: int) -> 
     return Cells.model_validate({"next": key(found[limit - 1]) if len(found) > limit else None, "cells": states})
 
 
+def _json(found: BaseModel) -> Response:
+    """A response that FastAPI doesn't validate once more, in another thread."""
+    return Response(found.model_dump_json(), media_type="application/json")
+
+
 def _of(*media: str) -> dict[str, Any]:
     """The description of a response that isn't JSON."""
     schema = {"schema": {"type": "string"}}
@@ -210,54 +215,60 @@ def _of(*media: str) -> dict[str, Any]:
 # The endpoints.
 
 
-@router.get("/compat")
-def compat(site: SiteOf, asked: Annotated[_Combination, Query()]) -> Answer:
+@router.get("/compat", response_model=Answer)
+def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Response:
     """The verdict on a combination, or the nearest tested ones. A parameter that is left out stands for every value.
 
     Further parameters are the project's own axes.
     """
+    site = current(request)
     axes = {axis: getattr(asked, "flash_attn" if axis == "flash_attention" else axis) for axis in AXES}
-    return verdicts.answer(site.store, Wanted.of(axes | asked.own(site)), asked.limit)
+    return _json(verdicts.answer(site.store, Wanted.of(axes | asked.own(site)), asked.limit))
 
 
-@router.get("/runs")
-def runs(site: SiteOf, asked: Annotated[_RunPage, Query()]) -> Runs:
+@router.get("/runs", response_model=Runs)
+def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
     """The runs, newest first."""
+    site = current(request)
     where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
     found = site.runs(asked.limit + 1, asked.cursor or "", **where)
     shown = found[: asked.limit]
-    return Runs.model_validate({"next": shown[-1].id if len(found) > asked.limit else None, "runs": shown})
+    return _json(Runs.model_validate({"next": shown[-1].id if len(found) > asked.limit else None, "runs": shown}))
 
 
-@router.get("/runs/{run}")
-def one_run(site: SiteOf, run: RunPath, nothing: Nothing) -> WholeRun:
+@router.get("/runs/{run}", response_model=WholeRun)
+def one_run(request: Request, run: RunPath, nothing: Nothing) -> Response:
     """A run, with the number of its cells in each state."""
+    site = current(request)
     found = site.run(run)
     states = Counter(summary.state for summary in site.store.summary(found.id).values())
-    return WholeRun.model_validate({**found._asdict(), "cells": states})
+    return _json(WholeRun.model_validate({**found._asdict(), "cells": states}))
 
 
-@router.get("/runs/{run}/cells")
-def cells_of_run(site: SiteOf, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Cells:
+@router.get("/runs/{run}/cells", response_model=Cells)
+def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
     """The cells of a run in its order, with their results. Further parameters are the project's own axes."""
+    site = current(request)
     name = site.run(run).id
-    return asked.page(site, [(cell, name, summary) for cell, summary in site.store.summary(name).items()])
+    return _json(asked.page(site, [(cell, name, summary) for cell, summary in site.store.summary(name).items()]))
 
 
-@router.get("/runs/{run}/cells/{cell}")
-def result(site: SiteOf, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Result:
+@router.get("/runs/{run}/cells/{cell}", response_model=Result)
+def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
     """The whole result of a cell in a run, with its tests, without its log."""
+    site = current(request)
     name, wanted = site.run(run).id, site.cell(cell)
     if not any(asked.attempt in (None, one.summary.attempt) for one in site.store.history(wanted, run=name)):
         raise HTTPException(404, f"the run {name} has no such result of {cell}")
     found = site.store.result(name, wanted, asked.attempt, log=False)
     figures = [{"test": test.nodeid, **one._asdict()} for test in found.tests for one in test.figures]
-    return Result.model_validate({**vars(found), "run": name, "figures": figures})
+    return _json(Result.model_validate({**vars(found), "run": name, "figures": figures}))
 
 
 @router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
-def log(site: SiteOf, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
     """The output of a cell, without terminal control sequences."""
+    site = current(request)
     name, wanted = site.run(run).id, site.cell(cell)
     packed = logs.packed_log(site.store, name, wanted, asked.attempt)
     if packed is None:
@@ -265,42 +276,48 @@ def log(site: SiteOf, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Respon
     return StreamingResponse(logs.plain(packed), media_type="text/plain")
 
 
-@router.get("/cells")
-def cells(site: SiteOf, asked: Annotated[_CellPage, Query()]) -> Cells:
+@router.get("/cells", response_model=Cells)
+def cells(request: Request, asked: Annotated[_CellPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name. Further parameters are the project's own axes."""
-    return asked.page(site, [(one.cell, one.past.run.id, one.past.summary) for one in sorted(site.store.newest())])
+    site = current(request)
+    found = [(one.cell, one.past.run.id, one.past.summary) for one in sorted(site.store.newest())]
+    return _json(asked.page(site, found))
 
 
-@router.get("/cells/{cell}/history")
-def history(site: SiteOf, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Cells:
+@router.get("/cells/{cell}/history", response_model=Cells)
+def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
     """Every attempt at a cell, also in partial runs, newest first."""
+    site = current(request)
     wanted = site.cell(cell)
     found = [(wanted, past.run.id, past.summary) for past in site.store.history(wanted)]
-    return _page(_after(found, _attempt, asked.cursor), _attempt, asked.limit)
+    return _json(_page(_after(found, _attempt, asked.cursor), _attempt, asked.limit))
 
 
-@router.get("/diff")
-def changes(site: SiteOf, asked: Annotated[_Two, Query()]) -> Changes:
+@router.get("/diff", response_model=Changes)
+def changes(request: Request, asked: Annotated[_Two, Query()]) -> Response:
     """The changes from one run to another."""
+    site = current(request)
     old, new = site.run(asked.old), site.run(asked.new)
     found = diff.compare(site.store, old.id, new.id)
     figures = [{"cell": cell, **figure._asdict(), **noise._asdict()} for cell, figure, noise in found.figures]
     own = found._asdict() | {"appeared": found.new, "figures": figures}
-    return Changes.model_validate(own | {"old": old, "new": new})
+    return _json(Changes.model_validate(own | {"old": old, "new": new}))
 
 
-@router.get("/atlas")
-def atlas(site: SiteOf, nothing: Nothing) -> Atlas:
+@router.get("/atlas", response_model=Atlas)
+def atlas(request: Request, nothing: Nothing) -> Response:
     """When each seam appeared, changed and vanished upstream, as of the last run of `watch`."""
+    site = current(request)
     found = kept(site.store, ATLAS)
     if not found:
         raise HTTPException(404, "there is no atlas yet: `kernel-compat-matrix watch` creates it")
-    return Atlas.model_validate({"made": found[0].made, "atlas": json.loads(found[0].content)})
+    return _json(Atlas.model_validate({"made": found[0].made, "atlas": json.loads(found[0].content)}))
 
 
 @router.get("/badges/{axis}/{value}.svg", **_of("image/svg+xml"))
-def badge_of(site: SiteOf, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
+def badge_of(request: Request, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
     """A badge image with the number of cells that pass, for one value of an axis."""
+    site = current(request)
     states = Counter(one.past.summary.state for one in site.store.newest() if one.cell.axes.get(axis) == value)
     if not states:
         raise HTTPException(404, f"no cell has {axis} {value}")
@@ -312,12 +329,14 @@ def badge_of(site: SiteOf, axis: AxisPath, value: BadgeValue, nothing: Nothing) 
 
 
 @router.get("/metrics", **_of("text/plain"))
-def prometheus(site: SiteOf, nothing: Nothing) -> Response:
+def prometheus(request: Request, nothing: Nothing) -> Response:
     """Cells by state, runs and the queue, in Prometheus' text format."""
+    site = current(request)
     return Response(metrics.exposition(site), media_type=metrics.MEDIA)
 
 
 @router.get("/feed.atom", **_of("application/atom+xml"))
-def atom(request: Request, site: SiteOf, nothing: Nothing) -> Response:
+def atom(request: Request, nothing: Nothing) -> Response:
     """An Atom feed of cells that broke in the last 100 whole runs and of reports by `watch`."""
+    site = current(request)
     return Response(feed.atom(feed.entries(site.store), str(request.base_url)), media_type="application/atom+xml")

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -27,12 +27,10 @@ from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from .api_write import in_turn, known
 from .executing import Queue
-from .site import Site, SiteOf, unless_known
+from .site import Site, current
 from .submission import Submission
 
 router = APIRouter(include_in_schema=False)
-#: Pages that aren't made for a client that has them already.
-_page = APIRouter(include_in_schema=False, dependencies=[Depends(unless_known)])
 
 #: The number of runs on one page.
 _RUNS = 25
@@ -74,9 +72,10 @@ async def _form(request: Request, *names: str) -> dict[str, str]:
 # The first page.
 
 
-@_page.get("/")
-def the_home(request: Request, site: SiteOf) -> Response:
+@router.get("/")
+def the_home(request: Request) -> Response:
     """The question, its answer and the grid; with `live`, only the part that changes."""
+    site = current(request)
     given = [(name, value) for name, value in request.query_params.multi_items() if value and name != "live"]
     own = site.own_axes()
     filters = Filters.of(given, own)
@@ -92,8 +91,9 @@ async def no_question(request: Request) -> Response:
 
 
 @router.post("/check")
-async def the_question(request: Request, site: SiteOf) -> Response:
+async def the_question(request: Request) -> Response:
     """Read the form, and go to the page with the answer; what can't be read is explained."""
+    site: Site = request.app.state.site
     own = await run_in_threadpool(site.own_axes)
     names = [name for name, *_ in ask.fields(own).values()]
     typed = await _form(request, *names, "text")
@@ -137,9 +137,10 @@ def _home(request: Request, site: Site, filters: Filters, question: ask.Question
 # A cell.
 
 
-@_page.get("/cells/{name:path}/log")
-def the_log(request: Request, site: SiteOf, name: str) -> Response:
+@router.get("/cells/{name:path}/log")
+def the_log(request: Request, name: str) -> Response:
     """The log of a result, as plain text."""
+    site = current(request)
     cell, past, _ = _result(request, site, name)
     packed = logs.packed_log(site.store, past.run.id, cell, past.summary.attempt) if past else None
     if past is None or packed is None:
@@ -152,9 +153,10 @@ def the_log(request: Request, site: SiteOf, name: str) -> Response:
     return StreamingResponse(logs.plain(packed), media_type="text/plain; charset=utf-8", headers=headers)
 
 
-@_page.get("/cells/{name:path}")
-def the_cell(request: Request, site: SiteOf, name: str) -> Response:
+@router.get("/cells/{name:path}")
+def the_cell(request: Request, name: str) -> Response:
     """The page of a cell; with `live`, only the part that changes while it runs."""
+    site = current(request)
     store = site.store
     cell, past, history = _result(request, site, name)
     leased = [one for one in submissions.running(store) if one.cell == cell]
@@ -208,9 +210,10 @@ def _result(request: Request, site: Site, name: str) -> tuple[Cell, Past | None,
 # Runs.
 
 
-@_page.get("/runs")
-def the_runs(request: Request, site: SiteOf) -> Response:
+@router.get("/runs")
+def the_runs(request: Request) -> Response:
     """The list of runs, newest first, with the form that submits one."""
+    site = current(request)
     return _runs(request, site)
 
 
@@ -233,7 +236,7 @@ def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refus
 
 
 @router.post("/runs")
-async def submit(request: Request, site: SiteOf) -> Response:
+async def submit(request: Request) -> Response:
     """Submit a run, and go to its page; what is refused is kept in the form and explained."""
     form = await _form(request, "only", "suite", "label", "all")
     try:
@@ -247,7 +250,7 @@ async def submit(request: Request, site: SiteOf) -> Response:
         refused = str(error)
     else:
         return RedirectResponse(_links(request)("runs", made.run), 303)
-    return await run_in_threadpool(_runs, request, site, form, refused)
+    return await run_in_threadpool(_runs, request, request.app.state.site, form, refused)
 
 
 @router.post("/runs/{name}/cancel")
@@ -264,9 +267,10 @@ async def retry(request: Request, name: str) -> Response:
     return RedirectResponse(_links(request)("runs", name), 303)
 
 
-@_page.get("/runs/{name:path}")
-def the_run(request: Request, site: SiteOf, name: str) -> Response:
+@router.get("/runs/{name:path}")
+def the_run(request: Request, name: str) -> Response:
     """The page of a run, or the comparison of two at ``OLD...NEW``."""
+    site = current(request)
     old, dots, new = name.partition("...")
     if dots:
         return _diff(request, site, old, new)
@@ -288,9 +292,10 @@ def _can(queue: Queue, run: Run) -> str:
     return "cancel" if run.state == "running" else "retry" if queue.axes is not None else ""
 
 
-@_page.get("/diff")
-def the_diff(request: Request, site: SiteOf) -> Response:
+@router.get("/diff")
+def the_diff(request: Request) -> Response:
     """The comparison of two runs; of the last two by default."""
+    site = current(request)
     old, new = (request.query_params.get(name, "") for name in ("old", "new"))
     if bool(old) != bool(new):
         raise HTTPException(422, "Two runs are compared, by their ids or labels: one is missing.")
@@ -311,9 +316,10 @@ def _diff(request: Request, site: Site, old: str, new: str) -> Response:
 # The other pages.
 
 
-@_page.get("/seams")
-def the_seams(request: Request, site: SiteOf) -> Response:
+@router.get("/seams")
+def the_seams(request: Request) -> Response:
     """The stored atlas, one distribution at a time."""
+    site = current(request)
     pages = seams.values(site.store)
     chosen = request.query_params.get("distribution") or next(iter(pages))
     if chosen not in pages:
@@ -322,15 +328,17 @@ def the_seams(request: Request, site: SiteOf) -> Response:
     return _shown(request, "seams.html", **pages[chosen])
 
 
-@_page.get("/types")
+@router.get("/types")
 def the_types(request: Request) -> Response:
     """The proofs of every model type."""
+    current(request)
     return _shown(request, "types.html", **_types())
 
 
-@_page.get("/status")
-def the_status(request: Request, site: SiteOf) -> Response:
+@router.get("/status")
+def the_status(request: Request) -> Response:
     """What is running; with `live`, only the part that changes."""
+    site = current(request)
     going = site.runs(_RUNS, state="running")
     return _shown(
         request,
@@ -342,9 +350,10 @@ def the_status(request: Request, site: SiteOf) -> Response:
     )
 
 
-@_page.get("/api")
+@router.get("/api")
 def the_api(request: Request) -> Response:
     """The documentation of the API."""
+    current(request)
     document = f"{_links(request).root}{request.app.openapi_url}"
     return _shown(request, "api.html", api=request.app.openapi(), document=document, kind=_kind)
 
@@ -373,6 +382,3 @@ async def a_file(request: Request, name: str) -> Response:
     named = request.query_params.get("v") == _links(request).static(name).rpartition("=")[2]
     kept = "public, max-age=31536000, immutable" if named else "no-cache"
     return Response(body, media_type=kind, headers={"cache-control": kept})
-
-
-router.include_router(_page)
