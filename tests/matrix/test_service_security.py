@@ -45,7 +45,7 @@ from compat_matrix.store.models import TOKEN, metadata
 CELLS = [f"{TAG}-tf5.{n}-torch2.11" for n in range(3)]
 #: A label that the command line may set, but no request.
 LABEL = "one\r\nX-Injected: yes\r\n\r\n<script>alert(1)</script>"
-UNLIMITED = Settings(writes_per_minute=10**9, submissions_per_minute=10**9, failures_per_minute=10**9)
+UNLIMITED = Settings(writes_per_minute=10**9, failures_per_minute=10**9)
 
 
 @pytest.fixture(scope="module")

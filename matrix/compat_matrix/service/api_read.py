@@ -337,6 +337,6 @@ def prometheus(request: Request, nothing: Nothing) -> Response:
 
 @router.get("/feed.atom", **_of("application/atom+xml"))
 def atom(request: Request, nothing: Nothing) -> Response:
-    """An Atom feed of cells that broke in the last 100 whole runs and of reports by `watch`."""
+    """An Atom feed of cells that broke in the newest 20,000 results and of reports by `watch`."""
     site = current(request)
     return Response(feed.atom(feed.entries(site.store), str(request.base_url)), media_type="application/atom+xml")

@@ -19,8 +19,8 @@ from ..store.documents import NEWS, kept
 from ..store.models import RESULT, RUN
 from ..views.common import clean, one_line
 
-#: The number of entries, and of the newest whole runs that are searched for cells that broke.
-_MOST, _RUNS = 50, 100
+#: The number of entries, and of the newest results that are searched for cells that broke.
+_MOST, _RESULTS = 50, 20_000
 
 
 class Entry(NamedTuple):
@@ -58,13 +58,13 @@ def broke(store: Store) -> list[tuple[Cell, Past, str]]:
 
 
 def _broke() -> Select[Any]:
-    whole = select(RUN.c.id).where(RUN.c.partial.is_(False)).order_by(*stored.NEWEST_FIRST).limit(_RUNS).subquery()
     over: dict[str, Any] = {"partition_by": RESULT.c.cell_id, "order_by": RUN.c.id}
     before = func.lag(RESULT.c.verdict).over(**over).label("before")
     run_before = func.lag(RUN.c.name).over(**over).label("run_before")
-    ends = stored.latest(select(RESULT.c.id, RESULT.c.verdict, before, run_before)).where(
-        stored.HAS_ENDED, RUN.c.partial.is_(False), RUN.c.id >= select(func.min(whole.c.id)).scalar_subquery()
-    )
+    newest = select(func.max(RESULT.c.id)).scalar_subquery()
+    ends = select(RESULT.c.id, RESULT.c.verdict, before, run_before).join(RUN, RUN.c.id == RESULT.c.run_id)
+    ends = ends.where(RESULT.c.id > newest - _RESULTS, stored.HAS_ENDED, RUN.c.partial.is_(False))
+    ends = ends.where(RESULT.c.attempt == stored.last_attempt(RESULT.c.run_id, RESULT.c.cell_id))
     ended = ends.subquery()
     query: Select[Any] = stored.summary(ended.c.run_before, *stored.RUN_FIELDS).join(ended, ended.c.id == RESULT.c.id)
     query = query.where(ended.c.verdict == "failed", ended.c.before != "failed")

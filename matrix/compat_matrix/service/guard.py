@@ -110,8 +110,7 @@ class Guard:
         if token is not None and not reading:
             if "submit" not in token.scopes:  # a browser asks for another password after a 401 only
                 raise HTTPException(401 if form else 403, "this needs a token with the scope submit", challenge)
-            one = "submissions" if path_of(scope).rstrip("/").endswith("/runs") else "writes"
-            self._count(getattr(self._settings, f"{one}_per_minute"), one, token.name)
+            self._count(self._settings.writes_per_minute, "writes", token.name)
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HTTPException(415, "the body must not be compressed")
         length = headers.get("content-length") or "0"
