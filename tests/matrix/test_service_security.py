@@ -629,7 +629,7 @@ def raw(url: str, data: bytes, seconds: float = 10) -> bytes:
 
 def test_two_requests_in_one_are_refused(target: Target, url: str) -> None:
     """A proxy may take the bytes for one request, so the service must never see two."""
-    hidden = b"GET /favicon.ico HTTP/1.1\r\nHost: a\r\n\r\n"
+    hidden = b"GET /static/icon.svg HTTP/1.1\r\nHost: a\r\n\r\n"
     for head in (
         b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
         b"Content-Length: 5\r\nContent-Length: 6\r\n",

@@ -235,7 +235,13 @@ _READ: Mapping[str, Callable[[str], str]] = {
 def shown(wanted: Wanted, judged: Judged) -> Answer:
     """An answer, with at most five tested combinations as its evidence."""
     asked = wanted.asked
-    closeness = closeness_of(asked, judged)
+    patches = [asked[axis] for axis in ("transformers", "torch") if axis in asked]
+    exact = judged.exact and patches and all(one.count(".") >= 2 for one in patches)
+    closeness: Closeness = "patch" if exact else "minor"
+    if judged.verdict == "refused":
+        closeness = "rule"
+    elif not judged.found:
+        closeness = "neighbour" if judged.near else "none"
     state, headline, _ = HEADLINES[judged.verdict]
     kind = judged.found[0].past.summary.kind if judged.found and judged.verdict == "failed" else None
     tested = judged.found or judged.near[:3] if closeness != "rule" else []
@@ -247,16 +253,6 @@ def shown(wanted: Wanted, judged: Judged) -> Answer:
         [evidence(one, asked) for one in tested[:5]],
         evidence(judged.works, asked) if judged.works else None,
     )
-
-
-def closeness_of(asked: Mapping[str, str], judged: Judged) -> Closeness:
-    """How near the evidence is to the question."""
-    if judged.verdict == "refused":
-        return "rule"
-    if not judged.found:
-        return "neighbour" if judged.near else "none"
-    patches = [asked[axis] for axis in ("transformers", "torch") if axis in asked]
-    return "patch" if judged.exact and patches and all(one.count(".") >= 2 for one in patches) else "minor"
 
 
 def evidence(found: Newest, asked: Mapping[str, str] = {}) -> Evidence:

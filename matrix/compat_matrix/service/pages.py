@@ -26,7 +26,6 @@ from ..store import Newest, Past, Run, submissions
 from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from .api_write import in_turn, known
-from .executing import Queue
 from .site import Site, current
 from .submission import Submission
 
@@ -281,15 +280,11 @@ def the_run(request: Request, name: str) -> Response:
         return Response(headers={"HX-Refresh": "true"})
     leased = submissions.running(site.store, run.id)
     earlier = site.runs(runs.SEARCHED, run.id, partial=False)
-    values = runs.of_one(run, site.store.summary(run.id), earlier, leased, _can(site.queue, run))
+    can = "cancel" if run.state == "running" else "retry" if site.queue.axes is not None else ""
+    values = runs.of_one(run, site.store.summary(run.id), earlier, leased, can)
     if run.state != "running":
         values["part"] = ""
     return _shown(request, "run_live.html" if _live(request) else "run.html", **values)
-
-
-def _can(queue: Queue, run: Run) -> str:
-    """What a reader can do with a run."""
-    return "cancel" if run.state == "running" else "retry" if queue.axes is not None else ""
 
 
 @router.get("/diff")
@@ -365,12 +360,6 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     return str(schema.get("const") or schema.get("type", "any"))
-
-
-@router.get("/favicon.ico")
-async def the_icon(request: Request) -> Response:
-    """The icon of the site."""
-    return await a_file(request, "icon.svg")
 
 
 @router.get("/static/{name}")
