@@ -58,14 +58,14 @@ def broke(store: Store) -> list[tuple[Cell, Past, str]]:
 
 
 def _broke() -> Select[Any]:
-    over: dict[str, Any] = {"partition_by": RESULT.c.cell_id, "order_by": RUN.c.id}
-    before = func.lag(RESULT.c.verdict).over(**over).label("before")
-    run_before = func.lag(RUN.c.name).over(**over).label("run_before")
     newest = select(func.max(RESULT.c.id)).scalar_subquery()
-    ends = select(RESULT.c.id, RESULT.c.verdict, before, run_before).join(RUN, RUN.c.id == RESULT.c.run_id)
-    ends = ends.where(RESULT.c.id > newest - _RESULTS, stored.HAS_ENDED, RUN.c.partial.is_(False))
-    ends = ends.where(RESULT.c.attempt == stored.last_attempt(RESULT.c.run_id, RESULT.c.cell_id))
-    ended = ends.subquery()
+    last = func.max(RESULT.c.attempt).over(partition_by=(RESULT.c.run_id, RESULT.c.cell_id)).label("last")
+    some = select(RESULT, last).where(RESULT.c.id > newest - _RESULTS, stored.HAS_ENDED).subquery()
+    over: dict[str, Any] = {"partition_by": some.c.cell_id, "order_by": RUN.c.id}
+    before = func.lag(some.c.verdict).over(**over).label("before")
+    run_before = func.lag(RUN.c.name).over(**over).label("run_before")
+    ends = select(some.c.id, some.c.verdict, before, run_before).join(RUN, RUN.c.id == some.c.run_id)
+    ended = ends.where(some.c.attempt == some.c.last, RUN.c.partial.is_(False)).subquery()
     query: Select[Any] = stored.summary(ended.c.run_before, *stored.RUN_FIELDS).join(ended, ended.c.id == RESULT.c.id)
     query = query.where(ended.c.verdict == "failed", ended.c.before != "failed")
     return query.order_by(*stored.NEWEST_FIRST, RESULT.c.id.desc()).limit(_MOST)
