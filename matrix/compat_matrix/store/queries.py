@@ -135,10 +135,14 @@ def outcomes(results: Collection[int], *, failed_only: bool) -> Select[Any]:
 
 def totals(run_names: Collection[str]) -> Select[Any]:
     """The number of cells in each state, by run."""
+    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id)
+    last = func.max(RESULT.c.attempt).over(partition_by=(PLANNED.c.run_id, PLANNED.c.cell_id)).label("last")
     unfinished = case((PLANNED.c.excluded.is_not(None), "excluded"), else_="unfinished")
     state = func.coalesce(RESULT.c.verdict, unfinished).label("state")
-    query = latest(select(RUN.c.name, state, func.count())).where(RUN.c.name.in_(run_names))
-    return query.group_by(RUN.c.name, state)
+    every = select(RUN.c.name, state, RESULT.c.attempt, last).join_from(PLANNED, RUN).outerjoin(RESULT, own)
+    some = every.where(RUN.c.name.in_(run_names)).subquery()
+    query = select(some.c.name, some.c.state, func.count()).where(some.c.attempt.is_not_distinct_from(some.c.last))
+    return query.group_by(some.c.name, some.c.state)
 
 
 def _summarised(*more: Any) -> Select[Any]:
