@@ -506,7 +506,7 @@ def test_a_projects_own_axes(store: Store, client: TestClient) -> None:
     environment = {"packages": {"peft": "0.10.3"}}
     run = stored(store, [*results, dataclasses.replace(passed(own[3]), environment=environment)])
 
-    def named(path: str, **where: str) -> list[str]:
+    def named(path: str, **where: Any) -> list[str]:
         return [cell["cell"] for cell in get(client, path, **where)["cells"]]
 
     for path in ("cells", f"runs/{run}/cells"):
