@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import combinations, product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import packaging.requirements
 import tomli
@@ -21,6 +21,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -37,12 +38,14 @@ from .expressions import Expression, is_release, release
 OWN = Path(__file__).parent.parent / "axes.toml"
 
 
-def _release(text: str) -> str:
-    try:
-        release(text)
-    except MatrixError as error:
-        raise ValueError(str(error)) from None
-    return text
+def _valid(check: Callable[[str], object]) -> AfterValidator:
+    """A text that a function accepts."""
+
+    def checked(text: str) -> str:
+        check(text)
+        return text
+
+    return AfterValidator(checked)
 
 
 def _day(text: str) -> str:
@@ -52,16 +55,16 @@ def _day(text: str) -> str:
     return text
 
 
-def _condition(text: str, info: ValidationInfo) -> str:
-    try:
-        Expression(text, info.context)
-    except MatrixError as error:
-        raise ValueError(str(error)) from None
-    return text
+def _condition(given: Any, info: ValidationInfo) -> Expression:
+    if isinstance(given, Expression):
+        return given
+    if not isinstance(given, str):
+        raise ValueError("Input should be a valid string")
+    return Expression(given, info.context)
 
 
 def _day_or_condition(text: str, info: ValidationInfo) -> str:
-    return _day(text) if text[:1].isdecimal() else _condition(text, info)
+    return _day(text) if text[:1].isdecimal() else _condition(text, info).text
 
 
 def _distinct(values: list[str]) -> list[str]:
@@ -74,14 +77,6 @@ def _distinct(values: list[str]) -> list[str]:
 def _supported(listed: dict[str, str]) -> BeforeValidator:
     """``"supported"`` stands for the minor releases that kernel-compat supports."""
     return BeforeValidator(lambda value: releases.minors(listed) if value == "supported" else value)
-
-
-def _requirement(text: str) -> str:
-    try:
-        packaging.requirements.Requirement(text)
-    except packaging.requirements.InvalidRequirement as error:
-        raise ValueError(f"{text!r} isn't a requirement: {error}".splitlines()[0]) from None
-    return text
 
 
 #: The axes that determine the packages of the base. The others do so for the layer, except the device, which does for none.
@@ -97,7 +92,7 @@ _RESERVED = {
 }
 
 
-def _axis(name: str) -> str:
+def _check_axis(name: str) -> None:
     near = get_close_matches(name, AXES, 1, 0.9)
     if near:
         raise ValueError(f"there is no such axis; is it {near[0]}?")
@@ -106,7 +101,6 @@ def _axis(name: str) -> str:
             "the name of an axis is a word of at most 40 lower-case letters, digits and underscores, such as peft, and none of "
             + ", ".join(sorted(_RESERVED))
         )
-    return name
 
 
 def _alike(values: list[str]) -> list[str]:
@@ -121,22 +115,22 @@ def _alike(values: list[str]) -> list[str]:
     return values
 
 
-Requirement = Annotated[str, AfterValidator(_requirement)]
-Condition = Annotated[str, AfterValidator(_condition)]
-Releases = Annotated[list[Annotated[str, AfterValidator(_release)]], Field(min_length=1), AfterValidator(_distinct)]
-Pythons = Annotated[
-    list[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]], Field(min_length=1), AfterValidator(_distinct)
-]
-OwnAxis = Annotated[str, AfterValidator(_axis)]
-OwnValues = Annotated[list[str], Field(min_length=1), AfterValidator(_distinct), AfterValidator(_alike)]
+Requirement = Annotated[str, _valid(packaging.requirements.Requirement)]
+Condition = Annotated[Expression, PlainValidator(_condition)]
+T = TypeVar("T", bound=str)
+Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
+Text = Annotated[str, Field(min_length=1)]
+Releases = Distinct[Annotated[str, _valid(release)]]
+OwnAxis = Annotated[str, _valid(_check_axis)]
+OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     def holds(self, cell: Cell) -> bool:
-        when: str | None = getattr(self, "when", None)
-        return when is None or _expression(when)(cell)
+        when: Expression | None = getattr(self, "when", None)
+        return when is None or when(cell)
 
 
 class Values(_Table):
@@ -149,13 +143,11 @@ class Values(_Table):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     __pydantic_extra__: dict[OwnAxis, OwnValues] = Field(init=False)
 
-    python: Pythons
+    python: Distinct[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]]
     transformers: Annotated[Releases, _supported(releases.TRANSFORMERS)] = [""]
     torch: Annotated[Releases, _supported(releases.TORCH)] = [""]
-    flash_attention: Annotated[
-        list[Literal["none", "fa2", "fa3", "fa4", "torch"]], Field(min_length=1), AfterValidator(_distinct)
-    ] = ["none"]
-    device: Annotated[list[Literal["cpu", "cuda"]], Field(min_length=1), AfterValidator(_distinct)] = ["cpu"]
+    flash_attention: Distinct[Literal["none", "fa2", "fa3", "fa4", "torch"]] = ["none"]
+    device: Distinct[Literal["cpu", "cuda"]] = ["cpu"]
 
     @property
     def own(self) -> dict[str, list[str]]:
@@ -165,16 +157,13 @@ class Values(_Table):
     @property
     def cells(self) -> Iterator[Cell]:
         """Every combination of the values."""
-        return self._cells(dict(self))
-
-    def _cells(self, values: dict[str, list[str]]) -> Iterator[Cell]:
         names = [*AXES, *self.own]
-        for combination in product(*(values[axis] for axis in names)):
+        for combination in product(*(dict(self)[axis] for axis in names)):
             yield Cell.of(dict(zip(names, combination, strict=True)))
 
     @model_validator(mode="after")
     def _names_are_short(self) -> Values:
-        (cell,) = self._cells({axis: [max(values, key=len)] for axis, values in self})
+        cell = Cell.of({axis: max(values, key=len) for axis, values in self})
         if len(cell.name) > LONGEST:
             raise ValueError(f"the names of cells would be longer than {LONGEST} characters: {cell}")
         return self
@@ -184,7 +173,7 @@ class Exclude(_Table):
     """A rule that excludes cells."""
 
     when: Condition
-    because: Annotated[str, Field(min_length=1)]
+    because: Text
 
 
 class Project(_Table):
@@ -215,7 +204,7 @@ class Packages(_Table):
     def _part_is_known(self) -> Packages:
         """The condition may only use the part's axes, as all cells with the same values of these share the part."""
         if self.when is not None:
-            axes = _expression(self.when).axes
+            axes = self.when.axes
             others = sorted(axes - {*_BASE} if self.part == "base" else axes & {*_NOT_OF_LAYER})
             if others:
                 rest = "torch and flash_attention" if self.part == "base" else "transformers and the project's own axes"
@@ -271,10 +260,10 @@ class Known(_Table):
         because: what fails.
     """
 
-    test: Annotated[str, Field(min_length=1)]
+    test: Text
     issue: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=500)]
     until: Annotated[str, AfterValidator(_day_or_condition)]
-    because: Annotated[str, Field(min_length=1)]
+    because: Text
     when: Condition | None = None
 
     def matches(self, nodeid: str) -> bool:
@@ -288,7 +277,7 @@ class Known(_Table):
 
     def ended(self, cell: Cell, today: date) -> bool:
         """Whether a failure isn't accepted any more: the last day is over, or the cell has the release that ends it."""
-        return _expression(self.until)(cell) if self.last_day is None else self.last_day < today
+        return Expression(self.until)(cell) if self.last_day is None else self.last_day < today
 
 
 class Axes(_Table):
@@ -320,9 +309,8 @@ class Axes(_Table):
     @cached_property
     def all_cells(self) -> dict[Cell, str]:
         """Every combination, with the reason if it is excluded, else an empty string."""
-        conditions = [(_expression(rule.when), rule.because) for rule in self.exclude]
         return {
-            cell: next((because for condition, because in conditions if condition(cell)), "")
+            cell: next((rule.because for rule in self.exclude if rule.when(cell)), "")
             for table in self.axes
             for cell in table.cells
         }
@@ -330,7 +318,7 @@ class Axes(_Table):
     @cached_property
     def own(self) -> dict[str, list[str]]:
         """The project's own axes and their values."""
-        return _joined([table.own for table in self.axes])
+        return {axis: values for axis, values in values_of(self.all_cells).items() if axis not in AXES}
 
     @cached_property
     def distributions(self) -> dict[str, str]:
@@ -344,11 +332,8 @@ class Axes(_Table):
     @model_validator(mode="after")
     def _tables_agree(self) -> Axes:
         """An axis has releases in all tables, or words."""
-        for axis, values in self.own.items():
-            try:
-                _alike(values)
-            except ValueError as error:
-                raise ValueError(f"{axis}: {error}") from None
+        if mixed := next((axis for axis, values in self.own.items() if len({*map(is_release, values)}) > 1), None):
+            raise ValueError(f"{mixed}: the values of an axis are releases, or words, not both")
         if unknown := sorted({*self.not_installed} - self.own.keys()):
             raise ValueError(f"not_installed: there is no axis {', '.join(unknown)}")
         return self
@@ -416,24 +401,6 @@ class Axes(_Table):
         return (self.path.parent / self.project.path).resolve()
 
 
-def _joined(tables: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
-    """The values of each axis in any of the tables."""
-    found: dict[str, dict[str, None]] = {}
-    for table in tables:
-        for axis, values in table.items():
-            found.setdefault(axis, {}).update(dict.fromkeys(values))
-    return {axis: [*values] for axis, values in found.items()}
-
-
-_expressions: dict[str, Expression] = {}
-
-
-def _expression(text: str) -> Expression:
-    if text not in _expressions:
-        _expressions[text] = Expression(text)
-    return _expressions[text]
-
-
 def cover(cells: Sequence[Cell]) -> list[Cell]:
     """A small subset of the cells: every two values of different axes that share a cell also share one of the subset."""
     if not cells:
@@ -486,54 +453,46 @@ def load(path: Path) -> Axes:
     except ValidationError as error:
         problems = []
         for problem in error.errors():
-            message = problem["msg"].removeprefix("Value error, ")
             place = problem["loc"]
-            shown = (
-                place[:1] + place[2:] if place[:1] == ("axes",) and not isinstance(found.get("axes"), list) else place
-            )
-            where = ".".join(str(part) for part in shown)
+            single = place[:1] == ("axes",) and not isinstance(found.get("axes"), list)
+            where = ".".join(map(str, place[:1] + place[2:] if single else place))
+            message = problem["msg"].removeprefix("Value error, ")
             problems.append(f"{path}:{line_of(text, place)}: {where}{': ' if where else ''}{message}")
         raise MatrixError("\n".join(problems)) from None
 
 
 def _own_axes(given: Any) -> dict[str, list[str]]:
     """The own axes in tables that aren't validated yet, with their values."""
-    tables = given if isinstance(given, list) else [given]
-    return _joined(
-        {axis: [*map(str, values)] for axis, values in table.items() if axis not in AXES and isinstance(values, list)}
-        for table in tables
-        if isinstance(table, dict)
-    )
+    found: dict[str, list[str]] = {}
+    for table in given if isinstance(given, list) else [given]:
+        for axis, values in table.items() if isinstance(table, dict) else ():
+            if axis not in AXES and isinstance(values, list):
+                found.setdefault(axis, []).extend(map(str, values))
+    return found
 
 
 def line_of(text: str, location: tuple[Any, ...]) -> int:
     """The line, from 1, of a key path such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest existing parent."""
     lines = text.splitlines()
-    start, end = 0, len(lines)
-    best = 1
-    rest = list(location)
-    if rest:
-        table = re.escape(str(rest[0]))
-        number = rest[1] if len(rest) > 1 and isinstance(rest[1], int) else 0
-        headers = [i for i, line in enumerate(lines) if re.match(rf"\s*\[\[?\s*{table}\s*\]", line)]
-        if number < len(headers):
-            start = headers[number]
-            best = start + 1
-            end = next((i for i in range(start + 1, len(lines)) if re.match(r"\s*\[\[?\s*\w", lines[i])), len(lines))
-            rest = rest[2:] if len(rest) > 1 and isinstance(rest[1], int) else rest[1:]
-        else:
-            end = next((i for i, line in enumerate(lines) if re.match(r"\s*\[", line)), len(lines))
+    table, *rest = location or ("",)
+    headers = [i for i, line in enumerate(lines) if re.match(rf"\s*\[\[?\s*{re.escape(str(table))}\s*\]", line)]
+    number = rest[0] if rest and isinstance(rest[0], int) else 0
+    if number < len(headers):
+        start = best = headers[number]
+        rest = rest[1:] if rest and isinstance(rest[0], int) else rest
+    else:
+        start, best, rest = -1, 0, [table, *rest]
+    end = next((i for i in range(start + 1, len(lines)) if re.match(r"\s*\[\[?\s*\w", lines[i])), len(lines))
     if rest:
         key = re.compile(rf"\s*{re.escape(str(rest[0]))}\s*=")
-        found = next((i for i in range(start, end) if key.match(lines[i])), None)
-        if found is None:
-            return best
-        best = found + 1
-        if len(rest) > 1 and isinstance(rest[1], int):
-            seen = -1
+        found = next((i for i in range(max(start, 0), end) if key.match(lines[i])), None)
+        best = best if found is None else found
+        if found is not None and len(rest) > 1 and isinstance(rest[1], int):
+            items = re.compile(r"\{[^}]*\}|\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?")
+            seen = 0
             for i in range(found, end):
-                code = re.split(r"=", lines[i], maxsplit=1)[-1] if i == found else lines[i]
-                seen += len(re.findall(r"\{[^}]*\}|\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?", code.split("#")[0]))
-                if seen >= rest[1]:
+                code = lines[i].partition("=")[2] if i == found else lines[i]
+                seen += len(items.findall(code.split("#")[0]))
+                if seen > rest[1]:
                     return i + 1
-    return best
+    return best + 1

@@ -17,8 +17,7 @@ from .axes import Axes
 from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .expressions import release
-from .locking import ANY_DAY, lock
-from .pins import Part, project_requirements, requirements_of
+from .pins import ANY_DAY, Part, Pin, ResolutionError, lock, project_requirements, requirements_of
 
 _ASK = """
 import json, sys
@@ -83,8 +82,8 @@ class BasePython:
     @property
     def key(self) -> str:
         """A text that changes with the installed packages."""
-        return "\n".join(
-            [str(self.executable), str(self.folder), *(f"{n}=={v}" for n, v in sorted(self.there.items()))]
+        return (
+            f"{self.executable}\n{self.folder}\n{sorted((name, str(version)) for name, version in self.there.items())}"
         )
 
     def check(self, cells: Iterable[Cell]) -> None:
@@ -93,37 +92,45 @@ class BasePython:
         Raises:
             MatrixError: a cell has a different Python or torch.
         """
-        others = [cell for cell in cells if not self._fits(cell)]
+        others = [cell.name for cell in cells if cell.python != self.python or not _starts(self.torch, cell.torch)]
         if others:
             minor = f"{self.torch.major}.{self.torch.minor}"
             raise MatrixError(
                 f"{self.executable} is Python {self.python} with torch {self.torch}, which "
-                f"{one_and_more([cell.name for cell in others])} can't use: "
+                f"{one_and_more(others)} can't use: "
                 f'select cells with --only "python=={self.python} and torch=={minor}"'
             )
 
-    def _fits(self, cell: Cell) -> bool:
-        wanted = release(cell.torch) if cell.torch else ()
-        return cell.python == self.python and self.torch.release[: len(wanted)] == wanted
-
-    def without_installed(self, base: Part, needless: Collection[str]) -> Part:
-        """A base without the pins that this Python provides: those in `needless`, and those it has in the pinned version.
+    def without_installed(
+        self, parts: Mapping[str, Part | ResolutionError], needless: Mapping[str, Collection[str]]
+    ) -> dict[str, Part]:
+        """The bases without the pins that this Python provides: those only torch needs, and those it has in the pinned version.
 
         Args:
-            needless: names of the base's pins that only torch needs, as `torch_alone` returns them.
+            needless: for each base, the names of the pins that only torch needs, as `torch_alone` returns them.
         """
-        kept = [pin for pin in base.pins if pin.name not in needless]
-        return replace(base, pins=tuple(pin for pin in kept if not self._has(pin.name, pin.version)))
+        found = {}
+        for name, alone in needless.items():
+            part = parts.get(name)
+            if alone and isinstance(part, Part):
+                kept = (pin for pin in part.pins if not (pin.name in alone or self._has(pin)))
+                found[name] = replace(part, pins=tuple(kept))
+        return found
 
-    def _has(self, name: str, version: str) -> bool:
-        found = self.there.get(canonicalize_name(name))
-        return found is not None and Version(found.public) == Version(version)
+    def _has(self, pin: Pin) -> bool:
+        found = self.there.get(pin.name)
+        return found is not None and Version(found.public) == Version(pin.version)
 
 
-def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) -> dict[str, frozenset[str]]:
-    """For each base of these cells, by name: torch, and the names of the pins that only torch needs.
+def _starts(version: Version, text: str) -> bool:
+    wanted = release(text) if text else ()
+    return version.release[: len(wanted)] == wanted
 
-    Uses the package index.
+
+def torch_alone(
+    axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part | ResolutionError]
+) -> dict[str, frozenset[str]]:
+    """For each base of these cells, by name: torch, and the names of the pins that only torch needs. Uses the package index.
 
     Raises:
         MatrixError: the index can't be reached, or the pins don't satisfy the axes any more.
@@ -131,16 +138,15 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) ->
     own = project_requirements(axes)
     found: dict[str, frozenset[str]] = {}
     for cell in cells:
-        base = parts[cell.base]
-        if base.name in found:
+        base, layer = parts[cell.base], parts[cell.layer]
+        if cell.base in found or not (isinstance(base, Part) and isinstance(layer, Part)):
             continue
         # The requirements of transformers other than torch stay. All releases have the same ones in this respect, and a base is
         # shared by all of them, so any release will do.
         wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
         without = [text for text in wanted if canonicalize_name(Requirement(text).name) != "torch"]
-        versions = parts[cell.base].versions | parts[cell.layer].versions
-        limits = [f"{name}=={version}" for name, version in versions.items()]
+        limits = [f"{name}=={version}" for name, version in (base.versions | layer.versions).items()]
         packages = lock(without, cell.python, axes.folder, before=ANY_DAY, constraints=limits, excluded=["torch"])
         needed = {canonicalize_name(package["name"]) for package in packages}
-        found[base.name] = frozenset(pin.name for pin in base.pins if pin.name not in needed)
+        found[cell.base] = frozenset(pin.name for pin in base.pins if pin.name not in needed)
     return found

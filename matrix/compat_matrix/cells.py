@@ -68,48 +68,42 @@ class Cell:
     @property
     def base(self) -> str:
         """The name of the base: the environment without transformers and the packages installed with it."""
-        kernel = "" if self.flash_attention == "torch" else self._kernel
-        return f"{self._python}{f'-torch{self.torch}' if self.torch else '-base'}{kernel}"
+        kernel = "" if self.flash_attention in ("none", "torch") else self.flash_attention
+        return _joined(self._python, f"torch{self.torch}" if self.torch else "base", kernel)
 
     @property
     def layer(self) -> str:
         """The name of the layer on top of the base: transformers, the own axes, and the packages installed with them."""
-        return (
-            f"{self._python}{self._transformers}{self._extra}"
-            if self.transformers or self.extra
-            else f"{self._python}-layer"
-        )
+        named = _joined(f"tf{self.transformers}" if self.transformers else "", self.own)
+        return _joined(self._python, named or "layer")
 
     @property
     def name(self) -> str:
         """``py311-tf5.23-torch2.15-fa4-cuda-peft=0.18``; without FlashAttention and on a CPU ``py311-tf5.23-torch2.15``."""
-        torch = f"-torch{self.torch}" if self.torch else ""
-        device = "" if self.device == "cpu" else f"-{self.device}"
-        return f"{self._python}{self._transformers}{torch}{self._kernel}{device}{self._extra}"
+        return _joined(
+            self._python,
+            f"tf{self.transformers}" if self.transformers else "",
+            f"torch{self.torch}" if self.torch else "",
+            {"none": "", "torch": "fatorch"}.get(self.flash_attention, self.flash_attention),
+            "" if self.device == "cpu" else self.device,
+            self.own,
+        )
+
+    @property
+    def own(self) -> str:
+        """The project's own axes as in the name: ``backend=gloo-peft=0.18``; empty without any."""
+        return _joined(*(f"{axis}={value}" for axis, value in self.extra))
 
     @property
     def _python(self) -> str:
         return f"py{self.python.replace('.', '')}"
 
-    @property
-    def _transformers(self) -> str:
-        return f"-tf{self.transformers}" if self.transformers else ""
-
-    @property
-    def _kernel(self) -> str:
-        return {"none": "", "torch": "-fatorch"}.get(self.flash_attention, f"-{self.flash_attention}")
-
-    @property
-    def own(self) -> str:
-        """The project's own axes as in the name: ``backend=gloo-peft=0.18``; empty without any."""
-        return "-".join(f"{axis}={value}" for axis, value in self.extra)
-
-    @property
-    def _extra(self) -> str:
-        return f"-{self.own}" if self.extra else ""
-
     def __str__(self) -> str:
         return self.name
+
+
+def _joined(*parts: str) -> str:
+    return "-".join(filter(None, parts))
 
 
 def parse(name: str) -> Cell:
@@ -118,22 +112,17 @@ def parse(name: str) -> Cell:
     Raises:
         MatrixError: it isn't the name of a cell.
     """
-    refused = MatrixError(f"{name[:200]!r} isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
-    if len(name) > LONGEST or not re.fullmatch(NAME, name):
-        raise refused
-    python, *parts = name.split("-")
-    fields = {"python": f"{python[2]}.{python[3:]}"}
-    for part in parts:
-        if "=" in part:  # one of the own axes, which may be called tf0
-            continue
-        if match := re.fullmatch(r"(tf|torch)([0-9].*)", part):
-            fields["transformers" if match[1] == "tf" else "torch"] = match[2]
-        else:
-            fields["device" if part == "cuda" else "flash_attention"] = part.replace("fatorch", "torch")
-    cell = Cell(**fields, extra=parse_own(name))
-    if cell.name != name:  # the own axes aren't in order, or one of them is there twice
-        raise refused
-    return cell
+    if len(name) <= LONGEST and re.fullmatch(NAME, name):
+        python, *parts = name.split("-")
+        fields = {"python": f"{python[2]}.{python[3:]}"}
+        for part in (part for part in parts if "=" not in part):
+            kind, version = re.fullmatch(r"(tf|torch|)(.*)", part).groups()  # type: ignore[union-attr]
+            axis = {"tf": "transformers", "torch": "torch"}.get(kind, "device" if part == "cuda" else "flash_attention")
+            fields[axis] = version.replace("fatorch", "torch")
+        cell = Cell(**fields, extra=parse_own(name))
+        if cell.name == name:  # else the own axes aren't in order, or one of them is there twice
+            return cell
+    raise MatrixError(f"{name[:200]!r} isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
 
 
 def parse_own(text: str) -> tuple[tuple[str, str], ...]:

@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
+from .arguments import STORE, add
 from .errors import MatrixError
 
-#: The module of each command, with `add_arguments` and `run`, and a line of help. A module is imported when it is called.
+#: The module of each command, with `run` and either `ARGUMENTS` or `add_arguments`, and a line of help. A module is imported when
+#: it is called.
 COMMANDS = {
     "check": ("commands.check", "ask a service for its verdict on this environment; runs nothing"),
     "list": ("commands.listing", "list the cells"),
     "pin": ("commands.pin", "resolve the cells and write their pins"),
     "fetch": ("commands.fetch", "write a folder from which `run --offline` installs without a network"),
+    "unpack": ("commands.unpack", "put the parts of such a folder together"),
     "run": ("commands.run", "run cells and store their results"),
     "runs": ("views.runs", "list the runs in the store"),
     "show": ("views.show", "show the results of a run as a grid"),
@@ -30,9 +33,9 @@ COMMANDS = {
     "export": ("views.export", "write runs into a store of their own"),
     "atlas": ("atlas.command", "show when the seams appeared, changed and vanished upstream"),
     "emit": ("commands.emit", "print the matrix for a CI service"),
-    "cancel": ("commands.cancel", "interrupt runs that a service executes"),
-    "delete": ("commands.delete", "delete runs with their results"),
-    "prune": ("commands.prune", "delete the runs that ended long ago"),
+    "cancel": ("commands.delete", "interrupt runs that a service executes, or whose runner was killed"),
+    "delete": ("commands.delete", "delete runs that have ended, with the logs and texts that only they have"),
+    "prune": ("commands.delete", "delete the runs that ended before a number of days, and what only they have"),
     "serve": ("commands.serve", "serve the store over HTTP, and execute the runs that are submitted"),
     "token": ("commands.token", "manage the tokens of a service"),
     "watch": ("commands.watch", "look for new releases, and run the cells that they affect"),
@@ -45,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = _parser(words).parse_args(words)
     options.words = words
+    if getattr(options, "store", "") is None:
+        options.store = os.environ.get("KERNEL_COMPAT_MATRIX_STORE") or "matrix.sqlite"
     try:
         code: int = options.do(options)
         return code
@@ -81,15 +86,16 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
     for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name not in arguments:  # saves the import
             continue
         implementation = importlib.import_module(f".{module}", __package__)
+        if hasattr(implementation, "ARGUMENTS"):
+            add(command, implementation.ARGUMENTS)
+        else:
+            implementation.add_arguments(command)
         if module.startswith(("views", "pages")):
-            from .options import add_store  # here: `check` doesn't need its imports
-
-            add_store(command)
-        implementation.add_arguments(command)
+            add(command, STORE)
         command.set_defaults(do=implementation.run, name=name)
     return parser
 

@@ -7,18 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import findpython
+import platformdirs
 from filelock import FileLock
 from uv import find_uv_bin
 
 from .base_python import BasePython
 from .errors import MatrixError
 from .pins import Part
+from .wheelhouse import Wheelhouse
 
 #: Packages that must be built against the environment's torch.
 _AGAINST_TORCH = ("flash-attn",)
@@ -40,6 +42,12 @@ def interpreter(version: str) -> str:
     return str(found.executable) if found else version
 
 
+def default_root() -> Path:
+    """The default folder of the environments."""
+    named = os.environ.get("KERNEL_COMPAT_MATRIX_CACHE")
+    return Path(named) if named else platformdirs.user_cache_path("kernel-compat-matrix")
+
+
 @dataclass(frozen=True)
 class Environments:
     """A folder of environments.
@@ -47,16 +55,26 @@ class Environments:
     Attributes:
         root: the folder. It may be deleted; environments are then created again.
         project: the tested project's folder; its code runs from there.
-        wheelhouse: a folder of wheels to install from instead of an index, without network.
-        wheel: the tested project's wheel, to install instead of its folder, which would need a build backend.
+        wheelhouse: the source to install from instead of an index, without network, also for the project's wheel: its folder would
+            need a build backend.
         below: a Python whose packages are visible in every base, after its own.
     """
 
     root: Path
     project: Path
-    wheelhouse: Path | None = None
-    wheel: Path | None = None
+    wheelhouse: Wheelhouse | None = None
     below: BasePython | None = None
+
+    def make_root(self) -> None:
+        """Create the folder.
+
+        Raises:
+            MatrixError: it can't be created.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MatrixError(f"environments can't be kept in {self.root}: {error.strerror}") from None
 
     def base(self, part: Part) -> Path:
         """The Python of a base, which is created if it doesn't exist.
@@ -64,19 +82,17 @@ class Environments:
         Raises:
             InstallationError: it can't be made; nothing of it stays.
         """
+        wheel = self.wheelhouse and self.wheelhouse.project
         described = f"{part.key}\n{self.project}"
-        if self.wheel is not None:
-            described += hashlib.sha256(self.wheel.read_bytes()).hexdigest()
-        if self.below is not None:
-            described += self.below.key
-        key = hashlib.sha256(described.encode()).hexdigest()[:12]
-        folder = self.root / "base" / f"{part.name}-{key}"
+        described += hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else ""
+        described += self.below.key if self.below else ""
+        folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
 
         def make() -> None:
-            made_of = interpreter(part.python) if self.below is None else str(self.below.executable)
-            offline = ["--offline", "--no-config"] if self.wheelhouse is not None else []
-            self._uv(part, ["venv", "--quiet", "--clear", *offline, "--python", made_of, str(folder)])
+            made_of = self.below.executable if self.below else interpreter(part.python)
+            offline = ["--offline", "--no-config"] if wheel else []
+            _uv(part, "venv", "--clear", *offline, "--python", str(made_of), str(folder))
             if self.below is not None:
                 # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
                 packages = next(folder.glob("lib/python*/site-packages"))
@@ -84,14 +100,13 @@ class Environments:
             self._install(part, python)
 
         def add_project() -> None:
-            project = ["pip", "install", "--quiet", "--no-deps", "--python", str(python)]
-            source = ["--editable", str(self.project)] if self.wheel is None else ["--no-config", str(self.wheel)]
-            self._uv(part, [*project, *self._source(), *source])
+            source = ["--no-config", str(wheel)] if wheel else ["--editable", str(self.project)]
+            _uv(part, "pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
 
-        self._whole(folder, make)
+        _whole(folder, make)
         # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
         metadata = hashlib.sha256((self.project / "pyproject.toml").read_bytes()).hexdigest()
-        self._once(folder, "project", metadata, add_project)
+        _once(folder, "project", metadata, add_project)
         return python
 
     def layer(self, part: Part, python: Path) -> Path:
@@ -105,78 +120,58 @@ class Environments:
         """
         # dill, for one, tells installed modules from a project's own by this word in their paths.
         folder = self.root / "site-packages" / f"{part.name}-{part.key}"
-        self._whole(folder, lambda: self._install(part, python, "--target", str(folder)))
+        _whole(folder, lambda: self._install(part, python, "--target", str(folder)))
         return folder
 
-    def _whole(self, folder: Path, make: Callable[[], None]) -> None:
-        """Create a folder, unless it is complete."""
+    def _install(self, part: Part, python: Path, *options: str) -> None:
+        late = [pin for pin in part.pins if pin.name in _AGAINST_TORCH]
+        for pins in ([pin for pin in part.pins if pin not in late], late):
+            if pins:
+                command = ["pip", "install", "--no-deps", "--require-hashes", "--no-config", "--python", str(python)]
+                command += [*self._source(), *(f"--no-build-isolation-package={pin.name}" for pin in late), *options]
+                _uv(part, *command, "--requirement", "-", text="".join(f"{pin}\n" for pin in pins))
 
-        def afresh() -> None:
-            shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
-            try:
-                make()
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+    def _source(self) -> list[str]:
+        return ["--offline", "--no-index", "--find-links", str(self.wheelhouse.folder)] if self.wheelhouse else []
 
-        self._once(folder, "complete", "", afresh)
 
-    def _once(self, folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
-        """Do a step of creating a folder, unless it was done before with the same `state`."""
-        stamp = folder / f".{step}"
-        if _read(stamp) == state:
-            return
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if _read(stamp) == state:
-                return
+def _whole(folder: Path, make: Callable[[], None]) -> None:
+    """Create a folder, unless it is complete."""
+
+    def afresh() -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
+        folder.mkdir()
+        try:
+            make()
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    _once(folder, "complete", "", afresh)
+
+
+def _once(folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
+    """Do a step of creating a folder, unless it was done before with the same `state`."""
+    stamp = folder / f".{step}"
+
+    def done() -> bool:
+        return stamp.exists() and stamp.read_text(encoding="utf-8") == state
+
+    if done():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not done():
             stamp.unlink(missing_ok=True)
             do()
             stamp.write_text(state, encoding="utf-8")
 
-    def _install(self, part: Part, python: Path, *options: str) -> None:
-        if not part.pins:
-            (Path(options[-1]) if options else python.parent).mkdir(parents=True, exist_ok=True)
-            return
-        late = [pin for pin in part.pins if pin.name in _AGAINST_TORCH]
-        for pins in ([pin for pin in part.pins if pin not in late], late):
-            if not pins:
-                continue
-            command = [
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--require-hashes",
-                "--no-config",
-                "--python",
-                str(python),
-            ]
-            command += [*self._source(), *(f"--no-build-isolation-package={pin.name}" for pin in late), *options]
-            self._uv(part, [*command, "--requirement", "-"], "".join(f"{pin}\n" for pin in pins))
 
-    def _source(self) -> list[str]:
-        if self.wheelhouse is None:
-            return []
-        return ["--offline", "--no-index", "--find-links", str(self.wheelhouse)]
-
-    def _uv(self, part: Part, arguments: Sequence[str], text: str = "") -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-        done = subprocess.run(
-            [find_uv_bin(), *arguments],
-            input=text,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            check=False,
-        )
-        if done.returncode:
-            raise InstallationError(f"{part.name}: {done.stderr.strip() or f'uv ended with {done.returncode}'}")
-
-
-def _read(stamp: Path) -> str | None:
-    try:
-        return stamp.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
+def _uv(part: Part, *arguments: str, text: str = "") -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    command = [find_uv_bin(), *arguments, "--quiet"]
+    done = subprocess.run(
+        command, input=text, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False
+    )
+    if done.returncode:
+        raise InstallationError(f"{part.name}: {done.stderr.strip() or f'uv ended with {done.returncode}'}")

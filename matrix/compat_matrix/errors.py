@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class MatrixError(Exception):
+class MatrixError(ValueError):
     """Bad input, or a machine that lacks something. The command line prints the message and exits with 2."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from lark import Lark, Token, Tree
+from lark import Lark, Token, v_args
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
 from lark.visitors import Transformer_NonRecursive
 
@@ -17,7 +16,7 @@ from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSION, VERSIONED, Cell
 from .errors import MatrixError
 
 _GRAMMAR = r"""
-?start: either
+start: either
 ?either: both ("or" both)*
 ?both: one ("and" one)*
 ?one: "not" one -> negation
@@ -35,12 +34,8 @@ VALUE: /"[^"]*"|'[^']*'|[A-Za-z0-9_.]+/
 _parser = Lark(_GRAMMAR, parser="lalr", maybe_placeholders=False)
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
+    **{">=": operator.ge, "<=": operator.le, "==": operator.eq},
+    **{"!=": operator.ne, ">": operator.gt, "<": operator.lt},
 }
 _RELEASE = re.compile(VERSION)
 _WORDS: Mapping[str, Collection[str]] = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
@@ -62,6 +57,7 @@ class Expression:
         own: the project's own axes and their values; None allows any.
 
     Attributes:
+        text: as given.
         axes: the axes that it names.
 
     Raises:
@@ -69,10 +65,11 @@ class Expression:
     """
 
     def __init__(self, text: str, own: Mapping[str, Collection[str]] | None = None) -> None:
+        self.text = text
         meaning = _Meaning(own)
         try:
             # Not recursive: an expression in the address of a page may be nested to any depth.
-            self._holds = meaning.transform(Tree("start", [_parser.parse(text)])).holds
+            self._holds, _ = meaning.transform(_parser.parse(text))
         except UnexpectedInput as error:
             raise MatrixError(_where(text, error)) from None
         except VisitError as error:
@@ -83,12 +80,16 @@ class Expression:
         """Whether a cell meets the condition."""
         return self._holds(cell)
 
-
-class _Condition(NamedTuple):
-    holds: Callable[[Cell], bool]
-    depth: int = 0
+    def __reduce__(self) -> tuple[type[Expression], tuple[str]]:
+        return Expression, (self.text,)
 
 
+_Holds = Callable[[Cell], bool]
+#: A condition, and the number of conditions inside one another.
+_Condition = tuple[_Holds, int]
+
+
+@v_args(inline=True)
 class _Meaning(Transformer_NonRecursive[Token, _Condition]):
     """Turns the tree of an expression into functions, and checks its axes and values."""
 
@@ -97,36 +98,29 @@ class _Meaning(Transformer_NonRecursive[Token, _Condition]):
         self.own = own
         self.axes: set[str] = set()
 
-    def start(self, parts: list[_Condition]) -> _Condition:
-        return parts[0]
+    def start(self, whole: _Condition) -> _Condition:
+        return whole
 
-    def either(self, parts: list[_Condition]) -> _Condition:
-        return self._joined(parts, lambda cell: any(part.holds(cell) for part in parts))
+    def either(self, *parts: _Condition) -> _Condition:
+        return lambda cell: any(holds(cell) for holds, _ in parts), _deeper(parts)
 
-    def both(self, parts: list[_Condition]) -> _Condition:
-        return self._joined(parts, lambda cell: all(part.holds(cell) for part in parts))
+    def both(self, *parts: _Condition) -> _Condition:
+        return lambda cell: all(holds(cell) for holds, _ in parts), _deeper(parts)
 
-    def negation(self, parts: list[_Condition]) -> _Condition:
-        return self._joined(parts, lambda cell: not parts[0].holds(cell))
+    def negation(self, part: _Condition) -> _Condition:
+        return lambda cell: not part[0](cell), _deeper([part])
 
-    def presence(self, parts: list[Token]) -> _Condition:
-        axis = self._axis(parts[0])
-        return _Condition(lambda cell: axis in cell.axes)
+    def presence(self, token: Token) -> _Condition:
+        axis = self._axis(token)
+        return lambda cell: axis in cell.axes, 0
 
-    def comparison(self, parts: list[Token]) -> _Condition:
-        return self._compared(self._axis(parts[0]), str(parts[1]), str(parts[2]))
+    def comparison(self, axis: Token, sign: Token, value: Token) -> _Condition:
+        return self._compared(self._axis(axis), str(sign), str(value)), 0
 
-    def membership(self, parts: list[Token]) -> _Condition:
-        axis = self._axis(parts[0])
-        equal = [self._compared(axis, "==", str(value)) for value in parts[2:]]
-        wanted = parts[1] == "in"
-        return _Condition(lambda cell: any(one.holds(cell) for one in equal) is wanted)
-
-    def _joined(self, parts: list[_Condition], holds: Callable[[Cell], bool]) -> _Condition:
-        depth = 1 + max(part.depth for part in parts)
-        if depth > _DEEPEST:
-            raise MatrixError(f"this condition has more than {_DEEPEST} conditions inside one another")
-        return _Condition(holds, depth)
+    def membership(self, token: Token, member: Token, *values: Token) -> _Condition:
+        axis = self._axis(token)
+        equal = [self._compared(axis, "==", str(value)) for value in values]
+        return lambda cell: any(holds(cell) for holds in equal) is (member == "in"), 0
 
     def _axis(self, token: Token) -> str:
         axis = "flash_attention" if token == "fa" else str(token)
@@ -135,30 +129,33 @@ class _Meaning(Transformer_NonRecursive[Token, _Condition]):
         self.axes.add(axis)
         return axis
 
-    def _compared(self, axis: str, sign: str, value: str) -> _Condition:
+    def _compared(self, axis: str, sign: str, value: str) -> _Holds:
         value = value.strip("\"'")
         compare = _COMPARE[sign]
-        value_of: Callable[[Cell], str] = (
-            attrgetter(axis) if axis in AXES else lambda cell: dict(cell.extra).get(axis, "")
-        )
         words = _WORDS.get(axis) or (self.own or {}).get(axis, ())
         if axis in VERSIONED or all(map(is_release, words or [value])):
             theirs = release(value, axis)
 
             def holds(cell: Cell) -> bool:
-                mine = value_of(cell)
+                mine = cell.axes.get(axis, "")
                 if not is_release(mine):
                     return sign == "!="
-                own = release(mine)
-                own += (0,) * (len(theirs) - len(own))
+                own = release(mine) + (0,) * len(theirs)
                 return compare(own[: len(theirs)], theirs)
 
-            return _Condition(holds)
+            return holds
         if words and value not in words:
             raise MatrixError(f"{axis} is one of {', '.join(words)}, not {value!r}")
         if sign not in ("==", "!="):
             raise MatrixError(f"{axis} has no order: use == or !=, not {sign}")
-        return _Condition(lambda cell: compare(value_of(cell), value))
+        return lambda cell: compare(cell.axes.get(axis, ""), value)
+
+
+def _deeper(parts: Iterable[_Condition]) -> int:
+    depth = 1 + max(depth for _, depth in parts)
+    if depth > _DEEPEST:
+        raise MatrixError(f"this condition has more than {_DEEPEST} conditions inside one another")
+    return depth
 
 
 @lru_cache(maxsize=4096)

@@ -44,21 +44,14 @@ def leased(count: int, among: Sequence[str], cancelled: threading.Event | None =
         with ExitStack() as held:
             found: list[str] = []
             for name in among:
-                if len(found) == count:
-                    break
                 device = identity(name, _uuids()).replace("/", "_")
-                lock = FileLock(LOCKS / f"{device}.lock", timeout=0, mode=0o666)
-                try:
-                    held.enter_context(lock)
-                except Timeout:
-                    continue
-                found.append(name)
-            if len(found) == count:
-                yield found
-                return
-        if cancelled is None:
-            threading.Event().wait(_POLL)
-        elif cancelled.wait(_POLL):
+                with suppress(Timeout):
+                    held.enter_context(FileLock(LOCKS / f"{device}.lock", timeout=0, mode=0o666))
+                    found.append(name)
+                if len(found) == count:
+                    yield found
+                    return
+        if (cancelled or threading.Event()).wait(_POLL):
             break
     yield []
 
@@ -79,8 +72,5 @@ def _uuids() -> tuple[str, ...]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
-    try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
-    finally:
-        pynvml.nvmlShutdown()
+    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)

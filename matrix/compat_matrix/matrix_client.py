@@ -65,12 +65,6 @@ class ServiceAnswer:
         """Whether this combination is known not to work."""
         return self.verdict in BAD
 
-    @property
-    def shims(self) -> tuple[Mapping[str, Any], ...]:
-        """The shims in the first piece of evidence, with `name`, `state` and `reason`."""
-        found = self.tested[0].get("shims") if self.tested else ()
-        return tuple(one for one in (found if isinstance(found, list) else ()) if isinstance(one, dict))
-
 
 @dataclass(frozen=True)
 class ServiceReport:
@@ -144,6 +138,15 @@ def describe(answer: ServiceAnswer) -> Iterator[str]:
         ]
         near = f", with {', '.join(others)}" if others else ""
         yield f"  {found['verdict']}: {found['cell']}{near}, in run {found['run']} of {found['started'][:10] or 'unknown date'}"
+
+
+def shims_of(answer: ServiceAnswer) -> Iterator[str]:
+    """The shims in the first piece of evidence, as lines of text."""
+    found = answer.tested[0].get("shims") if answer.tested else ()
+    for shim in (one for one in (found if isinstance(found, list) else ()) if isinstance(one, dict)):
+        if shim.get("state") != "not needed":
+            name, state, reason = (line(shim.get(field)) for field in ("name", "state", "reason"))
+            yield f"  shim {name} {state}: {reason}"
 
 
 def line(text: object) -> str:

@@ -4,89 +4,42 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .axes import OWN, Axes, load
-from .base_python import BasePython, torch_alone
 from .cells import Cell, shard
 from .errors import MatrixError
-from .work import Job
+from .words import plural
 
 if TYPE_CHECKING:
-    from .runner import Executor
+    from rich.console import Console
+
+    from .ray_executor import RayExecutor
+    from .runner import Local
+    from .store import Store
+    from .work import Job
 
 AXES = Path("matrix") / "axes.toml"
-_TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
+#: The environment variable with the token of a service.
+TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select cells."""
-    parser.add_argument("cells", nargs="*", metavar="CELL", help="names of cells (default: all cells)")
-    parser.add_argument("--axes", type=Path, metavar="FILE", help=f"the axes file (default: {AXES} or {AXES.name})")
-    parser.add_argument(
-        "--only", metavar="EXPRESSION", help='only cells that match, such as "transformers>=5.4 and torch==2.11"'
-    )
-    parser.add_argument("--pairwise", action="store_true", help="a small subset in which every two values still meet")
-    parser.add_argument("--shard", metavar="N/OF", help="only this part of the cells, such as 3/8")
-
-
-def add_working(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands that run cells on this machine."""
-    parser.add_argument("--suite", default="default", help="the suite to run (default: default)")
-    parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
-    add_environments(parser)
-    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="further arguments for pytest, as one string")
-
-
-def add_environments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the environments of cells."""
-    parser.add_argument(
-        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
-    )
-    parser.add_argument(
-        "--offline", type=Path, metavar="DIR", help="install from a folder written by `fetch`, without network"
-    )
-    parser.add_argument("--base-python", type=Path, metavar="PATH", help="use the torch of this Python")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="the folder of the environments")
-
-
-def add_executor(parser: argparse.ArgumentParser) -> None:
-    """Add the options of executors."""
-    parser.add_argument("-j", "--jobs", type=positive, help="cells to run at a time (default: the number of cores)")
-    parser.add_argument(
-        "--no-fork", action="store_true", help="start a new process for every cell, which imports torch itself"
-    )
-
-
-def executor_of(options: argparse.Namespace, ray: bool) -> Executor:
+def executor_of(options: argparse.Namespace, ray: bool) -> Local | RayExecutor:
     """The executor for ``--jobs`` and ``--no-fork``: this machine, or the Ray cluster at RAY_ADDRESS."""
-    from . import gpus, runner
+    from . import gpus
+    from .runner import Local
 
     if ray:
         from .ray_executor import RayExecutor
 
         return RayExecutor(options.jobs, options.cache, fork=not options.no_fork)
-    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible(), not options.no_fork)
-
-
-def add_store(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the store."""
-    parser.add_argument(
-        "--store",
-        default=os.environ.get("KERNEL_COMPAT_MATRIX_STORE") or "matrix.sqlite",
-        metavar="URL",
-        help="a file, or any SQLAlchemy URL (default: $KERNEL_COMPAT_MATRIX_STORE, else matrix.sqlite)",
-    )
-
-
-def add_token(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the token of a service."""
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${_TOKEN})")
+    return Local(options.jobs or os.cpu_count() or 1, gpus.visible(), not options.no_fork)
 
 
 def token_of(options: argparse.Namespace, scope: str) -> str:
@@ -95,30 +48,15 @@ def token_of(options: argparse.Namespace, scope: str) -> str:
     Raises:
         MatrixError: there is no token.
     """
-    found = os.environ.pop(_TOKEN, "").strip()
+    found = os.environ.pop(TOKEN, "").strip()
     if options.token_file is not None:
         try:
             found = options.token_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise MatrixError(f"--token-file {options.token_file}: {error}") from None
     if not found or not found.isascii() or not found.isprintable():
-        raise MatrixError(f"this needs a token with the scope {scope}: --token-file or ${_TOKEN}")
+        raise MatrixError(f"this needs a token with the scope {scope}: --token-file or ${TOKEN}")
     return found
-
-
-def positive(text: str) -> int:
-    """An integer from 1 on; anything else is an error of the arguments."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a number from 1 on, not {text!r}")
-    return int(text)
-
-
-def days(text: str) -> int:
-    """A number of days such as ``90d``; anything else is an error of the arguments."""
-    number = text.removesuffix("d")
-    if number == text or not number.isdecimal() or not 1 <= int(number) <= 100_000:
-        raise argparse.ArgumentTypeError(f"a number of days such as 90d, not {text!r}")
-    return int(number)
 
 
 def axes_of(options: argparse.Namespace) -> Axes:
@@ -166,64 +104,88 @@ def pin_folder(options: argparse.Namespace, axes: Axes) -> Path:
 
 
 def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
-    """The jobs for cells, with the source that their packages are installed from."""
-    from . import runner
-    from .environments import Environments
-    from .wheelhouse import Wheelhouse
+    """The jobs for cells, with the source that their packages are installed from.
 
-    wheelhouse = below = None
-    if options.offline is not None:
+    Args:
+        attempts: the number of earlier attempts, by cell.
+
+    Raises:
+        MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.
+    """
+    from . import pins
+    from .base_python import BasePython, torch_alone
+    from .environments import Environments, default_root
+    from .wheelhouse import Wheelhouse
+    from .work import Job
+
+    if not (axes.folder / "pyproject.toml").is_file():
+        raise MatrixError(f"{axes.folder} has no pyproject.toml: no project to test")
+    wheelhouse = Wheelhouse.open(options.offline) if options.offline is not None else None
+    below = BasePython.inspect(options.base_python) if options.base_python is not None else None
+    folder = pin_folder(options, axes)
+    if wheelhouse is not None:
         if options.latest or options.pins:
             raise MatrixError("--offline uses the pins that were fetched: --latest and --pins are options of `fetch`")
-        wheelhouse = Wheelhouse.open(options.offline)
         wheelhouse.check(cells, axes.folder)
-    if options.base_python is not None:
-        below = BasePython.inspect(options.base_python)
-        below.check(cells)
-    environments = Environments(
-        (options.cache or runner.default_root()).absolute(),  # cells run in the project's folder
-        axes.folder,
-        wheelhouse.folder if wheelhouse else None,
-        wheelhouse.project if wheelhouse else None,
-        below,
-    )
-    jobs = runner.jobs_of(
-        axes,
-        cells,
-        environments,
-        suite=options.suite,
-        pin_folder=wheelhouse.pins if wheelhouse else pin_folder(options, axes),
-        latest=options.latest,
-        arguments=_pytest_arguments(options),
-        attempts=attempts,
-    )
+        folder = wheelhouse.folder / "pins"
     if below is not None:
-        resolved = {job.cell: job.parts for job in jobs if not isinstance(job.parts, str)}
-        parts = {part.name: part for pair in resolved.values() for part in pair}
-        needless = wheelhouse.torch_alone if wheelhouse else torch_alone(axes, list(resolved), parts)
-        jobs = [_on_base_python(job, below, needless) for job in jobs]
-    return wheelhouse.take(jobs) if wheelhouse else jobs
+        below.check(cells)
+    parts = pins.of_cells(axes, cells, folder, options.latest)
+    if below is not None:
+        parts |= below.without_installed(
+            parts, wheelhouse.torch_alone if wheelhouse else torch_alone(axes, cells, parts)
+        )
+    if wheelhouse is not None:
+        parts |= wheelhouse.take(parts, cells)
+    # Absolute: cells run in the project's folder.
+    environments = Environments((options.cache or default_root()).absolute(), axes.folder, wheelhouse, below)
+    jobs = []
+    for cell in cells:
+        tests = axes.tests_of(cell, options.suite)
+        if tests is None:
+            raise MatrixError(f"{axes.path.name} has no tests for {cell} in the suite {options.suite!r}")
+        base, layer = parts[cell.base], parts[cell.layer]
+        both = (base, layer) if isinstance(base, pins.Part) and isinstance(layer, pins.Part) else None
+        reason = str(base if isinstance(base, MatrixError) else layer)
+        arguments = tuple(_pytest_arguments(options))
+        attempt = attempts.get(cell, 0) + 1
+        jobs.append(Job(cell, both or reason, tests, environments, attempt, arguments, axes.known_of(cell)))
+    environments.make_root()
+    return jobs
 
 
-def _on_base_python(job: Job, below: BasePython, needless: Mapping[str, frozenset[str]]) -> Job:
-    if isinstance(job.parts, str):
-        return job
-    base, layer = job.parts
-    return replace(job, parts=(below.without_installed(base, needless[base.name]), layer))
+def new_run(options: argparse.Namespace, store: Store, axes: Axes, cells: Sequence[Cell], /, **more: Any) -> str:
+    """Create a run of cells in a store; returns its id."""
+    given = {
+        "axes": axes.path.read_text(encoding="utf-8"),
+        "command": shlex.join(options.words),
+        "host": platform.node(),
+        "revision": revision(axes.folder),
+        "partial": partial(options),
+    }
+    return store.new_run(cells, **{**given, **more})
+
+
+def execute(run: str, jobs: Sequence[Job], store: Store, executor: Local | RayExecutor, console: Console) -> set[str]:
+    """Run the jobs of a run, and show the progress; returns the verdicts."""
+    from .progress import Progress
+    from .runner import execute
+
+    console.print(f"run {run}: {plural(len(jobs), 'cell')}, {executor.jobs} at a time", highlight=False)
+    with Progress(len(jobs), executor.jobs, console) as progress:
+        counts = execute(run, jobs, store, executor, progress)
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    console.print(f"run {run}: {summary}", highlight=False)
+    return {*counts}
+
+
+#: Options of pytest that change neither the tests nor their outcomes.
+_HARMLESS = re.compile(r"(?<!\S)(?:(?:-n|--numprocesses|--dist|--durations|--tb|-r)[= ]?\S+|-[vqs]+)(?!\S)")
 
 
 def partial(options: argparse.Namespace) -> bool:
     """Whether the options make cells run anything other than their whole default suite."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for names in (("-n", "--numprocesses"), ("--dist",), ("--durations",), ("--tb",), ("-r",)):
-        parser.add_argument(*names)
-    for name in ("-v", "-q", "-s"):
-        parser.add_argument(name, action="count")
-    try:
-        changing = parser.parse_known_args(_pytest_arguments(options))[1]
-    except argparse.ArgumentError:  # pytest reports it
-        return True
-    return bool(changing) or options.suite != "default"
+    return options.suite != "default" or bool(_HARMLESS.sub("", " ".join(_pytest_arguments(options))).strip())
 
 
 def _pytest_arguments(options: argparse.Namespace) -> list[str]:
@@ -235,13 +197,8 @@ def _pytest_arguments(options: argparse.Namespace) -> list[str]:
 
 def revision(folder: Path) -> str:
     """The tested commit, with a plus sign if files differ from it; empty outside of git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
-        found = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
-    return found.stdout.strip()

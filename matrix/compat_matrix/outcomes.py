@@ -13,7 +13,7 @@ from typing import Any
 from .axes import Known
 from .cells import Cell
 from .figures import with_figures
-from .results import Kind, Test, Verdict
+from .results import Kind, Outcome, Test, Verdict
 from .words import plural
 
 #: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts.
@@ -57,35 +57,32 @@ def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
             phases.setdefault(entry["nodeid"], []).append(entry)
         elif kind == "CollectReport" and entry["outcome"] == "failed":
             uncollected.append(f"{entry['nodeid']}: {message_of(entry)}")
-    return [with_figures(_test(nodeid, some), *_properties(some)) for nodeid, some in phases.items()], uncollected
+    return [_test(nodeid, some) for nodeid, some in phases.items()], uncollected
 
 
 def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
+    # The failures after which pytest-rerunfailures repeated the test, if the project uses it. Properties of all tries add up.
+    reruns = [entry for entry in entries if entry["outcome"] == "rerun"]
+    before = len(reruns[-1].get("user_properties", ())) if reruns else 0
+    outcome, entry = _outcome(entries)
     seconds = sum(entry.get("duration", 0.0) for entry in entries)
+    if outcome == "passed" and reruns:
+        outcome, entry = "flaky", reruns[0]
+    message = UNENDED if entry is None else message_of(entry)
+    return with_figures(Test(nodeid, outcome, seconds, message), entries[-1].get("user_properties"), before)
+
+
+def _outcome(entries: Sequence[Mapping[str, Any]]) -> tuple[Outcome, Mapping[str, Any] | None]:
+    """The outcome of a test, and the report of its phase that tells why; None if it didn't end."""
     for entry in entries:
         expected = entry.get("wasxfail") is not None
         if entry["outcome"] == "failed":
-            return Test(nodeid, "failed" if entry["when"] == "call" else "error", seconds, message_of(entry))
+            return "failed" if entry["when"] == "call" else "error", entry
         if entry["outcome"] == "skipped":
-            return Test(nodeid, "xfailed" if expected else "skipped", seconds, message_of(entry))
+            return "xfailed" if expected else "skipped", entry
         if expected:
-            return Test(nodeid, "xpassed", seconds)
-    if entries[-1]["when"] != "teardown":
-        return Test(nodeid, "error", seconds, UNENDED)
-    if reruns := _reruns(entries):
-        return Test(nodeid, "flaky", seconds, message_of(reruns[0]))
-    return Test(nodeid, "passed", seconds)
-
-
-def _reruns(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The failures after which pytest-rerunfailures repeated the test, if the project uses it."""
-    return [entry for entry in entries if entry["outcome"] == "rerun"]
-
-
-def _properties(entries: Sequence[Mapping[str, Any]]) -> tuple[Any, int]:
-    """All properties of a test, and the number of those from tries before the last one."""
-    reruns = _reruns(entries)
-    return entries[-1].get("user_properties"), len(reruns[-1].get("user_properties", ())) if reruns else 0
+            return "xpassed", {}
+    return ("passed", {}) if entries[-1]["when"] == "teardown" else ("error", None)
 
 
 def message_of(entry: Mapping[str, Any]) -> str:

@@ -9,23 +9,81 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import tomli
 from packaging.requirements import Requirement
 from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
+from uv import find_uv_bin
 
 from .axes import Axes
 from .cells import Cell
 from .errors import MatrixError
-from .locking import ANY_DAY, ResolutionError, lock
+
+#: The platform of the pins.
+PLATFORM = "x86_64-manylinux_2_28"
+#: A day in the far future, before which every release exists.
+ANY_DAY = "9999-01-01"
+
+
+class ResolutionError(MatrixError):
+    """No set of releases satisfies the requirements; the message is that of the resolver."""
+
+
+def lock(
+    requirements: Iterable[str],
+    python: str,
+    folder: Path,
+    *options: str,
+    before: str | None = None,
+    constraints: Iterable[str] = (),
+    excluded: Iterable[str] = (),
+) -> list[dict[str, Any]]:
+    """The ``packages`` of a lock file for Linux on x86-64, with the newest releases that satisfy the requirements.
+
+    Args:
+        folder: the folder whose uv settings apply.
+        options: further options for ``uv pip compile``.
+        before: a day; later releases are ignored. None leaves it to the settings.
+        constraints: constraints on the versions of dependencies.
+        excluded: distributions to leave out, together with the dependencies that only they have.
+
+    Raises:
+        ResolutionError: there is no solution, or the index can't be reached.
+    """
+    command = [find_uv_bin(), "pip", "compile", "-", "--quiet", "--no-sources", "--format", "pylock.toml"]
+    command += ["--python", sys.executable, "--no-python-downloads", "--python-version", python]
+    command += ["--python-platform", PLATFORM]
+    # Pre-releases are used if there is nothing else, or if a requirement names one.
+    command += ["--prerelease", "if-necessary-or-explicit"]
+    if before is not None:
+        command += ["--exclude-newer", f"{before}T00:00:00Z"]
+    with TemporaryDirectory() as scratch:
+        for option, lines in (("--constraints", constraints), ("--excludes", excluded)):
+            if text := "\n".join(lines):
+                path = Path(scratch, option.strip("-"))
+                path.write_text(text, encoding="utf-8")
+                command += [option, str(path)]
+        text = "\n".join(requirements)
+        command += options
+        done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", cwd=folder, check=False)
+    if done.returncode:
+        raise ResolutionError(done.stderr.strip() or f"uv ended with {done.returncode}")
+    packages: list[dict[str, Any]] = tomli.loads(done.stdout).get("packages", [])
+    return packages
+
+
+Kind = Literal["base", "layer"]
 
 
 @dataclass(frozen=True)
@@ -114,80 +172,66 @@ def write(part: Part, folder: Path) -> bool:
     return True
 
 
-def resolve_parts(
-    axes: Axes, cells: Sequence[Cell], *, latest: bool = False, jobs: int = 4
-) -> dict[str, Part | ResolutionError]:
+def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) -> dict[str, Part | ResolutionError]:
     """Resolve the bases and layers of cells, by name; a part without a solution is mapped to the resolver's message.
 
     A base with FlashAttention contains the one without. A layer fits every base of its Python: versions that these agree on are
     constraints of the layer, and the requirements of torch are left to the bases. The releases of axes in the layer take precedence.
     """
     own = project_requirements(axes)
-    found: dict[str, Part | ResolutionError] = {}
-    with ThreadPoolExecutor(jobs) as pool:
+    # A layer must fit every torch of its Python, also if only some of the cells are resolved.
+    pythons = {cell.python for cell in cells}
+    plain = {cell.base: cell for cell in map(_plain, axes.cells) if cell.python in pythons}
+    with ThreadPoolExecutor(4) as pool:
 
-        def each(parts: Mapping[str, tuple[Cell, Iterable[str], Iterable[str]]]) -> dict[str, Part | ResolutionError]:
-            names = list(parts)
-
+        def each(
+            kind: Kind, parts: Mapping[str, Cell], fixed: Callable[[Cell], Mapping[str, str]]
+        ) -> dict[str, Part | ResolutionError]:
             def one(name: str) -> Part | ResolutionError:
-                cell, requirements, constraints = parts[name]
+                cell = parts[name]
                 try:
+                    constraints = [f"{package}=={version}" for package, version in fixed(cell).items()]
+                    requirements = requirements_of(kind, axes, cell, own)
                     return Part(name, cell.python, compile_pins(requirements, constraints, cell.python, axes, latest))
                 except ResolutionError as error:
                     return error
 
-            return dict(zip(names, pool.map(one, names), strict=True))
+            return dict(zip(parts, pool.map(one, parts), strict=True))
 
-        # A layer must fit every torch of its Python, also if only some of the cells are resolved.
-        pythons = {cell.python for cell in cells}
-        plain = {
-            Cell(c.python, "", c.torch).base: Cell(c.python, "", c.torch) for c in axes.cells if c.python in pythons
-        }
-        bases = each({name: (cell, requirements_of("base", axes, cell, own), ()) for name, cell in plain.items()})
-        with_kernel = {}
-        for cell in cells:
-            below = bases[Cell(cell.python, "", cell.torch).base]
-            if cell.flash_attention == "none" or cell.base in with_kernel:
-                continue
-            if isinstance(below, ResolutionError):
-                found[cell.base] = below
-            else:
-                constraints = [f"{pin.name}=={pin.version}" for pin in below.pins]
-                with_kernel[cell.base] = (cell, requirements_of("base", axes, cell, own), constraints)
-        layers: dict[str, tuple[Cell, Iterable[str], Iterable[str]]] = {}
-        for cell in cells:
-            if cell.layer not in layers:
-                shared = _agreed([p for p in bases.values() if isinstance(p, Part) and p.python == cell.python])
-                chosen = _chosen("layer", axes, cell)
-                constraints = [f"{name}=={version}" for name, version in shared if name not in chosen]
-                layers[cell.layer] = (cell, requirements_of("layer", axes, cell, own), constraints)
-        found |= each({**with_kernel, **layers})
-        for name, (cell, *_) in layers.items():
-            part = found[name]
-            if isinstance(part, Part):
-                chosen = _chosen("layer", axes, cell)
-                below_names = {
-                    pin.name
-                    for p in bases.values()
-                    if isinstance(p, Part) and p.python == part.python
-                    for pin in p.pins
-                }
-                found[name] = Part(
-                    name, part.python, tuple(p for p in part.pins if p.name in chosen or p.name not in below_names)
-                )
-    wanted = {name for cell in cells for name in (cell.base, cell.layer)}
-    return {name: part for name, part in {**bases, **found}.items() if name in wanted}
+        bases = each("base", plain, lambda _: {})
+
+        def below(cell: Cell) -> Mapping[str, str]:
+            base = bases[_plain(cell).base]
+            if isinstance(base, ResolutionError):
+                raise base
+            return base.versions
+
+        def there(cell: Cell) -> list[Mapping[str, str]]:
+            parts = (bases[name] for name in plain)
+            return [one.versions for one in parts if isinstance(one, Part) and one.python == cell.python]
+
+        def agreed(cell: Cell) -> Mapping[str, str]:
+            shared = [{*versions.items()} for versions in there(cell)]
+            same = set.intersection(*shared) if shared else set[tuple[str, str]]()
+            return {name: version for name, version in sorted(same) if name not in _chosen("layer", axes, cell)}
+
+        bases |= each("base", {cell.base: cell for cell in cells if cell.base not in bases}, below)
+        of_layers = {cell.layer: cell for cell in cells}
+        layers = each("layer", of_layers, agreed)
+    for name, part in layers.items():
+        if isinstance(part, Part):
+            needless = {pin for versions in there(of_layers[name]) for pin in versions}
+            needless -= _chosen("layer", axes, of_layers[name]).keys()
+            layers[name] = replace(part, pins=tuple(pin for pin in part.pins if pin.name not in needless))
+    return {name: part for name, part in bases.items() if name in {cell.base for cell in cells}} | layers
 
 
-def _agreed(parts: Sequence[Part]) -> list[tuple[str, str]]:
-    """The pins that all bases have in the same version."""
-    if not parts:
-        return []
-    shared = set.intersection(*({(pin.name, pin.version) for pin in part.pins} for part in parts))
-    return sorted(shared)
+def _plain(cell: Cell) -> Cell:
+    """The cell with the same Python and torch, and nothing else."""
+    return Cell(cell.python, "", cell.torch)
 
 
-def requirements_of(part: Literal["base", "layer"], axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
+def requirements_of(part: Kind, axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
     """The requirements of a part of a cell: the releases of its axes, the project's requirements, and further packages."""
     layered = _layered(axes)
     exactly = [_exactly(name, version) for name, version in _chosen(part, axes, cell).items()]
@@ -206,7 +250,7 @@ def _layered(axes: Axes) -> set[str]:
     return named | {"transformers", *axes.distributions.values()}
 
 
-def _chosen(part: Literal["base", "layer"], axes: Axes, cell: Cell) -> dict[str, str]:
+def _chosen(part: Kind, axes: Axes, cell: Cell) -> dict[str, str]:
     """The distributions of a part whose releases are values of the cell's axes, with these."""
     names = {"torch": "torch"} if part == "base" else {"transformers": "transformers", **axes.distributions}
     return {names[axis]: value for axis, value in cell.axes.items() if axis in names}
@@ -249,25 +293,26 @@ def compile_pins(
         ResolutionError: there are none.
     """
     before = ANY_DAY if latest else axes.exclude_newer
+    order = _preferred(python)
+
+    def rank(wheel: Mapping[str, str]) -> int:  # all of them fit the platform
+        tags = parse_wheel_filename(unquote((wheel.get("url") or wheel["path"]).rpartition("/")[2]))[3]
+        places = [order.index((tag.interpreter, tag.abi)) for tag in tags if (tag.interpreter, tag.abi) in order]
+        return min(places, default=len(order))
+
     pins = []
     for package in lock(requirements, python, axes.folder, before=before, constraints=constraints):
-        files = sorted(package.get("wheels", ()), key=lambda wheel: _rank(wheel, python)) or [package["sdist"]]
-        pins.append(Pin(canonicalize_name(package["name"]), package["version"], files[0]["hashes"]["sha256"]))
+        file = min(package.get("wheels", ()), key=rank, default=None) or package["sdist"]
+        pins.append(Pin(canonicalize_name(package["name"]), package["version"], file["hashes"]["sha256"]))
     return tuple(sorted(pins, key=lambda pin: pin.name))
 
 
-def _rank(wheel: Mapping[str, str], python: str) -> int:
-    """The place of a wheel in the order in which installers prefer those for a Python; all of them fit the platform."""
-    order = _preferred(python)
-    name = unquote((wheel.get("url") or wheel["path"]).rpartition("/")[2])
-    return min(order.get((tag.interpreter, tag.abi), len(order)) for tag in parse_wheel_filename(name)[3])
-
-
 @cache
-def _preferred(python: str) -> dict[tuple[str, str], int]:
+def _preferred(python: str) -> list[tuple[str, str]]:
+    """Interpreters and ABIs of wheels, in the order in which installers prefer them."""
     version = [int(part) for part in python.split(".")]
     every = [*cpython_tags(version, platforms=["any"]), *compatible_tags(version, platforms=["any"])]
-    return {(tag.interpreter, tag.abi): place for place, tag in enumerate(dict.fromkeys(every))}
+    return [*dict.fromkeys((tag.interpreter, tag.abi) for tag in every)]
 
 
 def of_cells(
@@ -276,9 +321,23 @@ def of_cells(
     """The bases and layers of cells, by name: as they are committed, or resolved now.
 
     Raises:
-        MatrixError: pins are missing or broken.
+        MatrixError: pins are missing or broken, or lack a release that the tested project requires.
     """
     if latest:
         return resolve_parts(axes, cells, latest=True)
     names = {name: cell.python for cell in cells for name in (cell.base, cell.layer)}
-    return {name: read(folder / f"{name}.txt", python) for name, python in names.items()}
+    found = {name: read(folder / f"{name}.txt", python) for name, python in names.items()}
+    own = project_requirements(axes)
+    for cell in cells:
+        pinned = found[cell.base].versions | found[cell.layer].versions
+        here = {"python_version": cell.python, "python_full_version": f"{cell.python}.0"}
+        for requirement in own:
+            version = pinned.get(canonicalize_name(requirement.name), "")
+            if version and requirement.specifier.contains(version, prereleases=True):
+                continue
+            if requirement.marker is None or requirement.marker.evaluate(here):
+                raise MatrixError(
+                    f"the project requires {requirement}, and the pins of {cell} have {version or 'no release of it'}: "
+                    "`kernel-compat-matrix pin` resolves them again"
+                )
+    return dict(found)

@@ -1,4 +1,4 @@
-"""Processes of cells: new ones, or forks of one that has imported torch."""
+"""Processes of cells: each is a fork of a Python that may have imported torch, and ends with the runner, however that ends."""
 
 from __future__ import annotations
 
@@ -9,162 +9,112 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TimedOut
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+
+from .cell.kernel_compat_host import MESSAGE
 
 #: The folder of the modules that run inside a cell; it contains nothing else.
 INSIDE = Path(__file__).parent / "cell"
 
 
-class Process(Protocol):
-    """A started process."""
+class Process:
+    """A process in a group of its own. Another process watches it, and kills the group when the connection to it is closed."""
 
-    pid: int
-
-    def wait(self, timeout: float) -> int:
-        """The return code, negative for a signal; raises TimeoutError if it is still running."""
-        ...
-
-
-#: Reads the id of a process group, and kills the group at the end of its input, which is a pipe that only the
-#: runner holds. The pipe closes when the runner ends, however it ends.
-_GUARD = 'read -r group; read -r _; kill -s KILL -- "-$group"'
-
-#: Sends its process id to the guard before it executes the command, so that the guard always knows it.
-_GUARDED = 'echo $$ >&0; exec "$@" </dev/null'
-
-
-class Fresh:
-    """A new process. Its whole process group ends when this process does.
-
-    Raises:
-        OSError: the program doesn't exist.
-    """
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
-        program = command[0]
-        if not shutil.which(folder / program if "/" in program else program, path=environment.get("PATH")):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            with open(log, "ab") as output:
-                self._process = subprocess.Popen(
-                    ["/bin/sh", "-c", _GUARDED, "sh", *command],
-                    env=environment,
-                    cwd=folder,
-                    stdin=self._guard.stdin,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-        except BaseException:
-            self._guard.communicate()
-            raise
-        self.pid = self._process.pid
-        share_priority(self.pid)
+    def __init__(self, connection: socket.socket, request: Mapping[str, object]) -> None:
+        self._connection = connection
+        self._returncode: int | None = None
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        if not (pid := connection.recv(MESSAGE)):
+            raise OSError("the process that forks the cells has died")
+        self.pid = int(pid)
 
     def wait(self, timeout: float) -> int:
         """The return code, negative for a signal; raises TimeoutError if it is still running."""
-        try:
-            code = self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
-        if self._guard.returncode is None:
-            self._guard.communicate()
-        return code
+        if self._returncode is None:
+            self._connection.settimeout(max(timeout, 0.001))
+            self._returncode = int(self._connection.recv(MESSAGE) or -signal.SIGKILL)
+        return self._returncode
+
+    def end(self, grace: float = 0.0) -> None:
+        """End it and all its children, after some seconds to end by itself."""
+        if self._connection.fileno() < 0:
+            return  # it has been ended, and its id may be another process's
+        with suppress(TimeoutError):
+            self.wait(grace)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait(60)
+        with suppress(OSError), self._connection:
+            self._connection.shutdown(socket.SHUT_WR)
+            self._connection.recv(1)  # empty once the watching process has ended
 
 
 class Host:
-    """A Python that has imported torch and forks a process for each cell. Thread-safe."""
+    """A Python that forks processes. Thread-safe.
 
-    def __init__(self, python: Path) -> None:
-        ours, theirs = socket.socketpair()
+    Args:
+        python: the Python of a base, which imports torch, and whose forks act as ``python -m``. Without it, forks execute programs.
+    """
+
+    def __init__(self, python: Path | None = None) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        self._process = subprocess.Popen(
-            [str(python), str(INSIDE / "kernel_compat_host.py"), str(theirs.fileno())],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        self._socket = ours
-        self._lock = threading.Lock()
-        self._started: dict[int, Future[int]] = {}
-        self._ended: dict[int, Future[int]] = {}
-        threading.Thread(target=self._read, daemon=True).start()
+        command = [str(python or sys.executable), str(INSIDE / "kernel_compat_host.py"), str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, *(["preload"] if python else [])],
+                cwd="/",
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        share_priority(self._process.pid)
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Process:
-        """Start ``python -m`` with these arguments.
+        """Start a process.
 
         Raises:
             OSError: the host has died.
         """
-        with self._lock:
-            number = len(self._ended)
-            started, ended = self._started[number], self._ended[number] = Future[int](), Future[int]()
-            request = {
-                "id": number,
-                "arguments": list(arguments),
-                "environment": dict(environment),
-                "folder": str(folder),
-                "log": str(log),
-            }
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-        return _Forked(started.result(), ended)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._requests, [b"fork"], [theirs.fileno()])
+        request = {"arguments": [*arguments], "environment": {**environment}, "folder": str(folder), "log": str(log)}
+        return Process(ours, request)
 
     def close(self) -> None:
-        """End the host and all its forks."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """End the host, and none of its forks."""
+        self._requests.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _read(self) -> None:
-        with suppress(OSError), self._socket.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
-                if "pid" in message:
-                    self._started[message["id"]].set_result(message["pid"])
-                elif "returncode" in message:
-                    self._ended[message["id"]].set_result(message["returncode"])
-        lost = OSError("the process that forks the cells has died")
-        with self._lock:
-            for future in [*self._started.values(), *self._ended.values()]:
-                if not future.done():
-                    future.set_exception(lost)
 
+def fresh(command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Process:
+    """Start a program.
 
-class _Forked:
-    def __init__(self, pid: int, ended: Future[int]) -> None:
-        self.pid = pid
-        self._ended = ended
-
-    def wait(self, timeout: float) -> int:
-        try:
-            return self._ended.result(timeout)
-        except TimedOut:  # TimeoutError itself from Python 3.11 on, and an OSError
-            raise TimeoutError from None
-        except OSError:
-            return -signal.SIGKILL
+    Raises:
+        OSError: it doesn't exist.
+    """
+    program = command[0]
+    if not shutil.which(folder / program if "/" in program else program, path=environment.get("PATH")):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
+    host = Host()
+    try:
+        return host.start(command, environment, folder, log)
+    finally:
+        host.close()
 
 
 class Hosts:
@@ -177,9 +127,7 @@ class Hosts:
     def __call__(self, python: Path) -> Host:
         """The host of a Python."""
         with self._lock:
-            if python not in self._hosts:
-                self._hosts[python] = Host(python)
-            return self._hosts[python]
+            return self._hosts.get(python) or self._hosts.setdefault(python, Host(python))
 
     def close(self) -> None:
         """End all hosts."""
@@ -200,12 +148,3 @@ def share_priority(session: int) -> None:
             return
         else:
             return
-
-
-def end(process: Process, grace: float) -> None:
-    """End a process and all its children, after some seconds to end by itself."""
-    with suppress(TimeoutError):
-        process.wait(grace)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=60)

@@ -31,8 +31,7 @@ class Progress:
         self.total, self.jobs, self.console = total, jobs, console
         self.counts: Counter[str] = Counter()
         self.running: dict[Cell, float] = {}
-        self.spent: list[float] = []
-        self._ended: set[Cell] = set()
+        self._spent: dict[Cell, float] = {}
         self._began = time.monotonic()
         self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4, transient=True)
 
@@ -49,17 +48,16 @@ class Progress:
 
     def started(self, cell: Cell) -> None:
         """Record the start of a cell; without effect if the cell has ended already."""
-        if cell not in self._ended:  # another machine's message may arrive late
+        if cell not in self._spent:  # another machine's message may arrive late
             self.running[cell] = time.monotonic()
 
     def ended(self, result: CellResult) -> None:
         """Record the result of a cell and print a line for it."""
-        self._ended.add(result.cell)
+        self._spent[result.cell] = result.seconds
         self.running.pop(result.cell, None)
         self.counts[result.verdict] += 1
-        self.spent.append(result.seconds)
         symbol, style = _SYMBOLS[result.verdict]
-        line = Text(f"{symbol} {sum(self.counts.values())}/{self.total} {result.cell} ")
+        line = Text(f"{symbol} {len(self._spent)}/{self.total} {result.cell} ")
         line.append(f"{result.verdict}{f' ({result.kind})' if result.kind else ''}", style)
         line.append(f" {result.seconds:.1f} s{f': {result.reason}' if result.reason else ''}")
         self.console.print(line, soft_wrap=True, highlight=False)
@@ -67,10 +65,9 @@ class Progress:
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         counts = ", ".join(f"{self.counts[verdict]} {verdict}" for verdict in _SYMBOLS if self.counts[verdict])
-        left = self.total - sum(self.counts.values()) - len(self.running)
         table.add_row(
-            f"{sum(self.counts.values())} of {plural(self.total, 'cell')}" + (f": {counts}" if counts else ""),
-            f"{len(self.running)} running, {left} to go",
+            f"{len(self._spent)} of {plural(self.total, 'cell')}" + (f": {counts}" if counts else ""),
+            f"{len(self.running)} running, {self.total - len(self._spent) - len(self.running)} to go",
             f"{_clock(time.monotonic() - self._began)} so far, {self._time_left()} left",
         )
         for cell, since in list(self.running.items()):
@@ -78,10 +75,10 @@ class Progress:
         return table
 
     def _time_left(self) -> str:
-        if not self.spent:
+        if not self._spent:
             return "?"
-        to_do = self.total - len(self.spent)
-        return _clock(sum(self.spent) / len(self.spent) * to_do / max(self.jobs, 1))
+        mean = sum(self._spent.values()) / len(self._spent)
+        return _clock(mean * (self.total - len(self._spent)) / max(self.jobs, 1))
 
 
 def _clock(seconds: float) -> str:

@@ -8,33 +8,34 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from . import gpus, work
 from .cells import Cell, parse
+from .environments import default_root
 from .errors import MatrixError
 from .fingerprint import fingerprint
 from .processes import Hosts
 from .results import CellResult
-from .runner import default_root
+from .words import plural
 from .work import Job
 
 try:
     import ray
     from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+    from ray.util.queue import Queue
 except ImportError as error:
     raise MatrixError(f"--executor ray needs Ray: pip install 'kernel-compat-matrix[ray]' ({error})") from None
 
 #: How often Ray restarts a cell whose node or worker was lost. A cell that ended, however it did, isn't restarted.
 RETRIES = 3
 
-#: Seconds between two checks of which cells have started.
-_POLL = 0.5
 #: Seconds for cancelled cells to end by themselves.
 _GRACE = 15.0
 
@@ -58,10 +59,12 @@ class RayExecutor:
         self._cache, self._fork = cache and cache.absolute(), fork
         self._refs: dict[Cell, Any] = {}
         self._fingerprint: dict[Path, str] = {}
-        self._closing = threading.Event()
         address = os.environ.get("RAY_ADDRESS", "")
         check_private(address)
-        _reachable(address)
+        host, port = _host(address)
+        if host and port is not None:  # Ray itself would wait, and then end this process
+            with _joining(address):
+                socket.create_connection((host, port), timeout=10).close()
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             ray.init(num_cpus=jobs, **quiet)
@@ -71,8 +74,8 @@ class RayExecutor:
         self.jobs = int(ray.cluster_resources().get("CPU", 1))
         node = ray.get_runtime_context().get_node_id()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        # On the node of this process, and not on one that may be lost.
-        self._begun = ray.remote(_Begun).options(num_cpus=0, scheduling_strategy=here).remote()
+        # The names of the cells that have started. On the node of this process, and not on one that may be lost.
+        self._begun = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
         self._started: Callable[[Cell], None] | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -81,14 +84,13 @@ class RayExecutor:
         """Submit a job as a task. If no node can ever run it, its result is ``not run`` at once."""
         self._started = started
         needs = {"CPU": 1.0, "memory": job.tests.memory * 2**30}
-        if job.cell.device == "cuda" and job.tests.gpus:
-            needs["GPU"] = float(job.tests.gpus)
+        if job.gpus:
+            needs["GPU"] = float(job.gpus)
             if job.tests.accelerator is not None:
                 needs[f"accelerator_type:{job.tests.accelerator}"] = 0.001
         future: Future[CellResult] = Future()
         if (lacking := _lacking(needs)) is not None:
-            now = datetime.now(timezone.utc)
-            future.set_result(CellResult(job.cell, "not run", "hardware", lacking, now, 0.0, attempt=job.attempt))
+            future.set_result(job.result("not run", "hardware", lacking))
             return future
         task = ray.remote(_run).options(
             name=job.cell.name,
@@ -120,34 +122,17 @@ class RayExecutor:
 
     def close(self) -> None:
         """Leave the cluster, after all jobs have ended."""
-        self._closing.set()
+        with suppress(RayError):
+            self._begun.put("")
         self._thread.join()
         ray.shutdown()
 
     def _follow(self) -> None:
         """Report cells as they start."""
-        while not self._closing.wait(_POLL):
-            try:
-                names = ray.get(self._begun.take.remote())
-            except RayError:
-                return  # the cluster is shutting down; the cells' futures report it
-            for name in names:
+        with suppress(RayError):  # the cluster is shutting down; the cells' futures report it
+            while name := self._begun.get():
                 if self._started is not None:
                     self._started(parse(name))
-
-
-class _Begun:
-    """An actor that collects the cells that have started and weren't reported yet."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-
-    def add(self, name: str) -> None:
-        self._names.append(name)
-
-    def take(self) -> list[str]:
-        names, self._names = self._names, []
-        return names
 
 
 _hosts = Hosts()
@@ -163,11 +148,9 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
             f"{here} on node {platform.node()} differs from the project that the run was started with: update it"
         )
     job = replace(job, environments=replace(job.environments, root=cache or default_root()))
-    needed = job.tests.gpus if job.cell.device == "cuda" else 0
     # Ray assigns GPUs by CUDA_VISIBLE_DEVICES, and doesn't know about other runs on the machine.
-    with gpus.leased(needed, gpus.visible() if needed else ()) as held:
-        begun.add.remote(job.cell.name)
-        return work.run(job, held, hosts=_hosts if fork else None)
+    devices = gpus.visible() if job.gpus else ()
+    return work.run(job, devices, lambda: begun.put_nowait(job.cell.name), hosts=_hosts if fork else None)
 
 
 def check_private(address: str) -> None:
@@ -176,41 +159,32 @@ def check_private(address: str) -> None:
     Raises:
         MatrixError: it isn't at a loopback address, and Ray's token authentication is off; or its host isn't known.
     """
-    host = _host(address)[0]
+    host, _ = _host(address)
     if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         return
-    try:
-        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError) as error:
-        raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
-    if not all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found):
+    with _joining(address):
+        found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
+    if not all(ipaddress.ip_address(one).is_loopback for one in found):
         raise MatrixError(
             f"the Ray cluster at {address} isn't on this machine, and whoever reaches it can run commands on it: "
             "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on its nodes and here"
         )
 
 
-def _reachable(address: str) -> None:
-    """Check that a cluster can be connected to.
-
-    Raises:
-        MatrixError: nothing listens at ``HOST:PORT``: Ray itself would wait, and then end this process.
-    """
-    host, port = _host(address)
+@contextmanager
+def _joining(address: str) -> Iterator[None]:
     try:
-        if port.isdecimal():
-            socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError, UnicodeError) as error:
+        yield
+    except (OSError, ValueError, OverflowError) as error:
         raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
 
 
-def _host(address: str) -> tuple[str, str]:
-    """The host and the port in an address of Ray; both are empty for a cluster that was started on this machine."""
+def _host(address: str) -> tuple[str, int | None]:
+    """The host and the port in an address of Ray; no host for a cluster that was started on this machine."""
     place = address.rpartition("://")[2]
-    if place in ("", "auto", "local"):
-        return "", ""
-    host, colon, port = place.rpartition(":")
-    return (host if colon else place).strip("[]"), port if colon else ""
+    with _joining(address):
+        parts = urlsplit(f"//{place}")
+        return ("" if place in ("", "auto", "local") else parts.hostname or ""), parts.port
 
 
 def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:
@@ -224,10 +198,7 @@ def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:
         future.set_exception(MatrixError(f"{job.cell}: {cause}"))
     else:
         reason = f"its node or worker was lost {RETRIES + 1} times: {' '.join(str(error).split())[:400]}"
-        now = datetime.now(timezone.utc)
-        future.set_result(
-            CellResult(job.cell, "failed", "crash", reason, now, 0.0, attempt=job.attempt, log=str(error))
-        )
+        future.set_result(job.result("failed", "crash", reason, log=str(error)))
 
 
 def _lacking(needs: Mapping[str, float]) -> str | None:
@@ -235,11 +206,7 @@ def _lacking(needs: Mapping[str, float]) -> str | None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
         return None
-    wanted = [f"{needs['memory'] / 2**30:g} GiB of memory"]
-    if "GPU" in needs:
-        wanted.insert(0, f"{needs['GPU']:g} GPU{'s' * (needs['GPU'] != 1)}")
+    wanted = [plural(int(needs["GPU"]), "GPU")] if "GPU" in needs else []
+    wanted += [f"{needs['memory'] / 2**30:g} GiB of memory"]
     wanted += [name.replace("accelerator_type:", "the accelerator ") for name in needs if ":" in name]
     return f"it needs {' and '.join(wanted)}, and no node of the Ray cluster has that"
-
-
-__all__ = ["RETRIES", "RayExecutor", "check_private"]

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import platformdirs
-
-from . import gpus, pins, work
+from . import work
 from .axes import Axes
 from .cells import Cell, one_and_more
-from .environments import Environments
 from .errors import MatrixError
-from .locking import ResolutionError
 from .processes import Hosts
 from .progress import Progress
 from .results import CellResult
 from .store import Store
+from .words import plural
 from .work import Job
 
-
-class Executor(Protocol):
-    """Runs jobs, several at a time."""
-
-    jobs: int
-
-    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
-        """Run a job; `started` is called when its cell starts."""
-        ...
-
-    def cancel(self) -> None:
-        """End running jobs; their futures raise `work.Cancelled`."""
-        ...
-
-    def close(self) -> None:
-        """Free resources, after all jobs have ended."""
-        ...
+if TYPE_CHECKING:
+    from .ray_executor import RayExecutor
 
 
 @dataclass
@@ -82,65 +60,10 @@ class Local:
             self._hosts.close()
 
     def _run(self, job: Job, started: Callable[[Cell], None]) -> CellResult:
-        if self.cancelled.is_set():
-            raise work.Cancelled
-        needed = job.tests.gpus if job.cell.device == "cuda" else 0
-        if needed > len(self.devices):
+        if job.gpus > len(self.devices):
             there = {0: "none is", 1: "one is"}.get(len(self.devices), f"{len(self.devices)} are")
-            reason = f"it needs {needed} GPU{'s' * (needed != 1)}, and {there} visible"
-            return CellResult(
-                job.cell, "not run", "hardware", reason, datetime.now(timezone.utc), 0.0, attempt=job.attempt
-            )
-        with gpus.leased(needed, self.devices, self.cancelled) as held:
-            if len(held) < needed:
-                raise work.Cancelled
-            started(job.cell)
-            return work.run(job, held, self.cancelled, self._hosts)
-
-
-def jobs_of(
-    axes: Axes,
-    cells: Sequence[Cell],
-    environments: Environments,
-    *,
-    suite: str = "default",
-    pin_folder: Path,
-    latest: bool = False,
-    arguments: Sequence[str] = (),
-    attempts: Mapping[Cell, int] | None = None,
-) -> list[Job]:
-    """The jobs for these cells.
-
-    Args:
-        latest: resolve the newest releases instead of using the pins.
-        attempts: the number of earlier attempts, by cell.
-
-    Raises:
-        MatrixError: pins are missing or invalid, or a cell has no tests.
-    """
-    if not (environments.project / "pyproject.toml").is_file():
-        raise MatrixError(f"{environments.project} has no pyproject.toml: no project to test")
-    found = pins.of_cells(axes, cells, pin_folder, latest)
-    jobs = []
-    for cell in cells:
-        tests = axes.tests_of(cell, suite)
-        if tests is None:
-            raise MatrixError(f"{axes.path.name} has no tests for {cell} in the suite {suite!r}")
-        base, layer = found[cell.base], found[cell.layer]
-        parts: tuple[pins.Part, pins.Part] | str
-        if isinstance(base, ResolutionError):
-            parts = str(base)
-        elif isinstance(layer, ResolutionError):
-            parts = str(layer)
-        else:
-            parts = (base, layer)
-        attempt = (attempts or {}).get(cell, 0) + 1
-        jobs.append(Job(cell, parts, tests, environments, attempt, tuple(arguments), axes.known_of(cell)))
-    try:
-        environments.root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
-    return jobs
+            return job.result("not run", "hardware", f"it needs {plural(job.gpus, 'GPU')}, and {there} visible")
+        return work.run(job, self.devices, lambda: started(job.cell), self.cancelled, self._hosts)
 
 
 def failed(store: Store, run: str) -> dict[Cell, int]:
@@ -171,7 +94,7 @@ def execute(
     run: str,
     jobs: Sequence[Job],
     store: Store,
-    executor: Executor,
+    executor: Local | RayExecutor,
     progress: Progress,
     *,
     patience: float = 0.0,
@@ -187,9 +110,8 @@ def execute(
         MatrixError: a result can't be stored; earlier results stay stored.
         KeyboardInterrupt: after the store is in order.
     """
-    counts: Counter[str] = Counter()
     pending: set[Future[CellResult]] = set()
-    with _ended_in_order(run, store, executor, pending):
+    try:
         for job in jobs:
             pending.add(executor.submit(job, progress.started))
         while pending:
@@ -200,29 +122,6 @@ def execute(
                     _add(store, run, result, patience)
                 pending.remove(future)
                 progress.ended(result)
-                counts[result.verdict] += 1
-    return counts
-
-
-def _add(store: Store, run: str, result: CellResult, patience: float) -> None:
-    end = time.monotonic() + patience
-    while True:
-        try:
-            store.add(run, result)
-        except MatrixError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(1)
-        else:
-            return
-
-
-@contextmanager
-def _ended_in_order(
-    run: str, store: Store, executor: Executor, pending: Collection[Future[CellResult]]
-) -> Iterator[None]:
-    try:
-        yield
         executor.close()
     except BaseException as error:
         executor.cancel()
@@ -232,9 +131,15 @@ def _ended_in_order(
         store.finish(run, "interrupted")
         raise
     store.finish(run, "finished")
+    return progress.counts
 
 
-def default_root() -> Path:
-    """The default folder of the environments."""
-    named = os.environ.get("KERNEL_COMPAT_MATRIX_CACHE")
-    return Path(named) if named else platformdirs.user_cache_path("kernel-compat-matrix")
+def _add(store: Store, run: str, result: CellResult, patience: float) -> None:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return store.add(run, result)
+        except MatrixError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(1)

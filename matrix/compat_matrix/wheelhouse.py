@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from importlib import metadata
+from json import loads
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Annotated, BinaryIO, Literal
+from typing import Annotated, Literal
 from urllib.parse import unquote, urlsplit
 
 import requests
-from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.requirements import Requirement
+from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from .atlas.cache import Cache, default_folder
 from .atlas.index import TIMEOUT, File, Index, reason
@@ -30,21 +33,19 @@ from .base_python import torch_alone
 from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .fingerprint import sources
-from .locking import ANY_DAY, ResolutionError, lock
-from .pins import Part, Pin, compile_pins, of_cells, write
-from .work import Job
+from .pins import ANY_DAY, Part, Pin, ResolutionError, compile_pins, lock, of_cells, write
+from .unpack import sha256
 
 #: The number of files that are fetched at a time.
 _THREADS = 4
 
+#: A name of a file or a folder that can't leave the folder it is in.
+Name = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.+!-]*\z")]
+_NAME: TypeAdapter[str] = TypeAdapter(Name)
+
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-#: A name of a file or a folder that can't leave the folder it is in.
-_Name = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.+!-]*\z")]
-_NAME: TypeAdapter[str] = TypeAdapter(_Name)
 
 
 class Stored(_Table):
@@ -62,28 +63,21 @@ class PartOf(_Table):
     torch_alone: list[str] = []
 
 
-class Manifest(_Table):
-    """The manifest of a wheelhouse.
+class Wheelhouse(_Table):
+    """A folder that `fetch` has written, as its ``manifest.json`` describes it.
 
     Attributes:
-        project: the file name of the tested project's wheel.
+        wheel: the file name of the tested project's wheel.
         cells: base and layer by the name of the cell; their pins are in the folder ``pins``.
         files: the fetched files by name.
     """
 
+    folder: Path = Field(default=Path(), exclude=True)
     version: Literal[1] = 1
-    project: _Name
-    cells: dict[_Name, tuple[_Name, _Name]]
-    parts: dict[_Name, PartOf]
-    files: dict[_Name, Stored]
-
-
-@dataclass(frozen=True)
-class Wheelhouse:
-    """A folder that `fetch` has written."""
-
-    folder: Path
-    manifest: Manifest
+    wheel: Name = Field(alias="project")
+    cells: dict[Name, tuple[Name, Name]] = {}
+    parts: dict[Name, PartOf] = {}
+    files: dict[Name, Stored] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Wheelhouse:
@@ -97,27 +91,33 @@ class Wheelhouse:
             raise MatrixError(
                 f"--offline takes a folder that `kernel-compat-matrix fetch` wrote; {folder} isn't a folder"
             )
-        manifest = _manifest(folder)
-        if manifest is None:
+        found = cls.read(folder)
+        if found is None:
             raise MatrixError(
                 f"{folder} has no manifest.json: `kernel-compat-matrix fetch` writes it last, so this folder is incomplete"
             )
-        return cls(folder, manifest)
+        return found
 
-    @property
-    def pins(self) -> Path:
-        """The folder of the pins."""
-        return self.folder / "pins"
+    @classmethod
+    def read(cls, folder: Path) -> Wheelhouse | None:
+        """The folder's manifest; None if it has none."""
+        path = folder / "manifest.json"
+        try:
+            return cls.model_validate_json(path.read_bytes()).model_copy(update={"folder": folder})
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
 
     @property
     def project(self) -> Path:
         """The tested project's wheel."""
-        return self.folder / self.manifest.project
+        return self.folder / self.wheel
 
     @property
     def torch_alone(self) -> dict[str, frozenset[str]]:
         """For each base: torch, and the pins that only torch needs."""
-        return {name: frozenset(part.torch_alone) for name, part in self.manifest.parts.items()}
+        return {name: frozenset(part.torch_alone) for name, part in self.parts.items()}
 
     def check(self, cells: Sequence[Cell], project: Path) -> None:
         """Check that the folder serves these cells and this project.
@@ -125,71 +125,55 @@ class Wheelhouse:
         Raises:
             MatrixError: it was fetched for other cells, or for a different state of the tested project.
         """
-        others = [cell.name for cell in cells if not {cell.base, cell.layer} <= self.manifest.parts.keys()]
+        others = [cell.name for cell in cells if not {cell.base, cell.layer} <= self.parts.keys()]
         if others:
             raise MatrixError(f"{self.folder} was fetched for other cells, without {one_and_more(others)}")
-        self._intact(self.manifest.project)
+        if not self._there(self.wheel) or sha256(self.project) != self.files[self.wheel].sha256:
+            raise MatrixError(f"{self.folder} lacks {self.wheel} as it was fetched: fetch it again")
         if (changed := differing(self.project, project)) is not None:
             raise MatrixError(
-                f"{self.project.name} in {self.folder} has another {changed} than {project}: fetch it again, from the same state"
+                f"{self.wheel} in {self.folder} has another {changed} than {project}: fetch it again, from the same state"
             )
 
-    def take(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs with pins of the files in this folder: a wheel that was added by hand replaces an sdist.
+    def take(self, parts: Mapping[str, Part | ResolutionError], cells: Sequence[Cell]) -> dict[str, Part]:
+        """The parts of the cells with pins of the files in this folder: a wheel that was added by hand replaces an sdist.
 
         Raises:
             MatrixError: files are missing, or differ from the fetched ones; the message names all of them and the cells.
         """
-        files = {stored.sha256: name for name, stored in self.manifest.files.items()}
-        added = [path for path in sorted(self.folder.glob("*.whl")) if path.name not in self.manifest.files]
-        missing: dict[str, list[str]] = {}
+        names = {stored.sha256: name for name, stored in self.files.items()}
+        added = [path for path in sorted(self.folder.glob("*.whl")) if path.name not in self.files]
+        found: dict[str, Part] = {}
+        missing: dict[str, dict[str, None]] = {}
 
         @cache
         def taken(pin: Pin, python: str, torch: str) -> Pin | None:
-            """The pin of a file that is there."""
-            name = files.get(pin.sha256, "")
-            there = bool(name) and self._there(name)
-            if there and name.endswith(".whl"):
+            there = self._there(names.get(pin.sha256, ""))
+            if there and names[pin.sha256].endswith(".whl"):
                 return pin
-            if (wheel := _added(added, pin, python, torch)) is not None:
-                return Pin(pin.name, str(parse_wheel_filename(wheel.name)[1]), _sha256(wheel))
+            if wheel := _replacing(added, pin, python, torch):
+                return Pin(pin.name, str(parse_wheel_filename(wheel.name)[1]), sha256(wheel))
             return pin if there else None
 
-        def part_of(job: Job, part: Part) -> Part:
-            pins = []
-            for pin in part.pins:
-                found = taken(pin, part.python, job.cell.torch)
-                if found is None:
-                    name = files.get(pin.sha256)
+        for cell in cells:
+            for part in (one for one in (parts[cell.base], parts[cell.layer]) if isinstance(one, Part)):
+                pins = {pin: taken(pin, part.python, cell.torch) for pin in part.pins}
+                found[part.name] = replace(part, pins=tuple(filter(None, pins.values())))
+                for pin in (pin for pin, there in pins.items() if there is None):
+                    name = names.get(pin.sha256)
                     what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
-                    missing.setdefault(what, []).append(job.cell.name)
-                pins.append(found or pin)
-            return replace(part, pins=tuple(pins))
-
-        taken_jobs = [
-            job
-            if isinstance(job.parts, str)
-            else replace(job, parts=(part_of(job, job.parts[0]), part_of(job, job.parts[1])))
-            for job in jobs
-        ]
+                    missing.setdefault(what, {})[cell.name] = None
         if missing:
-            lines = [
-                f"{what}, for {one_and_more(list(dict.fromkeys(cells)))}" for what, cells in sorted(missing.items())
-            ]
-            hint = ""
+            lines = [f"{what}, for {one_and_more([*those])}" for what, those in sorted(missing.items())]
             if any(what.startswith("torch==") for what in missing):
-                hint = "\nIt was fetched --without-torch, or has lost it: run --base-python PATH, or fetch again"
-            raise MatrixError(f"{self.folder} lacks\n  " + "\n  ".join(lines) + hint)
-        return taken_jobs
+                lines.append("It was fetched --without-torch, or has lost it: run --base-python PATH, or fetch again")
+            raise MatrixError("\n  ".join([f"{self.folder} lacks", *lines]))
+        return found
 
     def _there(self, name: str) -> bool:
         """Whether a file has its recorded size; its hash is checked at installation."""
         path = self.folder / name
-        return path.is_file() and path.stat().st_size == self.manifest.files[name].size
-
-    def _intact(self, name: str) -> None:
-        if not self._there(name) or _sha256(self.folder / name) != self.manifest.files[name].sha256:
-            raise MatrixError(f"{self.folder} lacks {name} as it was fetched: fetch it again")
+        return name in self.files and path.is_file() and path.stat().st_size == self.files[name].size
 
 
 def fetch(
@@ -221,56 +205,54 @@ def fetch(
             raise MatrixError(f"{name} has no solution: {found}")
         parts[name] = found
     needless = torch_alone(axes, cells, parts)
-    wanted: dict[str, dict[str, Pin]] = {}
-    for part in parts.values():
-        for pin in part.pins:
-            if not (without_torch and pin.name in needless.get(part.name, ())):
-                wanted.setdefault(part.python, {})[pin.sha256] = pin
+    wanted = {
+        (part.python, pin)
+        for part in parts.values()
+        for pin in part.pins
+        if not (without_torch and pin.name in needless.get(part.name, ()))
+    }
     folder = folder.absolute()
     with _writing(folder) as scratch:
         built: dict[str, Pin] = {}
-        if runner:
-            for python in sorted({cell.python for cell in cells}):
-                name, pins, ours = _runner(axes, python, scratch)
-                wanted.setdefault(python, {}).update((pin.sha256, pin) for pin in pins)
-                built |= ours
-                write(Part(name, python, tuple(sorted([*pins, *ours.values()], key=lambda pin: pin.name))), scratch)
+        for python in sorted({cell.python for cell in cells}) if runner else ():
+            pins, ours = _runner(axes, python, scratch)
+            wanted |= {(python, pin) for pin in pins}
+            built |= ours
+            every = sorted([*pins, *ours.values()], key=lambda pin: pin.name)
+            write(Part(f"runner-py{python.replace('.', '')}", python, tuple(every)), scratch)
         project, pin = _build(axes.folder, scratch)
         built[project] = pin
         files = {**_fetched(axes, wanted, folder, note), **built}
         for part in parts.values():
             write(part, scratch / "pins")
-        old = _manifest(folder) or Manifest(project=project, cells={}, parts={}, files={})
-        manifest = Manifest(
-            project=project,
-            cells={**old.cells, **{cell.name: (cell.base, cell.layer) for cell in cells}},
-            parts={
-                **old.parts,
-                **{
-                    name: PartOf(python=part.python, torch_alone=sorted(needless.get(name, ())))
-                    for name, part in parts.items()
-                },
-            },
-            files={
-                **old.files,
-                **{
-                    name: Stored(
-                        requirement=f"{pin.name}=={pin.version}",
-                        sha256=pin.sha256,
-                        size=((scratch if name in built else folder) / name).stat().st_size,
-                    )
-                    for name, pin in files.items()
-                },
-            },
-        )
-        (scratch / "manifest.json").write_text(manifest.model_dump_json(indent=2), encoding="utf-8")
+        old = Wheelhouse.read(folder) or Wheelhouse(project=project)
+        new_parts = {
+            name: PartOf(python=part.python, torch_alone=sorted(needless.get(name, ()))) for name, part in parts.items()
+        }
+        stored = {
+            name: Stored(
+                requirement=f"{pin.name}=={pin.version}",
+                sha256=pin.sha256,
+                size=((scratch if name in built else folder) / name).stat().st_size,
+            )
+            for name, pin in files.items()
+        }
+        update = {
+            "folder": folder,
+            "wheel": project,
+            "cells": old.cells | {cell.name: (cell.base, cell.layer) for cell in cells},
+            "parts": old.parts | new_parts,
+            "files": old.files | stored,
+        }
+        house = old.model_copy(update=update)
+        (scratch / "manifest.json").write_text(house.model_dump_json(indent=2, by_alias=True), encoding="utf-8")
     for name, pin in sorted(files.items()):
         if not name.endswith(".whl"):
             note(
                 f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {name}, "
                 f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead"
             )
-    return Wheelhouse(folder, manifest)
+    return house
 
 
 def differing(wheel: Path, folder: Path) -> str | None:
@@ -282,63 +264,44 @@ def differing(wheel: Path, folder: Path) -> str | None:
         for name in archive.namelist():
             member = PurePosixPath(name)
             same = [path for path in there.get(member.name, ()) if path.parts[-len(member.parts) :] == member.parts]
-            if same and member.suffix == ".py":
-                size = archive.getinfo(name).file_size
-                alike = [path for path in same if path.stat().st_size == size]  # and so it isn't larger than a module
-                if not alike or archive.read(name) not in [path.read_bytes() for path in alike]:
-                    return name
+            size = archive.getinfo(name).file_size
+            alike = [path for path in same if path.stat().st_size == size]  # and so it isn't larger than a module
+            if same and (not alike or archive.read(name) not in [path.read_bytes() for path in alike]):
+                return name
     return None
 
 
-def _manifest(folder: Path) -> Manifest | None:
-    path = folder / "manifest.json"
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
-
-
 def _fetched(
-    axes: Axes, wanted: Mapping[str, Mapping[str, Pin]], folder: Path, note: Callable[[str], None]
+    axes: Axes, wanted: Iterable[tuple[str, Pin]], folder: Path, note: Callable[[str], None]
 ) -> dict[str, Pin]:
-    """The files of the pins by name; missing ones are fetched.
-
-    Args:
-        wanted: for each Python, the pins by hash.
-    """
-    pins = {sha256: pin for group in wanted.values() for sha256, pin in group.items()}
+    """The files of the pins of each Python, by name; missing ones are fetched."""
+    pins = {pin.sha256: pin for _, pin in wanted}
+    paths = [path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz", ".zip"))]
     with ThreadPoolExecutor(_THREADS) as pool:
-        paths = [path for path in sorted(folder.iterdir()) if path.name.endswith((".whl", ".tar.gz", ".zip"))]
-        found = {
-            path.name: pins[sha256]
-            for path, sha256 in zip(paths, pool.map(_sha256, paths), strict=True)
-            if sha256 in pins
-        }
-        here = {pin.sha256 for pin in found.values()}
+        digests = dict(zip(paths, pool.map(sha256, paths), strict=True))
+        found = {path.name: pins[digest] for path, digest in digests.items() if digest in pins}
+        missing = pins.keys() - digests.values()
         urls: dict[str, str] = {}
-        for python, group in wanted.items():
-            urls |= _located(axes, python, [pin for sha256, pin in group.items() if sha256 not in here | urls.keys()])
+        for python in sorted({python for python, _ in wanted}):
+            here = {pin for version, pin in wanted if version == python and pin.sha256 in missing - urls.keys()}
+            urls |= _located(axes, python, here)
         index = Index(Cache(default_folder(), note), note)
 
-        def one(sha256: str) -> str:
-            name = unquote(urlsplit(urls[sha256]).path.rpartition("/")[2])
+        def one(digest: str) -> str:
+            name = unquote(urlsplit(urls[digest]).path.rpartition("/")[2])
             try:
                 _NAME.validate_python(name)
             except ValidationError:
                 raise MatrixError(f"the index names a file {name!r}, which isn't the name of a distribution") from None
-            _download(index, File(name, urls[sha256], sha256, None, False), folder / name)
+            _download(index, File(name, urls[digest], digest, None, False), folder / name)
             note(f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB")
             return name
 
-        tasks = {sha256: pool.submit(one, sha256) for sha256 in urls}
+        tasks = {digest: pool.submit(one, digest) for digest in urls}
         try:
-            found |= {task.result(): pins[sha256] for sha256, task in tasks.items()}
+            return found | {task.result(): pins[digest] for digest, task in tasks.items()}
         finally:
-            for task in tasks.values():
-                task.cancel()
-    return found
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _located(axes: Axes, python: str, pins: Iterable[Pin]) -> dict[str, str]:
@@ -365,25 +328,19 @@ def _download(index: Index, file: File, target: Path) -> None:
     Raises:
         MatrixError: it can't be fetched, or its hash differs from the pin; no part of it stays.
     """
-    digest = hashlib.sha256()
     scratch = target.with_name(f"{target.name}.part")
-
-    def take(chunks: Iterable[bytes], output: BinaryIO) -> None:
-        for chunk in chunks:
-            digest.update(chunk)
-            output.write(chunk)
-
     try:
-        with scratch.open("wb") as output:
-            if file.local_path is not None:
-                with file.local_path.open("rb") as source:
-                    take(iter(lambda: source.read(1 << 20), b""), output)
-            else:
-                with index.session.get(index.fetchable(file), stream=True, timeout=TIMEOUT) as response:
-                    response.raise_for_status()
-                    take(response.iter_content(1 << 20), output)
-        if digest.hexdigest() != file.sha256:
-            raise MatrixError(f"{file.filename} has another hash than its pin: {digest.hexdigest()}")
+        if file.local_path is not None:
+            shutil.copyfile(file.local_path, scratch)
+        else:
+            with (
+                index.session.get(index.fetchable(file), stream=True, timeout=TIMEOUT) as response,
+                scratch.open("wb") as output,
+            ):
+                response.raise_for_status()
+                output.writelines(response.iter_content(1 << 20))
+        if (digest := sha256(scratch)) != file.sha256:
+            raise MatrixError(f"{file.filename} has another hash than its pin: {digest}")
         scratch.replace(target)
     except requests.RequestException as error:
         raise MatrixError(f"{file.filename} can't be fetched: {reason(error)}") from error
@@ -394,78 +351,48 @@ def _download(index: Index, file: File, target: Path) -> None:
 def _build(source: Path, folder: Path) -> tuple[str, Pin]:
     """Build a project's wheel into the folder."""
     with TemporaryDirectory(dir=folder) as scratch:
-        done = subprocess.run(
-            [sys.executable, "-m", "uv", "build", "--wheel", "--quiet", "--out-dir", scratch, str(source)],
-            capture_output=True,
-            text=True,
-            cwd=source,
-            check=False,
-        )
+        command = [sys.executable, "-m", "uv", "build", "--wheel", "--quiet", "--out-dir", scratch, str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=source, check=False)
         if done.returncode:
             raise MatrixError(f"{source} can't be built: {done.stderr.strip()}")
         wheel = next(Path(scratch).glob("*.whl"))
         name, version, *_ = parse_wheel_filename(wheel.name)
         target = wheel.replace(folder / wheel.name)
-    return target.name, Pin(name, str(version), _sha256(target))
+    return target.name, Pin(name, str(version), sha256(target))
 
 
-def _runner(axes: Axes, python: str, folder: Path) -> tuple[str, list[Pin], dict[str, Pin]]:
-    """The name of the requirement file for installing this command, its pins, and the pins of the packages built for it."""
-    from importlib.metadata import distribution
-    from json import loads
-
-    from packaging.requirements import Requirement
-
+def _runner(axes: Axes, python: str, folder: Path) -> tuple[list[Pin], dict[str, Pin]]:
+    """The pins for installing this command, and those of the packages that were built for it."""
     ours = ("kernel-compat-matrix", "kernel-compat")
     requirements: list[str] = []
     built: dict[str, Pin] = {}
     for name in ours:
-        found = distribution(name)
+        found = metadata.distribution(name)
         origin = loads(found.read_text("direct_url.json") or "{}")
         if "dir_info" not in origin:
             requirements.append(f"{name}=={found.version}")
             continue
         file, pin = _build(File(name, origin["url"], None, None, False).local_path or Path(), folder)
         built[file] = pin
-        for text in found.requires or ():
-            requirement = Requirement(text)
-            if canonicalize_name(requirement.name) not in ours and "extra" not in str(requirement.marker or ""):
-                requirements.append(text)
-    pins = compile_pins(requirements, (), python, axes)
-    return f"runner-py{python.replace('.', '')}", [pin for pin in pins if pin.name not in ours], built
+        needed = [one for one in map(Requirement, found.requires or ()) if canonicalize_name(one.name) not in ours]
+        requirements += [str(one) for one in needed if "extra" not in str(one.marker or "")]
+    return [pin for pin in compile_pins(requirements, (), python, axes) if pin.name not in ours], built
 
 
-def _added(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Path | None:
+def _replacing(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Path | None:
     """The wheel that replaces a pin: of its version, for the Python, and not built for a different torch."""
-    tags = _tags(python)
+    version = tuple(map(int, python.split(".")))
+    tags = {*cpython_tags(version), *compatible_tags(version, f"cp{python.replace('.', '')}")}
     for path in wheels:
         try:
-            name, version, _, theirs = parse_wheel_filename(path.name)
+            name, found, _, theirs = parse_wheel_filename(path.name)
         except InvalidWheelFilename:
             continue
-        built_for = re.search(r"torch(\d+\.\d+)", version.local or "")
-        if (
-            name == pin.name
-            and Version(version.public) == Version(pin.version)
-            and tags & theirs
-            and (built_for is None or f"{torch}.".startswith(f"{built_for[1]}."))
-        ):
+        built_for = re.search(r"torch(\d+\.\d+)", found.local or "")
+        fits = built_for is None or f"{torch}.".startswith(f"{built_for[1]}.")
+        if name == pin.name and Version(found.public) == Version(pin.version) and tags & theirs and fits:
             return path
     return None
-
-
-def _tags(python: str) -> frozenset[Tag]:
-    """The wheel tags of this machine for any version of Python."""
-    major, minor = map(int, python.split("."))
-    return frozenset([*cpython_tags((major, minor)), *compatible_tags((major, minor), f"cp{major}{minor}")])
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 @contextmanager

@@ -8,13 +8,14 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from . import gpus
 from .axes import Known, Tests
 from .cell.kernel_compat_host import PRELOADED
 from .cells import Cell
@@ -23,7 +24,7 @@ from .errors import MatrixError
 from .figures import distinct
 from .outcomes import judge, read_report_log, retried, tied
 from .pins import Part
-from .processes import INSIDE, Fresh, Hosts, Process, end
+from .processes import INSIDE, Hosts, Process, fresh
 from .results import CellResult, Kind, Verdict
 
 #: Environment variables that cells don't inherit. Without bytecode caches a cell would compile torch and transformers for 10 s;
@@ -68,30 +69,56 @@ class Job:
         """The command, with the further arguments if it is pytest."""
         return (*self.tests.command, *(self.arguments if self.tests.command[0] == "pytest" else ()))
 
+    @property
+    def pins(self) -> str:
+        """The text of its requirement files; empty if there are none."""
+        return "" if isinstance(self.parts, str) else "".join(part.text for part in self.parts)
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that it leases."""
+        return self.tests.gpus if self.cell.device == "cuda" else 0
+
+    def result(self, verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
+        """Its result; without further values, that of a cell that didn't start."""
+        more = {"started": datetime.now(timezone.utc), "seconds": 0.0, **more}
+        return CellResult(self.cell, verdict, kind, reason, pins=self.pins, attempt=self.attempt, **more)
+
 
 class Cancelled(Exception):
     """The cell was ended because its run was cancelled."""
 
 
 def run(
-    job: Job, gpus: Sequence[str] = (), cancelled: threading.Event | None = None, hosts: Hosts | None = None
+    job: Job,
+    devices: Sequence[str],
+    started: Callable[[], object],
+    cancelled: threading.Event | None = None,
+    hosts: Hosts | None = None,
 ) -> CellResult:
-    """Run a cell to its end; failures of any kind are in the result.
+    """Run a cell to its end, with GPUs that no other process on this machine has; failures of any kind are in the result.
 
     Args:
-        gpus: the devices that are leased for it.
+        devices: the GPUs that may be leased.
+        started: called when the cell has its GPUs.
         cancelled: setting it ends the cell.
         hosts: processes to fork cells from that need no GPU; without them every cell is a new process.
 
     Raises:
         Cancelled: `cancelled` was set.
     """
+    with gpus.leased(job.gpus, devices, cancelled) as held:
+        if len(held) < job.gpus or (cancelled is not None and cancelled.is_set()):
+            raise Cancelled
+        started()
+        return _run(job, held, cancelled, hosts)
+
+
+def _run(job: Job, leased: Sequence[str], cancelled: threading.Event | None, hosts: Hosts | None) -> CellResult:
     started, clock = datetime.now(timezone.utc), time.monotonic()
 
     def result(verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
-        pins = "" if isinstance(job.parts, str) else "".join(part.text for part in job.parts)
-        seconds = time.monotonic() - clock
-        return CellResult(job.cell, verdict, kind, reason, started, seconds, pins=pins, attempt=job.attempt, **more)
+        return job.result(verdict, kind, reason, started=started, seconds=time.monotonic() - clock, **more)
 
     if isinstance(job.parts, str):
         return result("failed", "installation", _first(job.parts), log=job.parts)
@@ -109,14 +136,14 @@ def run(
         (folder / "log").touch()
         deadline = time.monotonic() + job.tests.minutes * 60
         try:
-            process = _start(job, python, layer, folder, gpus, hosts)
+            process = _start(job, python, layer, folder, leased, hosts)
         except OSError as error:
             return result("failed", "installation", f"{job.tests.command[0]} can't be started: {error.strerror}")
         returncode = _supervise(process, deadline, cancelled)
         tests, uncollected = read_report_log(folder / _REPORT)
         tests, stale = tied(tests, job.known, job.cell, started.date())
         if job.retry and returncode == 1 and (folder / _LAST_FAILED).exists() and any(test.bad for test in tests):
-            process = _start(job, python, layer, folder, gpus, hosts, again=True)
+            process = _start(job, python, layer, folder, leased, hosts, again=True)
             _supervise(process, deadline, cancelled)
             tests = retried(tests, read_report_log(folder / _RETRY_REPORT)[0])
         text = (folder / "log").read_text(encoding="utf-8", errors="replace")
@@ -131,29 +158,29 @@ def _start(
     python: Path,
     layer: Path,
     folder: Path,
-    gpus: Sequence[str],
+    leased: Sequence[str],
     hosts: Hosts | None,
     *,
     again: bool = False,
 ) -> Process:
     """Start the command of a job; `again`: pytest, with the tests that failed, which leaves the cell's report as it is."""
-    environment = _environment(job, layer, folder, gpus)
+    environment = _environment(job, layer, folder, leased)
     if again:
         del environment["COMPAT_MATRIX_ENVIRONMENT"]
     place = (environment, job.environments.project, folder / "log")
     first, *rest = job.command
     if first != "pytest":
-        return Fresh([str(python) if part == "python" else part for part in job.command], *place)
+        return fresh([str(python) if part == "python" else part for part in job.command], *place)
     arguments = ["pytest", "-p", "kernel_compat_cell", "-p", "kernel_compat_figures"]
     arguments += [f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
     arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
     arguments += [*rest, *(["--last-failed"] if again else [])]
-    if len(gpus) > 1:
-        arguments += ["-n", str(len(gpus))]
-    if hosts is not None and not gpus and not _shadows(job):
+    if len(leased) > 1:
+        arguments += ["-n", str(len(leased))]
+    if hosts is not None and not leased and not _shadows(job):
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts(python).start(arguments, *place)
-    return Fresh([str(python), "-m", *arguments], *place)
+    return fresh([str(python), "-m", *arguments], *place)
 
 
 def _shadows(job: Job) -> bool:
@@ -161,7 +188,7 @@ def _shadows(job: Job) -> bool:
     return not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
 
 
-def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> dict[str, str]:
+def _environment(job: Job, layer: Path, folder: Path, leased: Sequence[str]) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -172,8 +199,8 @@ def _environment(job: Job, layer: Path, folder: Path, gpus: Sequence[str]) -> di
         **inherited,
         **job.tests.environment,
         # A cell sees the leased devices only, also on a machine that has more.
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "COMPAT_MATRIX_GPUS": ",".join(gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(leased),
+        "COMPAT_MATRIX_GPUS": ",".join(leased),
         "KERNEL_COMPAT_MATRIX_AXES": json.dumps(job.cell.axes),
         "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
         "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
@@ -193,10 +220,10 @@ def _supervise(process: Process, deadline: float, cancelled: threading.Event | N
                 if time.monotonic() > deadline:
                     with suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes the stacks of all threads
-                    end(process, _GRACE)
+                    process.end(_GRACE)
                     return None
     finally:
-        end(process, 0)  # its remaining children
+        process.end()  # its remaining children
 
 
 def _read_environment(path: Path) -> Mapping[str, Any]:

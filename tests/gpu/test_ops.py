@@ -165,11 +165,16 @@ LIGER = [
 ]
 
 
-def bound(op: str, value: str) -> Any:
+def config_of(op: str, value: str) -> ops.OpsConfig:
+    """The config that chooses a kernel; skips the test where it isn't installed."""
     try:
-        config = ops.OpsConfig.from_dict({f"{op}_implementation": value})
+        return ops.OpsConfig.from_dict({f"{op}_implementation": value})
     except KernelUnavailableError as error:
         pytest.skip(str(error))
+
+
+def bound(op: str, value: str) -> Any:
+    config = config_of(op, value)
     model = build("llama").bfloat16()
     ops.apply_ops(model, config)
     return model
@@ -220,6 +225,7 @@ def test_liger_s_rotation_leaves_the_projections_as_they_are() -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 def test_liger_s_norm_leaves_gradients_as_they_are(shared: bool) -> None:
     """As in Gemma 2, the norm's output is added to the residual: both share the gradient of the sum."""
+    config = config_of("rms_norm", "liger_kernel")
     module = importlib.import_module("transformers.models.llama.modeling_llama")
     kept: list[tuple[Tensor, Tensor]] = []
 
@@ -238,7 +244,7 @@ def test_liger_s_norm_leaves_gradients_as_they_are(shared: bool) -> None:
     layer = Layer().to("cuda")
     x = torch.randn(64, 256, device="cuda", requires_grad=True)
     expected = torch.autograd.grad(layer(x), [x, layer.norm.weight])
-    with ops.apply_ops(layer, ops.OpsConfig(rms_norm_implementation="liger_kernel")):
+    with ops.apply_ops(layer, config):
         found = torch.autograd.grad(layer(x), [x, layer.norm.weight])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32 sums of 64 terms
     assert all(torch.equal(now, before) for now, before in kept)
@@ -264,10 +270,7 @@ def gated(product: Callable[[Tensor, Tensor], Tensor], how: str = "") -> tuple[l
 
 
 def kernel(op: str, value: str) -> Callable[..., Any]:
-    try:
-        ops.OpsConfig.from_dict({f"{op}_implementation": value})
-    except KernelUnavailableError as error:
-        pytest.skip(str(error))
+    config_of(op, value)
     specs = {spec.variant: spec for spec in registry.registered_kernels(op) if spec.name == value}
     return next(specs[variant] for variant in ("standard", "full", "causal") if variant in specs).load()
 

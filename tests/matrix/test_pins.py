@@ -12,8 +12,7 @@ from small import PYTHON, TAG, Small
 from compat_matrix import pins
 from compat_matrix.axes import OWN, Axes, load
 from compat_matrix.errors import MatrixError
-from compat_matrix.locking import ResolutionError
-from compat_matrix.pins import Part, Pin
+from compat_matrix.pins import Part, Pin, ResolutionError
 
 COMMITTED = OWN.parent / "pins"
 HASH = "0123456789abcdef" * 4
@@ -206,3 +205,24 @@ def test_a_folder_that_can_not_be_written_is_told(project: Small) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "matrix/axes.toml/py3" in done.stderr
     assert "can't be written" in done.stderr
+
+
+def test_pins_from_before_a_requirement_are_refused(small: Small) -> None:
+    """The tested project is installed without its dependencies: they would be missing, or too old."""
+    small.write("test_it.py", "def test(): pass")
+    small.axes(["5.0"])
+    project = small.folder / "pyproject.toml"
+    before = project.read_text()
+    for requirement, said in (
+        ("late-one>=2", "have no release of it"),
+        ("some>=2; python_version > '3'", "have 1.5"),
+    ):
+        small.wheel("some", "1.5", {"some.py": ""}, part=f"{TAG}-tf5.0")
+        project.write_text(f"{before}dependencies = [{requirement!r}]\n")
+        done = small.run("run", "--all")
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert "kernel-compat-matrix pin" in done.stderr
+    for requirement in ("some>=1", "late-one; python_version < '3'"):
+        project.write_text(f"{before}dependencies = [{requirement!r}]\n")
+        assert small.run("run", "--all").returncode == 0

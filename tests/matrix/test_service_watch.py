@@ -252,6 +252,23 @@ def test_what_broke_is_told_by_exit_code_feed_and_webhook(watched: Watched, list
     assert f"{name('5.3.0')} fails, as before" in done.stdout
 
 
+def test_a_known_failure_breaks_nothing(watched: Watched) -> None:
+    known = """
+        [[known]]
+        test = "test_it.py::test_it"
+        issue = "https://example.org/issues/1"
+        until = "2099-12-31"
+        because = "upstream"
+        when = "transformers>=5.2"
+        """
+    watched.small.axes(("5.0", "5.1"), ("2.11",), more=known)
+    watched.watch()
+    watched.publish("transformers", "5.2.0", right=False)
+    done = watched.watch()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert watched.report["title"] == "transformers 5.2.0: no cell broke, 0 of 1 passed"
+
+
 WATCHING = """
 [[tests]]
 suite = "types"
@@ -434,8 +451,8 @@ def test_a_run_of_watch_is_submitted_to_the_real_service(watched: Watched) -> No
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--webhook", "hook"), "--webhook takes an address such as"),
-        (("--submit", "file:///x"), "--submit takes an address such as"),
+        (("--webhook", "hook"), "argument --webhook: an address such as"),
+        (("--submit", "file:///x"), "argument --submit: an address such as"),
         (("--only", "transformers=5"), "this isn't a condition on cells"),
         (("--index", "http://127.0.0.1:1/simple"), "can't be queried for transformers: no connection"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -403,3 +404,69 @@ def environment(folder: Path, small: Small, *wheels: str) -> Path:
     install = ["pip", "install", "--quiet", "--offline", "--no-deps", "--python", str(python), *files]
     subprocess.run([*uv, *install], check=True)
     return python
+
+
+@pytest.fixture
+def parts(project: Small) -> Path:
+    """The parts of a wheelhouse, to which a wheel has been added by hand that is larger than they are."""
+    fetched(project)
+    (project.folder / "house" / "large-1.0-py3-none-any.whl").write_bytes(os.urandom(3 << 20))
+    fetched(project, "--parts", "1MiB")
+    return project.folder / "house.parts"
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "house.parts/unpack.py", "there"],
+        [sys.executable, "-m", "compat_matrix", "unpack", "house.parts", "there"],
+        [
+            "sh",
+            "-ec",
+            "mkdir there; cd house.parts; sha256sum --check --quiet SHA256SUMS; cat part-* | tar x -C ../there",
+        ],
+    ],
+    ids=["script", "command", "tar"],
+)
+def test_a_wheelhouse_in_parts(project: Small, parts: Path, command: list[str]) -> None:
+    sizes = [path.stat().st_size for path in sorted(parts.glob("part-*"))]
+    assert len(sizes) > 2
+    assert max(sizes) == 1 << 20
+    subprocess.run(command, cwd=project.folder, check=True, timeout=60)
+    assert contents(project.folder / "there") == contents(project.folder / "house")
+    fetched(project, "--parts", "8MiB")  # replaces the parts
+    assert len([*parts.glob("part-*")]) == 1
+    shutil.rmtree(project.folder / "house")
+    (project.folder / "there").rename(project.folder / "house")
+    assert len(passed(project)) == 2
+
+
+def test_damaged_and_missing_parts_are_named(project: Small, parts: Path) -> None:
+    (parts / "part-0000").unlink()
+    last = max(parts.glob("part-*"))
+    last.write_bytes(last.read_bytes()[:-1])
+    for command in (["unpack.py"], ["-m", "compat_matrix", "unpack", "."]):
+        words = [sys.executable, *command, "../there"]
+        done = subprocess.run(words, cwd=parts, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "part-0000 is missing, " in done.stderr
+        assert f"{last.name} is damaged" in done.stderr
+        assert "Traceback" not in done.stderr
+    (parts / "SHA256SUMS").write_text("0" * 64 + "  ../../part-0000\n")
+    assert "doesn't name part-0000 in line 1" in project.run("unpack", "house.parts", "there").stderr
+    assert "isn't a folder of parts" in project.run("unpack", "house", "there").stderr
+    assert not (project.folder / "there").exists()
+
+
+def test_parts_have_a_sensible_size_and_replace_nothing_else(project: Small) -> None:
+    for size in ("64", "a lot", "1e99PB"):
+        assert f"{size}" in project.run("fetch", "--parts", size, "house").stderr
+    project.write("house.parts/mine.txt", "keep")
+    done = project.run("fetch", "--parts", "1MiB", "house", **indexed(project))
+    assert done.returncode == 2
+    assert "isn't a folder of parts" in done.stderr
+    assert contents(project.folder / "house.parts") == {Path("mine.txt"): b"keep\n"}

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import sys
-import threading
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
@@ -20,21 +18,12 @@ from packaging.utils import canonicalize_name
 
 
 def pytest_configure() -> None:
-    """End with the process that started the cell, and give this pytest worker one of the leased GPUs."""
-    lifeline = os.environ.get("COMPAT_MATRIX_LIFELINE")
-    if lifeline and not os.environ.get("PYTEST_XDIST_WORKER"):
-        threading.Thread(target=_follow, args=(int(lifeline),), daemon=True).start()
+    """Give this pytest worker one of the leased GPUs."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     leased = os.environ.get("COMPAT_MATRIX_GPUS")
     if worker and leased:  # before anything uses a device
         gpus = leased.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
-
-
-def _follow(descriptor: int) -> None:
-    """End together with the process that forked this one, including all children."""
-    os.read(descriptor, 1)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def pytest_sessionfinish() -> None:

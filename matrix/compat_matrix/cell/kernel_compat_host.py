@@ -1,7 +1,8 @@
-"""A process that has imported torch and forks a process for each cell, which then only imports transformers.
+"""A process that forks others: with the argument ``preload`` it has imported torch, and a cell then only imports transformers.
 
 It runs in the Python of a base, which has nothing else of the matrix. Its first argument is the descriptor of a socket, on which
-it receives a line of JSON for each cell to start, and sends one when the cell starts and one when it ends.
+it receives a connection for each process to start. The connection brings a line of JSON, and returns the process id and later the
+return code. When it is closed, the process and all its children are killed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import gc
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -31,55 +32,69 @@ PRELOADED = (
     "torch.nn.attention.flex_attention",
 )
 
+#: The length of a message.
+MESSAGE = 8
+
 
 def main() -> None:
-    """Import torch, fork the requested cells and report their ends; kills the remaining ones when the socket is closed."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
+    """Fork a process for each connection, until the socket is closed."""
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    preload = sys.argv[2:] == ["preload"]
+    for name in PRELOADED if preload else ():
         with suppress(ImportError):  # the cell reports it, with details
             __import__(name)
-    lifeline, ours = os.pipe()
-    children: dict[int, int] = {}
-    buffer = b""
     gc.collect()
     gc.freeze()  # excludes existing objects from collection: else each cell's collections would touch, and so copy, their pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     while True:
-        if select.select([control], [], [], 0.05 if children else None)[0]:
-            received = control.recv(65536)
-            if not received:
-                break
-            *lines, buffer = (buffer + received).split(b"\n")
-            for line in lines:
-                request = json.loads(line)
-                pid = os.fork()
-                if pid == 0:
-                    control.close()
-                    os.close(ours)
-                    become(request, lifeline)
-                children[pid] = request["id"]
-                tell(control, id=request["id"], pid=pid)
-        while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            tell(control, id=children.pop(pid), returncode=os.waitstatus_to_exitcode(status))
-    for pid in children:
+        message, descriptors, _, _ = socket.recv_fds(requests, 16, 1)
+        if not message:
+            break
+        if os.fork() == 0:
+            requests.close()
+            watch(socket.socket(fileno=descriptors[0]), preload)
+            os._exit(0)
+        os.close(descriptors[0])
+
+
+def watch(connection: socket.socket, module: bool) -> None:
+    """Start the process of a connection, report its end, and kill its group when the connection is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request = json.loads(connection.makefile("rb").readline())
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        become(request, module)
+    with suppress(OSError):  # whichever of the two is first
+        os.setpgid(pid, pid)
+
+    def follow() -> None:
+        connection.recv(1)
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+        os._exit(0)
+
+    tell(connection, pid)
+    follower = threading.Thread(target=follow)
+    follower.start()
+    ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # so that no other process gets its id
+    with suppress(OSError):  # the connection is closed
+        tell(connection, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+    follower.join()
 
 
-def tell(control: socket.socket, **message: object) -> None:
-    """Send a message as a line of JSON."""
-    control.sendall(json.dumps(message).encode() + b"\n")
+def tell(connection: socket.socket, number: int) -> None:
+    """Send a process id or a return code."""
+    connection.sendall(f"{number:{MESSAGE}}".encode())
 
 
-def become(request: dict[str, Any], lifeline: int) -> None:
-    """Act as `python -m MODULE ARGUMENTS` with another environment; never returns."""
+def become(request: dict[str, Any], module: bool) -> None:
+    """Execute a program, or act as `python -m MODULE ARGUMENTS` with another environment; never returns."""
     code = 1
     try:
-        os.setsid()
-        with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
-            group.write(str(os.nice(0)))  # Linux may divide its time between sessions before it looks at priorities
+        with suppress(OSError):
+            os.setpgid(0, 0)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL if not module else signal.SIG_IGN)
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
@@ -87,8 +102,8 @@ def become(request: dict[str, Any], lifeline: int) -> None:
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
-        os.environ["COMPAT_MATRIX_LIFELINE"] = str(lifeline)
-        os.set_inheritable(lifeline, False)
+        if not module:
+            os.execvp(request["arguments"][0], request["arguments"])
         # As at the start of an interpreter: the folder, PYTHONPATH, site-packages.
         old = os.path.dirname(os.path.abspath(__file__))
         rest = [entry for entry in sys.path if entry and os.path.abspath(entry) != old]

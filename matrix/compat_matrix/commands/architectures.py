@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..arguments import Arguments, option
 from ..views.architectures import document
 from ..views.compatibility import write
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument("path", metavar="PATH", type=Path, help="the file to write, such as docs/architectures.md")
+ARGUMENTS: Arguments = {
+    "path": option("the file to write, such as docs/architectures.md", metavar="PATH", type=Path),
+}
 
 
 def run(options: argparse.Namespace) -> int:

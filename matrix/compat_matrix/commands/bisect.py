@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,11 +12,12 @@ from typing import Literal
 from rich.console import Console
 
 from .. import gpus, runner
+from ..arguments import ENVIRONMENTS, LATEST, SELECTION, STORE, TESTS, Arguments, add, option
 from ..axes import Axes
 from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import is_release, release
-from ..options import add_selection, add_store, add_working, axes_of, cells_of, jobs_of, revision
+from ..options import axes_of, cells_of, jobs_of, new_run, revision
 from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult
@@ -64,21 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Looks for the first release on an axis that broke a test or a shim. The selection leaves one value on every other "
         "axis. Results that the store has for the same pins and the same commit are reused."
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--test", metavar="NODEID", help="a test by its pytest node id, or all tests below it; only these run"
-    )
-    what.add_argument(
-        "--seam", metavar="NAME", help="a shim by its name in `kernel-compat status`; it is bad if it isn't applied"
-    )
-    parser.add_argument(
-        "--axis", metavar="AXIS", default="transformers", help="the axis of releases to search (default: transformers)"
-    )
-    parser.add_argument("--good", metavar="VERSION", help="a good value (default: the oldest)")
-    parser.add_argument("--bad", metavar="VERSION", help="a bad value (default: the newest)")
-    add_selection(parser)
-    add_store(parser)
-    add_working(parser)
+    what = {
+        "--test": option("a test by its pytest node id, or all tests below it; only these run", metavar="NODEID"),
+        "--seam": option("a shim by its name in `kernel-compat status`; it is bad if it isn't applied", metavar="NAME"),
+    }
+    add(parser.add_mutually_exclusive_group(required=True), what)
+    add(parser, {**OPTIONS, **SELECTION, **STORE, **TESTS, **LATEST, **ENVIRONMENTS})
+
+
+OPTIONS: Arguments = {
+    "--axis": option("the axis of releases to search (default: transformers)", default="transformers"),
+    "--good": option("a good value (default: the oldest)", metavar="VERSION"),
+    "--bad": option("a bad value (default: the newest)", metavar="VERSION"),
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,15 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
     cells = line(cells_of(arguments, axes), arguments.axis, arguments.good, arguments.bad)
     with Store.open(arguments.store) as store:
         asking = _Asking(arguments, axes, store, cells)
-        found = search([*cells], asking, asking.known())
-    what = arguments.test or arguments.seam
-    console = Console(highlight=False)
-    broke = f"{arguments.axis} {found.bad} is the first that"
+        known = asking.known()
+        found = search([*cells], asking, known)
+    broke = " is the first that"
     if found.between:
         names = " or ".join(filter(None, [", ".join(found.between[:-1]), found.between[-1]]))
-        broke = f"{arguments.axis} {found.bad}, or {names}, whose state is unknown,"
-    console.print(f"{broke} broke {what}; {found.good} is good", soft_wrap=True)
-    console.print(f"{plural(asking.ran, 'cell')} run, {asking.reused} known", soft_wrap=True)
+        broke = f", or {names}, whose state is unknown,"
+    what = arguments.test or arguments.seam
+    print(f"{arguments.axis} {found.bad}{broke} broke {what}; {found.good} is good")
+    print(f"{plural(asking.ran, 'cell')} run, {len(known)} known")
     return 0
 
 
@@ -169,45 +167,33 @@ class _Asking:
     def __init__(self, options: argparse.Namespace, axes: Axes, store: Store, cells: Mapping[str, Cell]) -> None:
         self.options, self.axes, self.store, self.cells = options, axes, store, cells
         self.revision = revision(axes.folder)
-        self.ran = self.reused = 0
+        self.ran = 0
         self._run: str | None = None
-        self._console = Console(highlight=False)
-        self._judge = _of_test(options.test) if options.test else _of_shim(options.seam)
 
     def known(self) -> dict[str, Answer]:
         """The answers in the store."""
         found = {}
         for value, cell in self.cells.items():
-            past = next((one for one in map(self._judge, self._stored(cell)) if one.state != "unknown"), None)
-            if past is not None:
-                found[value] = past
-                self._say(value, past, "known")
-        self.reused = len(found)
-        states = [(value, one.state) for value, one in found.items()]
-        for (value, state), (later, after) in pairwise(states):
-            if (state, after) == ("bad", "good"):
-                self._console.print(
-                    f"{value} is bad and {later} is good again: the search is for the first change to bad"
-                )
+            past = (_judged(self.options, result) for result in self._stored(cell))
+            answer = next((one for one in past if one.state != "unknown"), None)
+            if answer is not None:
+                found[value] = answer
+                self._say(value, answer, "known")
+        for value, later in pairwise(found):
+            if (found[value].state, found[later].state) == ("bad", "good"):
+                print(f"{value} is bad and {later} is good again: the search is for the first change to bad")
         return found
 
     def __call__(self, value: str) -> Answer:
         job = self._job(self.cells[value])
         if self._run is None:
-            what = self.options.test or self.options.seam
-            self._run = self.store.new_run(
-                [],
-                axes=self.axes.path.read_text(encoding="utf-8"),
-                command=shlex.join(self.options.words),
-                label=f"bisect {what}",
-                partial=True,
-                revision=self.revision,
-            )
+            label = f"bisect {self.options.test or self.options.seam}"
+            self._run = new_run(self.options, self.store, self.axes, [], label=label, partial=True)
         executor = runner.Local(1, gpus.visible(), fork=False)
         with Progress(1, 1, Console(stderr=True)) as progress:
             runner.execute(self._run, [job], self.store, executor, progress)
         self.ran += 1
-        answer = self._judge(self.store.result(self._run, job.cell, job.attempt))
+        answer = _judged(self.options, self.store.result(self._run, job.cell, job.attempt))
         self._say(value, answer, "run")
         return answer
 
@@ -230,51 +216,43 @@ class _Asking:
             if run.revision != self.revision:
                 continue
             if pins is None:
-                parts = self._job(cell).parts
-                pins = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+                pins = self._job(cell).pins
             result = self.store.result(run.id, cell, summary.attempt)
             if result.pins == pins:
                 yield result
 
     def _say(self, value: str, answer: Answer, how: str) -> None:
         because = f": {answer.reason}" if answer.reason else ""
-        self._console.print(f"{self.options.axis} {value} is {answer.state} ({how}){because}", soft_wrap=True)
+        print(f"{self.options.axis} {value} is {answer.state} ({how}){because}")
 
 
-def _missing(log: str) -> bool:
-    return bool(_MISSING.search(log)) and not re.search(r"\b\d+ errors? in \d", log)
+def _judged(options: argparse.Namespace, result: CellResult) -> Answer:
+    return _of_test(options.test, result) if options.test else _of_shim(options.seam, result)
 
 
-def _of_test(nodeid: str) -> Callable[[CellResult], Answer]:
-    def judge(result: CellResult) -> Answer:
-        found = [
-            one for one in result.tests if one.nodeid == nodeid or one.nodeid.startswith((f"{nodeid}[", f"{nodeid}::"))
-        ]
-        if any(one.bad or one.outcome == "known" for one in found):
-            return Answer("bad", result.reason)
-        if any(one.outcome != "skipped" for one in found):
-            return Answer("good")
-        if found:
-            return Answer("unknown", f"skipped: {found[0].message}")
-        if result.kind in ("installation", "hardware"):
-            return Answer("unknown", result.reason)
-        if result.command[:2] != ("pytest", nodeid) or result.reason == NO_TEST or _missing(result.log):
-            return Answer("unknown", "it has no such test")
-        if result.kind is None:
-            return Answer("unknown", result.reason)
-        return Answer("bad", result.reason)  # before the test could begin
-
-    return judge
+def _of_test(nodeid: str, result: CellResult) -> Answer:
+    below = (f"{nodeid}[", f"{nodeid}::")
+    found = [one for one in result.tests if one.nodeid == nodeid or one.nodeid.startswith(below)]
+    if any(one.bad or one.outcome == "known" for one in found):
+        return Answer("bad", result.reason)
+    if any(one.outcome != "skipped" for one in found):
+        return Answer("good")
+    if found:
+        return Answer("unknown", f"skipped: {found[0].message}")
+    if result.kind in ("installation", "hardware"):
+        return Answer("unknown", result.reason)
+    missing = _MISSING.search(result.log) and not re.search(r"\b\d+ errors? in \d", result.log)
+    if missing or result.reason == NO_TEST or result.command[:2] != ("pytest", nodeid):
+        return Answer("unknown", "it has no such test")
+    # Without a kind of failure nothing is said about the test; any other ended the cell before the test could begin.
+    return Answer("bad" if result.kind else "unknown", result.reason)
 
 
-def _of_shim(name: str) -> Callable[[CellResult], Answer]:
-    def judge(result: CellResult) -> Answer:
-        shims = result.environment.get("shims")
-        if shims is None:
-            return Answer("unknown", result.reason or "the library reported nothing")
-        if name not in shims:
-            raise MatrixError(f"{result.cell} has no shim {name!r}: {', '.join(shims) or 'none at all'}")
-        state, reason = shims[name]["state"], shims[name]["reason"]
-        return Answer("good") if state == "applied" else Answer("bad", f"{state}: {reason}")
-
-    return judge
+def _of_shim(name: str, result: CellResult) -> Answer:
+    shims = result.environment.get("shims")
+    if shims is None:
+        return Answer("unknown", result.reason or "the library reported nothing")
+    if name not in shims:
+        raise MatrixError(f"{result.cell} has no shim {name!r}: {', '.join(shims) or 'none at all'}")
+    state, reason = shims[name]["state"], shims[name]["reason"]
+    return Answer("good") if state == "applied" else Answer("bad", f"{state}: {reason}")

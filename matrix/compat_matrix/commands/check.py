@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
 from kernel_compat.cli import tables
 
 from .. import matrix_client
-from ..matrix_client import ServiceReport
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from ..arguments import Arguments, flag, option
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.epilog = "Exit codes: 0 nothing is known to be bad; 1 this environment is known to be bad; 2 no answer, or bad arguments."
-    parser.add_argument("service", metavar="URL", help="the address of the service")
-    parser.add_argument(
-        "--timeout",
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"seconds up to 3600, not {text!r}")
+    return seconds
+
+
+ARGUMENTS: Arguments = {
+    "service": option("the address of the service", metavar="URL"),
+    "--timeout": option(
+        f"time limit of an answer (default: {matrix_client.TIMEOUT:.0f})",
         type=_seconds,
         default=matrix_client.TIMEOUT,
         metavar="SECONDS",
-        help=f"time limit of an answer (default: {matrix_client.TIMEOUT:.0f})",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else")
+    ),
+    "--json": flag("print JSON on stdout, and nothing else"),
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,35 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(tables.plain({"ok": report.ok, **tables.fields_of(report)}), indent=2, allow_nan=False))
     else:
-        _show(tables.console(), report)
+        console = tables.console()
+        tables.print_environment(console, report.environment)
+        for answer in report.answers:
+            style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
+            verdict, *evidence = matrix_client.describe(answer)
+            tables.print_text(console, f"\n{verdict}", style)
+            for line in [*evidence, *matrix_client.shims_of(answer)]:
+                tables.print_text(console, line)
+        if not report.ok:
+            tables.print_text(console, "This environment is known to be bad: see above.", "bold red")
     return 0 if report.ok else 1
-
-
-def _show(console: Console | None, report: ServiceReport) -> None:
-    tables.print_environment(console, report.environment)
-    tables.print_text(console, "")
-    for answer in report.answers:
-        style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
-        verdict, *evidence = matrix_client.describe(answer)
-        tables.print_text(console, verdict, style)
-        for line in evidence:
-            tables.print_text(console, line)
-        shims = [
-            tuple(matrix_client.line(shim.get(name)) for name in ("name", "state", "reason"))
-            for shim in answer.shims
-            if shim.get("state") != "not needed"
-        ]
-        if shims:
-            tables.print_table(console, "Shims there", ("shim", "state", "reason"), shims)
-    if not report.ok:
-        tables.print_text(console, "This environment is known to be bad: see above.", "bold red")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"seconds up to 3600, not {text!r}")
-    return seconds

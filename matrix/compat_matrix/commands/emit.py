@@ -6,24 +6,20 @@ import argparse
 import json
 from collections.abc import Callable, Hashable, Sequence
 
+from ..arguments import SELECTION, Arguments, option, positive
 from ..cells import DEVICES, Cell, shard, values_of
-from ..options import add_selection, axes_of, cells_of, positive
+from ..options import axes_of, cells_of
 from ..words import plural
 
 #: GitHub's limit on the jobs of one matrix.
 LIMIT = 256
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.description = (
-        "Prints JSON: for each device a matrix for `strategy: matrix: ${{ fromJSON(...) }}`. A job is a cell or, where those "
-        f"are more than the {LIMIT} jobs of a matrix, the cells that share an environment; its `arguments` are those of "
-        "`kernel-compat-matrix run`."
-    )
-    parser.add_argument("service", choices=["github"])
-    add_selection(parser)
-    parser.add_argument("--shards", type=positive, metavar="N", help="use this number of jobs per device instead")
+ARGUMENTS: Arguments = {
+    "service": option(choices=["github"]),
+    **SELECTION,
+    "--shards": option("use this number of jobs per device instead", type=positive, metavar="N"),
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

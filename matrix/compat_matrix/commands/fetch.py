@@ -6,27 +6,37 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..options import add_selection, axes_of, cells_of, pin_folder
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from ..arguments import LATEST, PINS, SELECTION, Arguments, flag, option
+from ..options import axes_of, cells_of, pin_folder
+from ..parts import SMALLEST, split
 from ..wheelhouse import fetch
 from ..words import plural
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_selection(parser)
-    parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="the folder; files that it has already are not fetched again"
-    )
-    parser.add_argument(
-        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
-    )
-    parser.add_argument("--latest", action="store_true", help="the newest releases that fit, instead of the pins")
-    parser.add_argument(
-        "--without-torch",
-        action="store_true",
-        help="leave out torch, for machines that have their own: `run --base-python`",
-    )
-    parser.add_argument("--with-runner", action="store_true", help="include this command itself")
+def _size(text: str) -> int:
+    """A number of bytes."""
+    try:
+        size = TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 64MiB") from None
+    if size < SMALLEST:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1MiB")
+    return size
+
+
+ARGUMENTS: Arguments = {
+    **SELECTION,
+    "folder": option("the folder; files that it has already are not fetched again", type=Path, metavar="DIR"),
+    **PINS,
+    **LATEST,
+    "--without-torch": flag("leave out torch, for machines that have their own: `run --base-python`"),
+    "--with-runner": flag("include this command itself"),
+    "--parts": option(
+        "write the folder also as files of at most this size, such as 64MiB, into DIR.parts", type=_size, metavar="SIZE"
+    ),
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,8 +53,11 @@ def run(options: argparse.Namespace) -> int:
         runner=options.with_runner,
         note=lambda text: print(text, file=sys.stderr),
     )
-    files = wheelhouse.manifest.files.values()
+    files = wheelhouse.files.values()
     size = sum(file.size for file in files) / 1e6
-    counts = f"{plural(len(wheelhouse.manifest.cells), 'cell')}, {plural(len(files), 'file')}"
+    counts = f"{plural(len(wheelhouse.cells), 'cell')}, {plural(len(files), 'file')}"
     print(f"{options.folder}: {counts}, {size:.1f} MB")
+    if options.parts is not None:
+        parts, count = split(options.folder, options.parts)
+        print(f"{parts}: {plural(count, 'part')}")
     return 0

@@ -7,15 +7,15 @@ import json
 import sys
 from collections import Counter
 
-from ..options import add_selection, axes_of, cells_of
+from ..arguments import SELECTION, Arguments, flag
+from ..options import axes_of, cells_of
 from ..words import plural
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_selection(parser)
-    parser.add_argument("--excluded", action="store_true", help="list the excluded cells, with the reasons")
-    parser.add_argument("--json", action="store_true")
+ARGUMENTS: Arguments = {
+    **SELECTION,
+    "--excluded": flag("list the excluded cells, with the reasons"),
+    "--json": flag(),
+}
 
 
 def run(options: argparse.Namespace) -> int:

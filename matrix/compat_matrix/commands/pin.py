@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from .. import pins
-from ..locking import ResolutionError
-from ..options import add_selection, axes_of, cells_of, pin_folder
+from ..arguments import LATEST, PINS, SELECTION
+from ..options import axes_of, cells_of, pin_folder
 from ..words import plural
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_selection(parser)
-    parser.add_argument(
-        "--pins", type=Path, metavar="DIR", help="the folder of the pins (default: pins, beside the axes file)"
-    )
-    parser.add_argument("--latest", action="store_true", help="ignore `exclude_newer`")
+ARGUMENTS = {**SELECTION, **PINS, **LATEST}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     changed = []
     parts = pins.resolve_parts(axes, cells, latest=options.latest)
     for name, part in sorted(parts.items()):
-        if isinstance(part, ResolutionError):
+        if isinstance(part, pins.ResolutionError):
             failed += 1
             print(f"{name}: {part}", file=sys.stderr)
         elif pins.write(part, folder):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import platform
-import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,55 +11,34 @@ from pathlib import Path
 from rich.console import Console
 
 from .. import runner
+from ..arguments import ENVIRONMENTS, EXECUTOR, LATEST, SELECTION, STORE, TESTS, Arguments, flag, option
 from ..axes import Axes
 from ..cells import Cell
 from ..errors import MatrixError
-from ..options import (
-    add_executor,
-    add_selection,
-    add_store,
-    add_working,
-    axes_of,
-    cells_of,
-    check_bounded,
-    executor_of,
-    jobs_of,
-    partial,
-    revision,
-)
-from ..progress import Progress
+from ..options import axes_of, cells_of, check_bounded, execute, executor_of, jobs_of, new_run
 from ..results import FINE
 from ..store import Store, submissions
-from ..words import plural
 from ..work import Job
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_selection(parser)
-    parser.add_argument("--all", action="store_true", help="run every cell: without a selection this is needed")
-    add_store(parser)
-    add_working(parser)
-    parser.add_argument("--label", default="", help="a name for the run")
-    parser.add_argument(
-        "--resume", nargs="?", const="latest", metavar="RUN", help="continue a run (default: the latest whole run)"
-    )
-    parser.add_argument("--failed", action="store_true", help="with --resume: repeat the cells that failed")
-    parser.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="repeat failed tests once; a test that passes the second time is flaky, and doesn't fail the run",
-    )
-    parser.add_argument(
-        "--executor",
-        choices=["local", "ray"],
-        default="local",
-        help="run on this machine, or on the Ray cluster at $RAY_ADDRESS",
-    )
-    add_executor(parser)
-    parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="write the run into a new file at the end, for `merge` elsewhere"
-    )
+ARGUMENTS: Arguments = {
+    **SELECTION,
+    "--all": flag("run every cell: without a selection this is needed"),
+    **STORE,
+    **TESTS,
+    **LATEST,
+    **ENVIRONMENTS,
+    "--label": option("a name for the run", default=""),
+    "--resume": option("continue a run (default: the latest whole run)", nargs="?", const="latest", metavar="RUN"),
+    "--failed": flag("with --resume: repeat the cells that failed"),
+    "--retry-failed": flag(
+        "repeat failed tests once; a test that passes the second time is flaky, and doesn't fail the run"
+    ),
+    "--executor": option(
+        "run on this machine, or on the Ray cluster at $RAY_ADDRESS", choices=["local", "ray"], default="local"
+    ),
+    **EXECUTOR,
+    "--export": option("write the run into a new file at the end, for `merge` elsewhere", type=Path, metavar="FILE"),
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,19 +55,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     axes = axes_of(options)
-    if options.failed and options.resume is None:
+    new, ray = options.resume is None, options.executor == "ray"
+    if options.failed and new:
         raise MatrixError("--failed needs --resume: a new run runs all its cells")
-    if options.resume is not None and (
-        options.cells or options.only or options.pairwise or options.shard or options.all
-    ):
+    if not new and (options.cells or options.only or options.pairwise or options.shard or options.all):
         raise MatrixError(
             "--resume continues with the cells of that run, and can't be combined with a selection of cells"
         )
-    if options.export is not None:
-        _check_export(options.export)
-    console = Console()
-    new = options.resume is None
-    ray = options.executor == "ray"
+    if options.export is not None and options.export.exists():
+        raise MatrixError(f"--export {options.export}: it exists")
+    if options.export is not None and not options.export.absolute().parent.is_dir():
+        raise MatrixError(f"--export {options.export}: there is no such folder")
     if new:  # nothing is stored before the input is valid
         check_bounded(options, axes)
         cells = cells_of(options, axes)
@@ -98,16 +73,8 @@ def _run(options: argparse.Namespace) -> int:
         executor = executor_of(options, ray)
     with Store.open(options.store, create=new) as store:
         if new:
-            run = store.new_run(
-                cells,
-                excluded={} if options.cells else axes.excluded(options.only),
-                axes=axes.path.read_text(encoding="utf-8"),
-                command=shlex.join(options.words),
-                label=options.label,
-                host=platform.node(),
-                revision=revision(axes.folder),
-                partial=partial(options),
-            )
+            excluded = {} if options.cells else axes.excluded(options.only)
+            run = new_run(options, store, axes, cells, label=options.label, excluded=excluded)
         else:
             run = store.resolve(options.resume)
             submissions.check_free(store, run)
@@ -118,30 +85,17 @@ def _run(options: argparse.Namespace) -> int:
             work = _jobs(options, axes, cells, attempts)
             executor = executor_of(options, ray)
             store.finish(run, "running")
-        console.print(f"run {run}: {plural(len(cells), 'cell')}, {executor.jobs} at a time", highlight=False)
         try:
-            with Progress(len(cells), executor.jobs, console) as progress:
-                counts = runner.execute(run, work, store, executor, progress)
+            verdicts = execute(run, work, store, executor, Console())
         finally:  # also what an interrupted run has
             if options.export is not None:
                 store.export([run], options.export)
-        summary_line = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        console.print(f"run {run}: {summary_line}", highlight=False)
-        if new:  # whatever the other parts of the run gave
-            return 0 if {*counts} <= {*FINE} else 1
-        return _code(store, run)
+        # Of a new run, whatever the other parts of the run gave.
+        return int(not verdicts <= {*FINE}) if new else _code(store, run)
 
 
 def _jobs(options: argparse.Namespace, axes: Axes, cells: list[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
     return [replace(job, retry=options.retry_failed) for job in jobs_of(options, axes, cells, attempts)]
-
-
-def _check_export(path: Path) -> None:
-    """Check before a run that its file can be written after it."""
-    if path.exists():
-        raise MatrixError(f"--export {path}: it exists")
-    if not path.absolute().parent.is_dir():
-        raise MatrixError(f"--export {path}: there is no such folder")
 
 
 def _code(store: Store, run: str) -> int:

@@ -11,15 +11,15 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..arguments import AXES_FILE, ENVIRONMENTS, EXECUTOR, STORE, Arguments, days, flag, option
 from ..axes import Axes
 from ..cells import Cell
 from ..errors import MatrixError
-from ..options import AXES, add_environments, add_executor, add_store, axes_of, days, jobs_of
+from ..options import AXES, axes_of, jobs_of
 from ..service.background import beside
 from ..store import Store, removal
 
@@ -35,30 +35,20 @@ _PRUNED = 3600.0
 _SWITCH = 0.0005
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    add_store(parser)
-    parser.add_argument(
-        "--axes", type=Path, metavar="FILE", help="the axes file whose cells can be run (default: matrix/axes.toml)"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="the port to listen on; 0 for any free one (default: 8000)"
-    )
-    parser.add_argument(
-        "--root-path", default="", metavar="PATH", help="the path at which a proxy serves it, such as /matrix"
-    )
-    parser.add_argument(
-        "--read", choices=["open", "token"], default="open", help="allow reading without a token, or only with one"
-    )
-    parser.add_argument("--ray", metavar="ADDRESS", help="run cells on this Ray cluster instead of this machine")
-    parser.add_argument("--no-run", action="store_true", help="run no cells: show the store, and take uploaded runs")
-    parser.add_argument(
-        "--keep", type=days, metavar="DAYS", help="delete runs this long after they have ended, such as 90d"
-    )
-    add_executor(parser)
-    add_environments(parser)
-    parser.add_argument("--execute", nargs=2, help=argparse.SUPPRESS)  # a run, in a process that the service starts
+ARGUMENTS: Arguments = {
+    **STORE,
+    **AXES_FILE,
+    "--host": option("the address to listen on (default: 127.0.0.1)", default="127.0.0.1"),
+    "--port": option("the port to listen on; 0 for any free one (default: 8000)", type=int, default=8000),
+    "--root-path": option("the path at which a proxy serves it, such as /matrix", default="", metavar="PATH"),
+    "--read": option("allow reading without a token, or only with one", choices=["open", "token"], default="open"),
+    "--ray": option("run cells on this Ray cluster instead of this machine", metavar="ADDRESS"),
+    "--no-run": flag("run no cells: show the store, and take uploaded runs"),
+    "--keep": option("delete runs this long after they have ended, such as 90d", type=days, metavar="DAYS"),
+    **EXECUTOR,
+    **ENVIRONMENTS,
+    "--execute": option(argparse.SUPPRESS, nargs=2),  # a run, in a process that the service starts
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         assert axes is not None
         jobs_of(executing.for_suite(options, suite), axes, cells, {})
 
-    with Store.open(options.store) as store, _listening(options.host, options.port) as listening:
+    with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
         app = create_app(store, axes, settings, check)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         config = uvicorn.Config(
@@ -103,20 +93,26 @@ def run(options: argparse.Namespace) -> int:
             timeout_graceful_shutdown=_GRACE,
         )
         sys.setswitchinterval(_SWITCH)
-        server = _server(uvicorn)(config)
-        with _executing(options, app.state.queue), _pruning(options, store), _ended_by(server):
-            host, port = listening.getsockname()[:2]
-            print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
-            if axes is None:
-                print(
-                    f"there is no {AXES} here and no --axes: stored results are shown, and runs are refused", flush=True
-                )
-            elif not options.no_run and not tokens.every(store):
-                print(
-                    "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit` creates one",
-                    flush=True,
-                )
-            server.run(sockets=[listening])
+        # uvicorn raises the signal that ended it again.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stack.enter_context(suppress(KeyboardInterrupt))
+        queue: Queue = app.state.queue
+        if queue.axes is not None:
+            command = lambda run: [*options.words, "--execute", run, queue.id]  # noqa: E731
+            stack.enter_context(beside(lambda over: queue.execute_all(command, over), "runs"))
+        if options.keep is not None:
+            stack.enter_context(beside(lambda over: _prune(store, timedelta(days=options.keep), over), "prune"))
+        host, port = listening.getsockname()[:2]
+        print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
+        if axes is None:
+            print(f"there is no {AXES} here and no --axes: stored results are shown, and runs are refused", flush=True)
+        elif not options.no_run and not tokens.every(store):
+            print(
+                "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit` creates one",
+                flush=True,
+            )
+        uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 
@@ -140,13 +136,11 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         found = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        reason = (
-            os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        )  # a name lookup's error numbers are not errno's
+    except (OSError, OverflowError) as error:
+        # A name lookup's error numbers are not errno's.
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
         raise MatrixError(f"{host}:{port}: {reason}") from None
-    except OverflowError as error:
-        raise MatrixError(f"{host}:{port}: {error}") from None
     # Accepted connections inherit it. asyncio sets it only on sockets created with proto=TCP, which this one isn't; without it the
     # second packet of a response waits 40 ms for the acknowledgement of the first.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -154,53 +148,11 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield found
 
 
-def _server(uvicorn: Any) -> Any:
-    class Server(uvicorn.Server):  # type: ignore[misc]
-        """uvicorn's server without its signal handlers, which would raise the signal again after shutdown."""
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return Server
-
-
-@contextmanager
-def _ended_by(server: Any) -> Iterator[None]:
-    """Shut the server down on Ctrl-C and SIGTERM."""
-    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _executing(options: argparse.Namespace, queue: Queue) -> Iterator[None]:
-    """Execute the runs of the queue beside the server, unless the options say otherwise."""
-    if queue.axes is None:
-        yield
-        return
-    command = lambda run: [*options.words, "--execute", run, queue.id]  # noqa: E731
-    with beside(lambda over: queue.execute_all(command, over), "runs"):
-        yield
-
-
-@contextmanager
-def _pruning(options: argparse.Namespace, store: Store) -> Iterator[None]:
-    """Delete old runs beside the server if the options say so."""
-    if options.keep is None:
-        yield
-        return
-
-    def prune(over: threading.Event) -> None:
-        while not over.is_set():
-            try:
-                removal.delete_runs(store, [one.id for one in removal.older(store, timedelta(days=options.keep))])
-            except MatrixError as error:  # the database is unavailable, and may come back
-                logging.getLogger(__name__).warning("old runs can't be deleted: %s", error)
-            over.wait(_PRUNED)
-
-    with beside(prune, "prune"):
-        yield
+def _prune(store: Store, keep: timedelta, over: threading.Event) -> None:
+    """Delete old runs now and then."""
+    while not over.is_set():
+        try:
+            removal.delete_runs(store, [one.id for one in removal.older(store, keep)])
+        except MatrixError as error:  # the database is unavailable, and may come back
+            logging.getLogger(__name__).warning("old runs can't be deleted: %s", error)
+        over.wait(_PRUNED)

@@ -11,35 +11,35 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ..arguments import STORE, Arguments, add, option, positive
 from ..errors import MatrixError
-from ..options import add_store, positive
 from ..service import tokens
 from ..store import Store
+
+VERBS: dict[str, tuple[str, Arguments]] = {
+    "add": (
+        "create a token, which can't be shown again",
+        {
+            "name": option("the name by which it is listed and revoked", metavar="NAME"),
+            "--scope": option(
+                "the requests that it allows (repeatable)", action="append", choices=tokens.SCOPES, required=True
+            ),
+            "--days": option("the number of days after which it expires (default: never)", type=positive, metavar="N"),
+            "--file": option(
+                "write the token into a new file that only you can read, instead", type=Path, metavar="FILE"
+            ),
+        },
+    ),
+    "list": ("list all tokens", {}),
+    "revoke": ("make a token invalid", {"name": option(metavar="NAME")}),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    add = verbs.add_parser("add", help="create a token, which can't be shown again")
-    add.add_argument("name", metavar="NAME", help="the name by which it is listed and revoked")
-    add.add_argument(
-        "--scope",
-        action="append",
-        choices=tokens.SCOPES,
-        required=True,
-        help="the requests that it allows (repeatable)",
-    )
-    add.add_argument(
-        "--days", type=positive, metavar="N", help="the number of days after which it expires (default: never)"
-    )
-    add.add_argument(
-        "--file", type=Path, metavar="FILE", help="write the token into a new file that only you can read, instead"
-    )
-    listing = verbs.add_parser("list", help="list all tokens")
-    revoke = verbs.add_parser("revoke", help="make a token invalid")
-    revoke.add_argument("name", metavar="NAME")
-    for verb in (add, listing, revoke):
-        add_store(verb)
+    for verb, (text, arguments) in VERBS.items():
+        add(verbs.add_parser(verb, help=text), {**arguments, **STORE})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,8 +50,10 @@ def run(options: argparse.Namespace) -> int:
         elif options.verb == "revoke":
             tokens.revoke(store, options.name)
             print(f"{options.name} is revoked")
+        elif found := tokens.every(store):
+            _list(found)
         else:
-            _list(tokens.every(store))
+            print("no tokens")
     return 0
 
 
@@ -82,15 +84,9 @@ def _list(found: list[tokens.Token]) -> None:
     now = datetime.now(timezone.utc)
     table = Table("name", "scopes", "state", "made", "used", box=None, pad_edge=False, header_style="")
     for one in found:
-        if one.revoked is not None:
-            state = f"revoked {one.revoked:%Y-%m-%d}"
-        elif one.expires is None:
-            state = "valid"
-        else:
-            state = f"{'valid until' if one.valid(now) else 'expired'} {one.expires:%Y-%m-%d}"
+        state = "valid" if one.valid(now) else "expired"
+        state += f"{' until' * one.valid(now)} {one.expires:%Y-%m-%d}" if one.expires else ""
+        state = f"revoked {one.revoked:%Y-%m-%d}" if one.revoked else state
         used = f"{one.used:%Y-%m-%d %H:%M}" if one.used else "never"
         table.add_row(one.name, " ".join(sorted(one.scopes)), state, f"{one.created:%Y-%m-%d}", used)
-    if found:
-        Console(soft_wrap=True).print(table)
-    else:
-        print("no tokens")
+    Console(soft_wrap=True).print(table)

@@ -36,7 +36,7 @@ from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..fingerprint import of_axes
 from ..options import executor_of, jobs_of, revision
-from ..processes import Fresh, end, share_priority
+from ..processes import fresh, share_priority
 from ..progress import Progress
 from ..store import Provenance, Store, inserts, submissions
 from ..store.models import RUN, SUBMISSION
@@ -250,7 +250,7 @@ def _executed(words: Sequence[str], over: threading.Event) -> tuple[int, str]:
     """
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as folder:
         output = Path(folder) / "output"
-        process = Fresh([sys.executable, "-m", "compat_matrix", *words], os.environ, Path.cwd(), output)
+        process = fresh([sys.executable, "-m", "compat_matrix", *words], os.environ, Path.cwd(), output)
         try:
             while True:
                 try:
@@ -260,9 +260,9 @@ def _executed(words: Sequence[str], over: threading.Event) -> tuple[int, str]:
                     if over.is_set():
                         with suppress(ProcessLookupError):
                             os.kill(process.pid, signal.SIGTERM)
-                        end(process, _GRACE)
+                        process.end(_GRACE)
         finally:
-            end(process, 0)
+            process.end()
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         said = lines[-1][-1000:] if lines and code > 0 else f"exit code {code}"
         return code, said.removeprefix("kernel-compat-matrix: ")

@@ -8,14 +8,13 @@ import logging
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import requests
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
@@ -33,7 +32,7 @@ from ..pages.seams import Disagreement
 from ..pins import project_requirements
 from ..results import ENDED
 from ..store import Past, Store
-from ..store.documents import ATLAS, NEWS, keep, see, seen
+from ..store.documents import ATLAS, keep, see, seen
 from ..views.common import one_line
 from ..words import plural
 
@@ -64,44 +63,83 @@ class Outcome(BaseModel):
     broke: bool
 
 
-class Scan(NamedTuple):
+class Scan(BaseModel):
     """The scan of new releases for the atlas.
 
     Attributes:
         disagreements: the seams of shims that differ in these releases.
-        error: the reason why there is no atlas; None if there is one.
+        atlas: the reason why there is no atlas; null if there is one.
     """
 
-    disagreements: Sequence[Disagreement] = ()
-    error: str | None = None
+    disagreements: list[Disagreement] = []
+    atlas: str | None = None
 
 
-class Report(BaseModel):
+class Report(Scan):
     """The report of `watch` on new releases.
 
     Attributes:
-        title, text: the report as text.
-        ok: whether nothing broke, neither a cell nor a seam of a shim.
         releases: the new releases by distribution.
+        suite: the suite that was run.
         run: the run, in the store or in the service that it was submitted to; null if no cell is affected.
         submitted: the service which runs the cells; their results aren't known yet.
         cells: the number of cells that were run or submitted.
         passed: the number of cells that passed.
         failed: the cells that failed.
-        atlas: the reason why there is no atlas; null if there is one.
     """
 
-    title: str
-    text: str
-    ok: bool
     releases: dict[str, list[str]]
-    run: str | None
-    submitted: str | None
-    cells: int
-    passed: int
-    failed: list[Outcome]
-    disagreements: list[Disagreement]
-    atlas: str | None
+    suite: str = "default"
+    run: str | None = None
+    submitted: str | None = None
+    cells: int = 0
+    passed: int = 0
+    failed: list[Outcome] = []
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        """Whether nothing broke, neither a cell nor a seam of a shim."""
+        return not any(one.broke for one in self.failed) and not any(one.certain for one in self.disagreements)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def title(self) -> str:
+        """The report in a line."""
+        broke = sum(one.broke for one in self.failed)
+        wrong = sum(one.certain for one in self.disagreements)
+        if self.submitted is not None:
+            said = f"{plural(self.cells, 'cell')} submitted"
+        elif not self.cells:
+            said = "no cell is affected"
+        elif broke:
+            said = f"{broke} of {plural(self.cells, 'cell')} broke"
+        else:
+            said = f"no cell broke, {self.passed} of {self.cells} passed"
+        said += f", {plural(wrong, 'seam')} unlike what shims expect" if wrong else ""
+        return f"{named(self.releases)}{f' ({self.suite})' if self.suite != 'default' else ''}: {said}"
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def text(self) -> str:
+        """The whole report."""
+        lines = [f"{self.title}."]
+        lines += [f"The atlas couldn't be created: {self.atlas}"] if self.atlas else []
+        lines += [
+            f"{one.shim}: {one.target} in {one.release}: expected {one.expected}, found {one.found}"
+            + ("" if one.certain else " (uncertain from the source)")
+            for one in self.disagreements
+        ]
+        lines += [
+            f"{one.cell} {'broke' if one.broke else 'fails, as before'}: {one.kind or 'failed'}: {one.reason}"
+            for one in sorted(self.failed, key=lambda one: not one.broke)
+        ]
+        return "\n".join(lines)
+
+
+def named(releases: Mapping[str, Iterable[object]]) -> str:
+    """The names of new releases."""
+    return ", ".join(f"{name} {version}" for name, versions in releases.items() for version in versions)
 
 
 def new_releases(
@@ -121,22 +159,19 @@ def new_releases(
     distributions = dict.fromkeys([*DISTRIBUTIONS, *more])
     for distribution in distributions:
         try:
-            files = index.files(distribution)
+            there = _usual(index.files(distribution))
         except MatrixError as error:
             note(str(error))
             problems.append(error)
             continue
-        there, known = _usual(files), seen(store, distribution)
-        if not known:
-            if learn:
-                see(store, distribution, map(str, there))
-            newest = f", the newest {there[-1]}" if there else ""
-            note(f"{distribution}: {plural(len(there), 'release')}, seen for the first time{newest}")
-            continue
-        unseen = [version for version in there if str(version) not in known]
-        newest_of_minors = {version.release[:2]: version for version in unseen}
-        if newest_of_minors:
-            found[distribution] = sorted(newest_of_minors.values())
+        known = seen(store, distribution)
+        newest = {version.release[:2]: version for version in there if str(version) not in known}
+        if known and newest:
+            found[distribution] = sorted(newest.values())
+        elif not known:
+            last = f", the newest {there[-1]}" if there else ""
+            note(f"{distribution}: {plural(len(there), 'release')}, seen for the first time{last}")
+            see(store, distribution, map(str, there if learn else ()))
     if len(problems) == len(distributions):
         raise problems[0]
     return found
@@ -181,7 +216,7 @@ def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, To
                     table[axis] = [*dict.fromkeys([*table[axis], str(version)])]
                 touches.append(lambda cell, axis=axis, value=str(version): cell.axes.get(axis) == value)  # type: ignore[misc]
             continue
-        users = [entry for entry in axes.packages if _names(entry, distribution)]
+        users = [entry for entry in axes.packages if distribution in map(_name, entry.requires)]
         if distribution in everywhere:
             users.append(Packages(requires=[distribution]))
         if not users:
@@ -190,16 +225,13 @@ def touched(axes: Axes, new: New, note: Callable[[str], None]) -> tuple[Axes, To
             Packages(requires=[f"{distribution}=={versions[-1]}"], part=entry.part, when=entry.when) for entry in users
         ]
         touches += [entry.holds for entry in users]
-    fields = {
-        name: getattr(axes, name)
-        for name in ("version", "tests", "exclude", "project", "exclude_newer", "not_installed", "path")
-    }
+    fields = {name: getattr(axes, name) for name in Axes.model_fields}
     extended = Axes.model_validate({**fields, "axes": tables, "packages": packages})
     return extended, lambda cell: any(touch(cell) for touch in touches)
 
 
-def _names(entry: Packages, distribution: str) -> bool:
-    return any(canonicalize_name(Requirement(text).name) == distribution for text in entry.requires)
+def _name(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
 
 
 def suites(axes: Axes, cells: Sequence[Cell], new: New) -> dict[str, list[Cell]]:
@@ -233,166 +265,69 @@ def read_atlas(store: Store, index: Index, new: New) -> Scan:
         with redirect_stdout(printed):
             atlas_command.run(parser.parse_args(words))
     except MatrixError as error:
-        return Scan(error=str(error))
+        return Scan(atlas=str(error))
     text = printed.getvalue()
     keep(store, ATLAS, text)
     fresh = {str(version) for versions in new.values() for version in versions}
     found = map(Disagreement.model_validate, json.loads(text)["check"]["disagreements"])
-    return Scan([one for one in found if one.release in fresh])
+    return Scan(disagreements=[one for one in found if one.release in fresh])
 
 
-def judge(
-    new: New,
-    run: str,
-    after: Mapping[Cell, Past],
-    before: Mapping[Cell, Past],
-    known: Mapping[Cell, Past],
-    scan: Scan,
-    suite: str,
-) -> Report:
-    """The report on a run of the affected cells.
+def newest(store: Store, suite: str) -> dict[Cell, Past]:
+    """Each cell with its newest result in a suite."""
+    found = dict(store.current())
+    if suite != "default":  # its runs are partial, and so never a cell's newest
+        own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in found}
+        found = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
+    return {cell: past for cell, past in found.items() if past.summary.verdict in ENDED}
+
+
+def failures(store: Store, run: str, new: New, before: Mapping[Cell, Past]) -> list[Outcome]:
+    """The cells that failed in a run.
 
     Args:
-        run: its id.
-        after: the results of its cells.
-        before: the previous results of the same cells.
-        known: every other cell with its newest result.
+        before: the newest results before it.
     """
     failed = []
-    for cell, past in after.items():
-        if past.summary.state == "failed":
-            older = cell if cell in before else _older(cell, new, known)
-            was = before.get(cell) or (known.get(older) if older else None)
-            failed.append(
-                Outcome(
-                    cell=cell.name,
-                    kind=past.summary.kind,
-                    reason=one_line(past.summary.reason, 500),
-                    before=older.name if older and was else None,
-                    broke=was is None or was.summary.state != "failed",
-                )
-            )
-    passed = sum(past.summary.state == "passed" for past in after.values())
-    return reported(new, scan, suite, run=run, cells=len(after), passed=passed, failed=failed)
+    for cell, summary in store.summary(run).items():
+        if summary.state == "failed":
+            older = cell if cell in before else _older(cell, new, before)
+            broke = older is None or before[older].summary.state != "failed"
+            reason = one_line(summary.reason, 500)
+            name = older.name if older else None
+            failed.append(Outcome(cell=cell.name, kind=summary.kind, reason=reason, before=name, broke=broke))
+    return failed
 
 
-def _older(cell: Cell, new: New, known: Mapping[Cell, Past]) -> Cell | None:
-    """The cell with the previously newest releases, among those with a result."""
-    best: tuple[tuple[tuple[int, ...], ...], Cell] | None = None
-    for other, past in known.items():
-        if past.summary.verdict not in ENDED or cell.axes.keys() != other.axes.keys():
-            continue
-        place = []
-        for axis, mine in cell.axes.items():
-            theirs = other.axes[axis]
-            if mine == theirs:
-                continue
-            fresh = map(str, new.get(canonicalize_name(axis), ()))
-            if mine not in fresh or release(theirs) >= release(mine):
-                break
-            place.append(release(theirs))
-        else:
-            if place and (best is None or tuple(place) > best[0]):
-                best = (tuple(place), other)
-    return best[1] if best else None
+def _older(cell: Cell, new: New, known: Iterable[Cell]) -> Cell | None:
+    """The cell with the previously newest releases, among the known ones."""
+    fresh = [axis for axis, value in cell.axes.items() if value in map(str, new.get(canonicalize_name(axis), ()))]
 
-
-def reported(
-    new: New,
-    scan: Scan,
-    suite: str = "default",
-    *,
-    run: str | None = None,
-    submitted: str | None = None,
-    cells: int = 0,
-    passed: int = 0,
-    failed: Sequence[Outcome] = (),
-) -> Report:
-    """The report on new releases; the arguments after `suite` are those of `Report`."""
-    names = ", ".join(f"{name} {version}" for name, versions in new.items() for version in versions)
-    names += f" ({suite})" if suite != "default" else ""
-    broke = [one for one in failed if one.broke]
-    wrong = [one for one in scan.disagreements if one.certain]
-    if submitted is not None:
-        said = f"{plural(cells, 'cell')} submitted"
-    elif not cells:
-        said = "no cell is affected"
-    else:
-        said = (
-            f"{len(broke)} of {plural(cells, 'cell')} broke" if broke else f"no cell broke, {passed} of {cells} passed"
+    def precedes(other: Cell) -> bool:
+        return cell.axes.keys() == other.axes.keys() and all(
+            mine == other.axes[axis] or (axis in fresh and release(other.axes[axis]) < release(mine))
+            for axis, mine in cell.axes.items()
         )
-    said += f", {plural(len(wrong), 'seam')} unlike what shims expect" if wrong else ""
-    lines = [f"{names}: {said}."]
-    lines += [f"The atlas couldn't be created: {scan.error}"] if scan.error else []
-    lines += [
-        f"{one.shim}: {one.target} in {one.release}: expected {one.expected}, found {one.found}"
-        + ("" if one.certain else " (uncertain from the source)")
-        for one in scan.disagreements
-    ]
-    for one in sorted(failed, key=lambda one: not one.broke):
-        verb = "broke" if one.broke else "fails, as before"
-        lines.append(f"{one.cell} {verb}: {one.kind or 'failed'}: {one.reason}")
-    return Report(
-        title=f"{names}: {said}",
-        text="\n".join(lines),
-        ok=not broke and not wrong,
-        releases={name: [*map(str, versions)] for name, versions in new.items()},
-        run=run,
-        submitted=submitted,
-        cells=cells,
-        passed=passed,
-        failed=list(failed),
-        disagreements=list(scan.disagreements),
-        atlas=scan.error,
-    )
 
-
-def publish(store: Store, report: Report) -> None:
-    """Store a report, for the feed."""
-    keep(store, NEWS, report.model_dump_json())
-
-
-def checked_url(url: str, what: str) -> str:
-    """The URL, unchanged.
-
-    Raises:
-        MatrixError: it isn't a URL.
-    """
-    try:
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname:
-            return url
-    except ValueError:
-        pass
-    raise MatrixError(f"{what} takes an address such as https://example.org/hook, not {url!r}")
+    return max(filter(precedes, known), key=lambda other: [release(other.axes[axis]) for axis in fresh], default=None)
 
 
 def call(webhook: str, report: Report) -> str | None:
     """POST a report as JSON, with retries; returns why that failed, or None."""
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of each retry
     host = urlsplit(webhook).hostname  # the rest of the URL is often a secret
+    codes = (429, 500, 502, 503, 504)
+    retry = Retry(3, backoff_factor=0.5, status_forcelist=codes, allowed_methods=None, raise_on_status=False)
+    content, headers = report.model_dump_json().encode(), {"Content-Type": "application/json"}
     with requests.Session() as session:
-        retry = Retry(
-            3,
-            backoff_factor=0.5,
-            status_forcelist=(429, 500, 502, 503, 504),
-            allowed_methods=None,
-            raise_on_status=False,
-        )
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, HTTPAdapter(max_retries=retry))
+        session.mount(webhook, HTTPAdapter(max_retries=retry))
         try:
-            answer = session.post(
-                webhook,
-                data=report.model_dump_json().encode(),
-                headers={"Content-Type": "application/json"},
-                timeout=_TIMEOUT,
-                allow_redirects=False,
-            )
+            answer = session.post(webhook, content, headers=headers, timeout=_TIMEOUT, allow_redirects=False)
         except OSError as error:
             return f"the webhook at {host} didn't receive the report: {reason(error)}"
-    told = answer.ok and answer.status_code < 300
-    return None if told else f"the webhook at {host} didn't accept the report: it responds with {answer.status_code}"
+    if answer.status_code < 300:
+        return None
+    return f"the webhook at {host} didn't accept the report: it responds with {answer.status_code}"
 
 
 def submit(url: str, token: str, cells: Iterable[Cell], suite: str, label: str) -> str:
@@ -403,13 +338,8 @@ def submit(url: str, token: str, cells: Iterable[Cell], suite: str, label: str) 
     """
     body = {"cells": [cell.name for cell in cells], "suite": suite, "label": label[:100]}
     try:
-        answer = requests.post(
-            f"{url.rstrip('/')}/api/v1/runs",
-            json=body,
-            auth=_Bearer(token),
-            timeout=_TIMEOUT,
-            allow_redirects=False,
-        )
+        address = f"{url.rstrip('/')}/api/v1/runs"
+        answer = requests.post(address, json=body, auth=_Bearer(token), timeout=_TIMEOUT, allow_redirects=False)
         if answer.status_code == 201:
             return str(answer.json()["run"])
         said = answer.json().get("detail", "") if "json" in answer.headers.get("Content-Type", "") else ""
@@ -430,19 +360,3 @@ class _Bearer(requests.auth.AuthBase):
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         request.headers["Authorization"] = f"Bearer {self._token}"
         return request
-
-
-def results(store: Store, run: str) -> dict[Cell, Past]:
-    """The results of the cells of a run, without excluded cells."""
-    found = store.run(run)
-    return {cell: Past(found, one) for cell, one in store.summary(run).items() if one.state != "excluded"}
-
-
-def before(store: Store, cells: Sequence[Cell], suite: str = "default") -> tuple[dict[Cell, Past], dict[Cell, Past]]:
-    """The previous results of these cells in a suite, and the newest results of all other cells in it."""
-    every = dict(store.current())
-    if suite != "default":  # its runs are partial, and so never a cell's newest
-        own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in every}
-        every = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
-    own = {cell: every[cell] for cell in cells if cell in every and every[cell].summary.verdict in ENDED}
-    return own, {cell: past for cell, past in every.items() if cell not in own}

@@ -1,0 +1,112 @@
+"""Put the parts of a wheelhouse together: ``python3 unpack.py DIR``.
+
+`fetch --parts` copies this file beside the parts, so it needs only Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+#: The hashes of the parts, in order, in the format of ``sha256sum``.
+SUMS = "SHA256SUMS"
+#: Together the parts are an archive of tar: ``cat part-* | tar x`` reads them as well.
+PART = "part-{:04}"
+
+_BLOCK = 1 << 20
+
+
+def unpack(parts: Path, folder: Path) -> None:
+    """Check all parts, and then extract them into a folder, which may have files already.
+
+    Args:
+        parts: the folder of the parts.
+
+    Raises:
+        ValueError: parts are missing or damaged, which are named; or they aren't the parts of a wheelhouse. Nothing was extracted.
+        OSError: the folder can't be written.
+    """
+    try:
+        lines = (parts / SUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise ValueError(f"{parts} isn't a folder of parts: it has no {SUMS}") from None
+    paths = []
+    wrong = []
+    for number, line in enumerate(lines):
+        name = PART.format(number)
+        if not re.fullmatch(rf"[0-9a-f]{{64}}  {name}", line):
+            raise ValueError(f"{parts / SUMS} doesn't name {name} in line {number + 1}")
+        paths.append(parts / name)
+        try:
+            if sha256(paths[-1]) != line[:64]:
+                wrong.append(f"{name} is damaged")
+        except OSError:
+            wrong.append(f"{name} is missing")
+    if wrong:
+        raise ValueError(f"{parts}: {', '.join(wrong)}")
+    with tarfile.open(fileobj=_Joined(paths), mode="r|") as archive:
+        try:
+            archive.extractall(folder, filter="data")
+        except tarfile.TarError as error:
+            raise ValueError(f"{parts} can't be unpacked: {error}") from error
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class _Joined(io.RawIOBase):
+    """Several files, read one after the other."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = [*paths]
+        self._file: BinaryIO | None = None
+
+    def read(self, size: int = _BLOCK) -> bytes:
+        """At most `size` bytes, fewer at the end of a file; none at the end of the last."""
+        while self._file is not None or self._paths:
+            if self._file is None:
+                self._file = self._paths.pop(0).open("rb")
+            if block := self._file.read(size):
+                return block
+            self._file.close()
+            self._file = None
+        return b""
+
+
+def main() -> int:
+    """Unpack the parts beside this file, and install the runner that is among them; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Put the parts of a wheelhouse together, and install its runner.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the wheelhouse")
+    folder = parser.parse_args().folder.absolute()
+    try:
+        unpack(Path(__file__).parent, folder)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    pins = folder / f"runner-py{sys.version_info[0]}{sys.version_info[1]}.txt"
+    if pins.exists():
+        venv.create(folder / "runner", with_pip=True, clear=True)
+        install = ["install", "--quiet", "--no-index", "--find-links", str(folder), "--require-hashes", "-r", str(pins)]
+        if code := subprocess.run([folder / "runner/bin/python", "-m", "pip", *install], check=False).returncode:
+            return code
+        print(f"{folder / 'runner/bin/kernel-compat-matrix'} run --offline {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
