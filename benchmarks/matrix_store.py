@@ -24,8 +24,11 @@ from sqlalchemy import select
 from compat_matrix.cells import Cell
 from compat_matrix.results import CellResult, Test
 from compat_matrix.store import Store, inserts
-from compat_matrix.store.models import CELL
+from compat_matrix.store.models import CELL, RESULT
 from compat_matrix.views import diff, show
+
+#: The columns of a result that a copy shares.
+_RESULT = ", ".join(column.name for column in RESULT.c if column.name not in ("id", "run_id", "cell_id"))
 
 PINS = "\n".join(f"package-{n}==1.{n} --hash=sha256:{random.Random(n).randbytes(32).hex()}" for n in range(300))
 LOG = "\n".join(f"tests/integration/test_{n}.py ........ [{n}%]" for n in range(100))
@@ -99,9 +102,8 @@ def copy_runs(path: Path, times: int) -> None:
                     (new, key),
                 )
                 connection.execute(
-                    "INSERT INTO result SELECT id + ?, ?, cell_id, attempt, verdict, kind, reason, started, seconds,"
-                    " environment_id, pins_id, command_id, passed, failed, error, skipped, xfailed, xpassed"
-                    " FROM result WHERE run_id = ?",
+                    f"INSERT INTO result (id, run_id, cell_id, {_RESULT})"
+                    f" SELECT id + ?, ?, cell_id, {_RESULT} FROM result WHERE run_id = ?",
                     (n * results, new, key),
                 )
             for table, columns in (("test", "position, nodeid_id, outcome, seconds, message_id"), ("log", "content")):
@@ -133,8 +135,8 @@ def spread_run(path: Path, planned: Sequence[Cell], tests: int) -> None:
         rows = [(of[n % len(of)], first + 1 + n, cell) for n, (cell,) in enumerate(planned_cells)]
         connection.executemany("INSERT INTO copies VALUES (?, ?, ?)", rows)
         connection.execute(
-            "INSERT INTO result SELECT target, ?, cell, attempt, verdict, kind, reason, started, seconds, environment_id,"
-            " pins_id, command_id, passed, failed, error, skipped, xfailed, xpassed FROM copies JOIN result ON id = source",
+            f"INSERT INTO result (id, run_id, cell_id, {_RESULT})"
+            f" SELECT target, ?, cell, {_RESULT} FROM copies JOIN result ON id = source",
             (keys[run],),
         )
         connection.execute(

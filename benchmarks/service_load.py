@@ -85,6 +85,7 @@ class Load:
         pages = (
             [("first page", "/"), ("form's answer", "/?tf={tf}&pt={torch}"), ("cell page", "/cells/{cell}")] * 3
             + [("first page, live", "/?live=x"), ("runs page", "/runs"), ("status page", "/status")]
+            + [("diff page", "/diff"), ("feed", "/api/v1/feed.atom")]
             + [("compat, exact", "/api/v1/compat?transformers={tf}&torch={torch}&device=cpu")]
             + [
                 (

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from compat_matrix.service.head_timeout import HeadTimeout
-
 
 @contextmanager
 def served(app: FastAPI, root_path: str = "") -> Iterator[str]:
     """Serve the app; yields its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, http=HeadTimeout, log_level="warning", root_path=root_path))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, http="h11", log_level="warning", root_path=root_path))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +77,7 @@ class Host:
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )
+        share_priority(self._process.pid)
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Process:
         """Start a process.
@@ -133,3 +135,16 @@ class Hosts:
             for host in self._hosts.values():
                 host.close()
             self._hosts.clear()
+
+
+def share_priority(session: int) -> None:
+    """Give a session this process's `nice`: Linux may divide its time between sessions first, whatever the priority of their processes."""
+    for _ in range(3):
+        try:
+            Path(f"/proc/{session}/autogroup").write_text(str(os.nice(0)), encoding="ascii")
+        except BlockingIOError:  # an unprivileged user may do so ten times a second
+            time.sleep(0.1)
+        except OSError:  # sessions aren't groups here, or the process has ended
+            return
+        else:
+            return

@@ -71,9 +71,9 @@ def exact(cell: Cell, environment: Mapping[str, Any], pins: str) -> dict[str, st
     packages = packages if isinstance(packages, Mapping) else {}
     pinned = dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", pins, re.MULTILINE))
     versions = {}
-    for axis in VERSIONED:
-        own = getattr(cell, axis)
-        said = [environment.get("python")] if axis == "python" else [packages.get(axis), pinned.get(axis)]
+    for axis in (*VERSIONED, *dict(cell.extra)):
+        own, name = cell.axes.get(axis, ""), axis.replace("_", "-")
+        said = [environment.get("python")] if axis == "python" else [packages.get(name), pinned.get(name)]
         # A cell may report anything: a version of a different minor release isn't this cell's.
         fit = (one for one in said if isinstance(one, str) and parsed(one) and related(own, one))
         versions[axis] = next(fit, own)

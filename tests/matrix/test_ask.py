@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stored import cells, failed, passed, stored
 
+from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.pages import ask, report
 from compat_matrix.pages.filters import Filters
 from compat_matrix.pages.links import Links
+from compat_matrix.results import Kind
 from compat_matrix.store import Store
 from compat_matrix.views.verdicts import Wanted, judge, newest
 
@@ -115,7 +118,7 @@ def _script(call: str, matrix: object = {}) -> Any:
 
 def _typed(name: str, text: str) -> str | None:
     """What a field is read as, or the error beside it."""
-    found = ask.question(Filters(**{name: text}))
+    found = ask.question(Filters().but(**{name: text}))
     assert found.typed[name] == text  # what can't be read is kept
     axis = next(axis for axis, (field, *_) in ask.FIELDS.items() if field == name)
     return found.wanted.asked[axis] if found.wanted else found.errors[name]
@@ -146,7 +149,7 @@ def test_a_field_counts_more_than_the_text() -> None:
 
 
 def test_the_script_reads_the_same() -> None:
-    matrix = {"values": {axis: ["1.0"] for axis in ask.FIELDS}}
+    matrix = {"fields": ask.fields()}
     empty = {"tf": "", "pt": "", "fa": "", "py": "", "text": ""}
     asked = [empty | {name: text} for name, text, _ in TYPED]
     read = _script(f"{json.dumps(asked)}.map(read)", matrix)
@@ -161,33 +164,50 @@ def test_the_script_reads_the_same() -> None:
 
 
 def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
-    every = cells(("5.8", "5.9", "5.10"), ("2.10", "2.11"))
+    """For every combination of some values of each axis: the verdict, its evidence and the nearest that works."""
+    every = cells(("5.8", "5.9", "5.9.2", "5.10"), ("2.10", "2.11"), ("3.11", "3.12"))
+    every += cells(("5.9",), ("2.11",), flash_attention="fa4", device="cuda")
+    kinds: list[Kind] = ["wrong", "crash", "test"]
+    results = [
+        failed(one, kinds[n % 3], f"it fails: {n}") if n % 4 == 1 else passed(one) for n, one in enumerate(every)
+    ]
+    own = [
+        Cell("3.12", "5.9", "2.12", extra=(("backend", backend), ("peft", peft)))
+        for backend in ("gloo", "nccl")
+        for peft in ("0.9", "0.10")
+    ]
     with Store.open(str(tmp_path / "store.db")) as store:
-        stored(store, [failed(one, "wrong", "off by 3") if one.transformers == "5.9" else passed(one) for one in every])
+        excluded = dict.fromkeys(cells(("5.8",), ("2.10",), ("3.10",)), "needs Python 3.11")
+        run = store.new_run([*every, *own], excluded=excluded)
+        for one in results:
+            store.add(run, one)
+        stored(store, [passed(own[0]), failed(own[3]), passed(own[2])])
         known = newest(store)
-        script = report._answers(store, known, Links())
-        matrix = json.loads(script.removeprefix("const MATRIX = ").rstrip(";\n"))
-        questions = [
-            ("5.9.1", "2.11.0", "patch"),  # the tested patch releases
-            ("5.9.3", "2.11.0", "minor"),
-            ("5.9", "2.11", "minor"),
-            ("5.10.1", "2.10.0", "patch"),
+        matrix = json.loads(report.answers(known, Links()).removeprefix("const MATRIX = ").rstrip(";\n"))
+        values = {
+            "transformers": ("", "5.9.1", "5.9", "5.9.2", "5.12.0", "4.57.1", "5.9.0rc1"),
+            "torch": ("", "2.11.0", "2.10", "2.13.1"),
+            "flash_attention": ("", "none", "fa4"),
+            "python": ("", "3.12", "3.10", "3.11.9"),
+        }
+        asked = [dict(zip(values, some, strict=True)) for some in product(*values.values())][1:]
+        asked += [
+            {"peft": peft, "backend": backend} for peft in ("", "0.9", "0.10.1", "1.0") for backend in ("gloo", "mpi")
         ]
-        for transformers, torch, closeness in questions:
-            wanted = Wanted(transformers=transformers, torch=torch)
-            shown = ask.shown(wanted, judge(store, wanted))
-            assert shown.closeness == closeness
-            asked = {"transformers": transformers, "torch": torch, "flash_attention": "", "python": ""}
-            found = _script(f"answer({json.dumps(asked)})", matrix)
-            assert shown.headline in found["html"]
-            assert shown.evidence[0].found.cell.name in found["html"]
-            assert (found["said"], bool(shown.works)) == ("", "nearest combination that works" in found["html"])
-            tested = {axis: text for axis, text, _ in shown.evidence[0].axes}
-            assert _script(f"closeness({json.dumps(asked)}, {json.dumps(tested)})") == closeness
-        asked = {"transformers": "5.12.0", "torch": "2.11.0", "flash_attention": "", "python": ""}
-        found = _script(f"answer({json.dumps(asked)})", matrix)
-        assert found["said"] == "5.12.0 (transformers) was not tested. This is the answer for the nearest: "
-        assert found["have"]["transformers"] == "5.10"
+        found = _script(f"{json.dumps(asked)}.map((one) => answer(one))", matrix)
+        for question, one in zip(asked, found, strict=True):
+            wanted = Wanted.of({axis: value for axis, value in question.items() if value})
+            shown = ask.shown(wanted, judge(store, wanted, known))
+            headline = ask.HEADLINES[one["verdict"]][1] + (f": {one['kind']}" if one["kind"] else "")
+            named = [Cell.of({"transformers": "", "torch": ""} | some["cell"]) for some in one["evidence"]]
+            works = one["works"] and Cell.of({"transformers": "", "torch": ""} | one["works"]["cell"])
+            assert (headline, one["closeness"], named, works) == (
+                shown.headline,
+                shown.closeness,
+                [some.found.cell for some in shown.evidence],
+                shown.works and shown.works.found.cell,
+            ), question
+            assert shown.closeness in ("neighbour", "none") or one["reason"] == shown.reason
 
 
 def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
@@ -196,7 +216,7 @@ def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
         run = stored(store, [failed(one, "crash", "it died") if one.torch == "2.11" else passed(one) for one in every])
 
         def answer(**asked: str) -> ask.Answer:
-            wanted = Wanted(**asked)
+            wanted = Wanted.of(asked)
             return ask.shown(wanted, judge(store, wanted))
 
         bad = answer(transformers="5.9.1", torch="2.11.0")

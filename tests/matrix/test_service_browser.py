@@ -31,9 +31,10 @@ from stored import cells, failed, stored
 
 from compat_matrix.axes import load
 from compat_matrix.pages import report
+from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
-from compat_matrix.store import Store
+from compat_matrix.store import Store, submissions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
@@ -112,7 +113,7 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
         "grid-all": "/?flash_attention=all&python=all&only=transformers>=5.23",
         "grid-failed": "/?state=failed",
         "cell": "/cells/py312-tf5.23-torch2.15",
-        "cell-running": f"/cells/{made.queue.running()[0].cell}",
+        "cell-running": f"/cells/{submissions.running(made.queue.store)[0].cell}",
         "cell-refused": "/cells/py312-tf5.23-torch2.15-fa2-cuda",
         "runs": "/runs",
         "run": f"/runs/{runs['new']}",
@@ -262,6 +263,36 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
                 one.context.close()
 
 
+def test_a_run_is_submitted_and_cancelled_with_a_password(browser: Browser, tmp_path: Path) -> None:
+    with Store.open(str(tmp_path / "store.db")) as store:
+        service_demo.fill(store, tmp_path)
+        secret = tokens.add(store, "me", ["submit"])
+        before = [one.id for one in store.runs()]
+        with served(create_app(store, load(tmp_path / "axes.toml"), Settings())) as address:
+            context = browser.new_context(http_credentials={"username": "me", "password": secret})
+            page = context.new_page()
+            page.goto(f"{address}/runs")
+            page.get_by_label("Cells", exact=True).fill("transformers==5.23 and device==cpu")
+            page.get_by_label("Label").fill("mine")
+            page.get_by_role("button", name="Run").click()
+            page.wait_for_url("**/runs/2*")
+            run = page.url.rpartition("/")[2]
+            assert (store.run(run).label, len(store.unfinished(run))) == ("mine", 18)
+            page.get_by_role("button", name="Cancel").click()
+            expect(page.get_by_role("button", name="again")).to_be_visible()
+            assert store.run(run).state == "interrupted"
+            # The browser has the password now, and sends it with a form of another site as well.
+            form = (
+                f'<form action="{address}/runs" method="post"><input name="all" value="yes"><button>Win</button></form>'
+            )
+            page.route("http://evil.example/", lambda route: route.fulfill(body=form, content_type="text/html"))
+            page.goto("http://evil.example/")
+            page.get_by_role("button", name="Win").click()
+            assert "this form was sent by another site" in page.locator("main").inner_text()
+            assert [one.id for one in store.runs()] == [run, *before]
+            context.close()
+
+
 def test_the_question_on_a_phone(open_page: Open, demo: tuple[str, service_demo.Demo]) -> None:
     address, _ = demo
     page = open_page(address, viewport=PHONE)
@@ -349,6 +380,7 @@ def test_the_screenshots(open_page: Open, demo: tuple[str, service_demo.Demo]) -
         ("diff", at["diff"], "light", {"width": 1100, "height": 560}),
         ("seams", at["seams"], "light", {"width": 1100, "height": 560}),
         ("status", at["status"], "light", {"width": 1100, "height": 460}),
+        ("runs", at["runs"], "light", {"width": 1100, "height": 460}),
     ):
         page = open_page(address + path, color_scheme=scheme, viewport=size)
         page.screenshot(path=folder / f"{name}.png")

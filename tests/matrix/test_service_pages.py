@@ -31,7 +31,8 @@ from compat_matrix.pages.links import Links
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
-from compat_matrix.store import Run, Store, documents
+from compat_matrix.store import Run, Store, documents, inserts, submissions
+from compat_matrix.store.models import SUBMISSION
 from compat_matrix.views import common
 
 HOSTILE = (
@@ -158,7 +159,7 @@ def test_the_pages_of_both_databases_are_the_same(url: str, tmp_path: Path) -> N
     with Store.open(url) as store:
         made = service_demo.fill(store, tmp_path)
         app = create_app(store, load(tmp_path / "axes.toml"), Settings())
-        running = made.queue.running()[0].cell
+        running = submissions.running(made.queue.store)[0].cell
         with served(app) as address:
             for path, said in (
                 ("/", "3 of 87 tests are off"),
@@ -332,7 +333,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
 def test_a_bad_filter_is_refused_with_what_is_allowed(
     demo: tuple[Get, service_demo.Demo, Store], query: str, allowed: str
 ) -> None:
-    page = _page(demo[0](f"/?{query}"), 400)
+    page = _page(demo[0](f"/?{query}"), 422)
     assert allowed in page.text
     assert not [one for one in page.all("script") if not one["src"].startswith("/static/")]
 
@@ -355,7 +356,7 @@ def test_what_does_not_exist_is_not_found(demo: tuple[Get, service_demo.Demo, St
         page = _page(get(address), 404)
         assert "/" in page.links
     for address in ("/diff?old=latest", "/cells/py312-tf5.23-torch2.15?attempt=x", "/cells/py312-tf5.23-torch2.15?x=1"):
-        _page(get(address), 400)
+        _page(get(address), 422)
     assert get("/api/v1/nothing").headers["content-type"] == "application/json"
 
 
@@ -382,7 +383,7 @@ def test_a_store_of_nothing(get: Get) -> None:
     assert "no two runs" in _page(get("/diff")).text
     assert "There are none." in _page(get("/runs")).text
     assert "kernel-compat-matrix watch" in _page(get("/seams")).text
-    assert "0 cells." in _page(get("/status")).text
+    assert "No cell runs." in _page(get("/status")).text
 
 
 # A cell.
@@ -429,7 +430,7 @@ def test_the_name_in_the_header_is_the_projects(demo: tuple[Get, service_demo.De
 
 def test_a_cell_that_is_running(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, made, _ = demo
-    running = made.queue.running()[0]
+    running = submissions.running(made.queue.store)[0]
     page = _page(get(f"/cells/{running.cell}"))
     assert f"running in {running.run}, since {running.since:%Y-%m-%d %H:%M} UTC" in " ".join(page.text.split())
     part = get(f"/cells/{running.cell}?live=1")
@@ -516,16 +517,16 @@ def test_what_cannot_be_read_is_kept_and_explained(demo: tuple[Get, service_demo
     address = urljoin(get("/").url, "/check")
     form = {"tf": "five", "pt": "2.11", "fa": "", "py": "", "text": "torch>=2.4 <script>"}
     response = requests.post(address, data=form, timeout=30)
-    page = _page(response, 400)
+    page = _page(response, 422)
     fields = {one.get("id"): one for one in page.all("input")}
     assert (fields["tf"]["value"], fields["tf"]["aria-invalid"], fields["pt"]["value"]) == ("five", "true", "2.11")
     assert "'five' isn't a release such as 5.9.1" in page.text
     assert "torch>=2.4 <script>" in page.text
     assert "torch>=2.4 is a range: type the release that you have" in page.text
     assert page.cell("py312-tf5.21-torch2.15")  # the grid is still there
-    _page(get("/?pt=%3E%3D2"), 400)
-    for body in (b"\xff", b"&".join(b"a=1" for _ in range(50)), b"tf=" + b"x" * 600):
-        _page(requests.post(address, data=body, timeout=30), 400)
+    _page(get("/?pt=%3E%3D2"), 422)
+    for body, status in ((b"\xff", 400), (b"&".join(b"a=1" for _ in range(60)), 400), (b"tf=" + b"x" * 600, 422)):
+        _page(requests.post(address, data=body, timeout=30), status)
     assert requests.post(address, data={"text": "x" * 2**21}, timeout=30).status_code == 413
 
 
@@ -536,6 +537,21 @@ def test_the_form_needs_a_token_where_reading_does(store: Store) -> None:
     with served(create_app(store, None, Settings(root_path="/matrix")), "/matrix") as address:
         moved = requests.post(f"{address}/check", data=form, timeout=30, allow_redirects=False)
         assert moved.headers["location"] == "/matrix/?tf=5.9"
+
+
+def test_the_form_asks_for_a_projects_own_axes(store: Store, get: Get) -> None:
+    own = [Cell("3.12", "5.0", "2.10", extra=(("peft", peft),)) for peft in ("0.9", "0.10")]
+    stored(store, [passed(own[0]), failed(own[1], "crash", "it died")])
+    page = _page(get("/"))
+    assert [one["name"] for one in page.all("input") if one.get("id")][:5] == ["tf", "pt", "fa", "py", "peft"]
+    moved = requests.post(urljoin(get("/").url, "/check"), data={"tf": "5.0", "peft": "peft 0.10"}, timeout=30)
+    assert moved.url.endswith("/?tf=5.0&peft=peft+0.10")
+    page = Page(moved.text)
+    assert "It fails: crash" in page.text
+    assert "Python 3.12, no FlashAttention, CPU, peft 0.10" in page.text
+    assert "CPU, peft 0.9" not in page.text
+    page = Page(requests.post(urljoin(get("/").url, "/check"), data={"peft": ">0.9"}, timeout=30).text)
+    assert "'>0.9' is a range: one release, such as 0." in page.text
 
 
 # Escaping of results.
@@ -579,7 +595,7 @@ def test_text_of_results_is_text(store: Store, get: Get) -> None:
         f"/?only={quote(HOSTILE.replace(chr(0xDC80), ''))}",
     ):
         response = get(address)
-        page = _page(response, 400 if "only" in address else 200)
+        page = _page(response, 422 if "only" in address else 200)
         assert {one["src"].partition("?")[0] for one in page.all("script")} == {
             "/static/htmx-4.0.1.min.js",
             "/static/keys.js",
@@ -684,9 +700,10 @@ def test_many_runs(store: Store, get: Get) -> None:
     every = [store.new_run([]) for _ in range(60)][::-1]
     page = _page(get("/runs"))
     listed = [unquote(link).partition("/runs/")[2] for link in page.links if link.startswith("/runs/")]
-    assert len(listed) == 50
-    page = _page(get(next(link for link in page.links if "before" in link)))
-    listed += [unquote(link).partition("/runs/")[2] for link in page.links if link.startswith("/runs/")]
+    assert len(listed) == 25
+    while older := [link for link in page.links if "before" in link]:
+        page = _page(get(older[0]))
+        listed += [unquote(link).partition("/runs/")[2] for link in page.links if link.startswith("/runs/")]
     assert sorted(listed) == sorted(every)
 
 
@@ -725,13 +742,13 @@ def test_seams(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     text = " ".join(_page(get("/seams?distribution=torch")).text.split())
     assert "since 2.10.0 or before (query" in text
     assert "without is_causal" in text
-    page = _page(get("/seams?distribution=numpy"), 400)
+    page = _page(get("/seams?distribution=numpy"), 422)
     assert "There are transformers, torch." in page.text
 
 
 def test_an_atlas_that_is_none(store: Store, get: Get) -> None:
     documents.keep(store, "atlas", '{"releases": 5}')
-    assert "isn't an atlas" in _page(get("/seams"), 500).text
+    assert "isn't an atlas" in _page(get("/seams"), 422).text
 
 
 def test_the_status(demo: tuple[Get, service_demo.Demo, Store]) -> None:
@@ -742,9 +759,19 @@ def test_the_status(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     assert f"{made.runs['running']} " in text
     assert " h200-4 " in text
     assert [(one["max"], one["value"]) for one in page.all("progress")] == [("18", "1")]
-    for one in made.queue.running():
+    for one in submissions.running(made.queue.store):
         assert one.cell.name in text
         assert f"/runs/{one.run}" in page.links
+
+
+def test_the_status_while_environments_are_made(store: Store, get: Get) -> None:
+    run = store.new_run(OLD[:2])
+    with store.writing() as connection:
+        submissions.insert(connection, inserts.key(connection, run), "default", "", {})
+    assert "No cell runs." in _page(get("/status")).text
+    with store.writing() as connection:
+        connection.execute(SUBMISSION.update().values(host="here"))
+    assert "No cell runs yet: their environments are made first." in _page(get("/status")).text
 
 
 def test_the_api_has_a_page(get: Get) -> None:
@@ -768,7 +795,7 @@ def test_the_database_is_gone(tmp_path: Path) -> None:
             path.write_bytes(b"gone" * 1000)
             for page in ("/runs", "/?state=passed", "/status", f"/cells/{OLD[0]}", "/diff"):
                 response = requests.get(address + page, timeout=30)
-                assert "The database isn't available." in _page(response, 503).text
+                assert "the database doesn't answer" in _page(response, 503).text
                 assert response.headers["retry-after"] == "5"
                 assert str(tmp_path) not in response.text
             path.write_bytes(kept)
@@ -779,7 +806,7 @@ def test_the_database_is_gone(tmp_path: Path) -> None:
 def test_reading_writes_nothing(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, store = demo
     for path in ("/", "/runs", "/status"):
-        assert requests.post(urljoin(get(path).url, path), timeout=30).status_code in (401, 405)
+        assert requests.post(urljoin(get(path).url, path), timeout=30).status_code in (401, 403)
         head = requests.head(get(path).url, timeout=30)
         assert head.status_code == 200
     assert isinstance(store.runs()[0], Run)

@@ -33,7 +33,7 @@ from stored import failed, passed
 from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
 from compat_matrix.results import CellResult
-from compat_matrix.service import guard, head_timeout, tokens
+from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.executing import Queue
 from compat_matrix.service.guard import HEADERS
@@ -45,7 +45,7 @@ from compat_matrix.store.models import TOKEN, metadata
 CELLS = [f"{TAG}-tf5.{n}-torch2.11" for n in range(3)]
 #: A label that the command line may set, but no request.
 LABEL = "one\r\nX-Injected: yes\r\n\r\n<script>alert(1)</script>"
-UNLIMITED = Settings(writes_per_minute=10**9, submissions_per_minute=10**9, failures_per_minute=10**9)
+UNLIMITED = Settings(writes_per_minute=10**9, failures_per_minute=10**9)
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,9 @@ def test_no_write_is_taken_without_its_token(target: Target, url: str) -> None:
     # The form of the first page is sent by POST, as a lock file is too long for an address; it reads.
     writes = [one for one in found if one[0] not in ("GET", "HEAD", "OPTIONS") and one != ("POST", "/check")]
     assert {path for _, path in found} >= {"/", "/api/v1/compat", "/api/v1/runs/{run}/retry"}
-    assert len(writes) == len(WRITING)
+    pages = [one for one in writes if not one[1].startswith("/api/")]
+    assert {path for _, path in pages} == {"/runs", "/runs/{name}/cancel", "/runs/{name}/retry"}
+    assert len(writes) == len(WRITING) + len(pages)
     secret = target.tokens["both"]
     password = base64.b64encode(f"me:{secret}".encode()).decode()
     wrong = [
@@ -260,16 +262,69 @@ def test_no_write_is_taken_without_its_token(target: Target, url: str) -> None:
     for method, path in writes:
         body = json.dumps(target.body(path)).encode()
         address = filled(path, target)
-        kind = {"content-type": "application/json"}
+        kind = {"content-type": "application/json", "sec-fetch-site": "same-origin"}
         for given in (None, *wrong):
+            if (method, path) in pages and given == f"Basic {password}":
+                continue
             answer = sent(url, method, address, kind | ({} if given is None else {"authorization": given}), body)
             assert (method, path, given, answer.status) == (method, path, given, 401)
         for query in (f"token={secret}", f"access_token={secret}", f"authorization=Bearer%20{secret}"):
             assert sent(url, method, f"{address}?{query}", kind | {"cookie": query}, body).status == 401
         for name in ("read", "none"):
             headers = kind | {"authorization": f"Bearer {target.tokens[name]}"}
-            assert sent(url, method, address, headers, body).status == 403, (method, path, name)
+            refused = sent(url, method, address, headers, body)
+            assert refused.status == (401 if (method, path) in pages else 403), (method, path, name)
     assert target.rows() == before
+
+
+def test_a_form_of_another_site_is_refused(target: Target, url: str) -> None:
+    """A browser sends the password with every form that leads here, whoever made it."""
+    before = target.rows()
+    host = urlsplit(url).netloc
+    password = base64.b64encode(f"me:{target.tokens['both']}".encode()).decode()
+    known = {"authorization": f"Basic {password}", "content-type": "application/x-www-form-urlencoded"}
+    for path in ("/runs", f"/runs/{target.run}/cancel", f"/runs/{target.run}/retry"):
+        for origin in (
+            {},
+            {"sec-fetch-site": "cross-site"},
+            {"sec-fetch-site": "same-site"},
+            {"sec-fetch-site": "none"},
+            {"sec-fetch-site": "cross-site", "origin": f"http://{host}"},
+            {"origin": "https://evil.example"},
+            {"origin": f"http://{host}.evil.example"},
+            {"origin": f"https://evil.example/{host}"},
+            {"origin": "null"},
+            {"origin": ""},
+            {"origin": "", "host": ""},
+            {"origin": "http://[::"},
+            {"referer": f"http://{host}/runs"},
+        ):
+            answer = sent(url, "POST", path, known | origin, b"all=yes&suite=default")
+            assert (path, origin, answer.status) == (path, origin, 403)
+    assert target.rows() == before
+
+
+def test_a_form_needs_a_password_that_may_write(target: Target, url: str) -> None:
+    before = target.rows()
+    for origin in ({"sec-fetch-site": "same-origin"}, {"origin": f"http://{urlsplit(url).netloc}"}):
+        for path in ("/runs", f"/runs/{target.run}/cancel", f"/runs/{target.run}/retry"):
+            for secret in (
+                None,
+                "",
+                "wrong",
+                *(target.tokens[name] for name in ("read", "none", "expired", "revoked")),
+            ):
+                given = "" if secret is None else base64.b64encode(f"me:{secret}".encode()).decode()
+                answer = sent(
+                    url, "POST", path, origin | ({"authorization": f"Basic {given}"} if given else {}), b"all=yes"
+                )
+                assert answer.status == 401, (path, secret)
+                assert answer.headers["www-authenticate"].startswith("Basic ")  # a browser asks for another one
+    assert target.rows() == before
+    password = base64.b64encode(f"me:{target.tokens['submit']}".encode()).decode()
+    for origin in ({"sec-fetch-site": "same-origin"}, {"origin": f"http://{urlsplit(url).netloc}"}):
+        answer = sent(url, "POST", f"/runs/{NO_RUN}/cancel", origin | {"authorization": f"Basic {password}"}, b"")
+        assert answer.status == 404
 
 
 def test_what_is_only_read_can_not_be_written(target: Target, url: str) -> None:
@@ -279,7 +334,9 @@ def test_what_is_only_read_can_not_be_written(target: Target, url: str) -> None:
         taken = {method for method, one in routes(target.app) if one == path}
         for method in {"POST", "PUT", "PATCH", "DELETE", "TRACE", "CONNECT", "ODD"} - taken:
             for more in ({}, {"x-http-method-override": "DELETE"}):
-                assert sent(url, method, filled(path, target), headers | more, b"{}").status in (401, 404, 405), path
+                assert sent(url, method, filled(path, target), headers | more, b"{}").status in (401, 403, 404, 405), (
+                    path
+                )
     assert target.rows() == before
 
 
@@ -572,7 +629,7 @@ def raw(url: str, data: bytes, seconds: float = 10) -> bytes:
 
 def test_two_requests_in_one_are_refused(target: Target, url: str) -> None:
     """A proxy may take the bytes for one request, so the service must never see two."""
-    hidden = b"GET /favicon.ico HTTP/1.1\r\nHost: a\r\n\r\n"
+    hidden = b"GET /static/icon.svg HTTP/1.1\r\nHost: a\r\n\r\n"
     for head in (
         b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
         b"Content-Length: 5\r\nContent-Length: 6\r\n",
@@ -585,18 +642,3 @@ def test_two_requests_in_one_are_refused(target: Target, url: str) -> None:
         answer = raw(url, b"POST /api/v1/runs HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n0\r\n\r\n" + hidden, 0.3)
         statuses = re.findall(rb"HTTP/1.1 (\d+)", answer)
         assert {*statuses} <= {b"400", b"401"}, (head, answer)
-
-
-def test_who_holds_a_connection_without_a_request_loses_it(
-    target: Target, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head_timeout, "HEAD", 0.5)
-    monkeypatch.setattr(guard, "_SLOW", 0.5)
-    assert raw(url, b"") == b""
-    assert raw(url, b"GET / HTTP/1.1\r\nX: ") == b""
-    both = raw(url, b"GET /favicon.ico HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nX: ")
-    assert re.findall(rb"HTTP/1.1 (\d+)", both) == [b"200"]
-    head = f"POST /api/v1/runs HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {target.tokens['submit']}\r\n"
-    answer = raw(url, head.encode() + b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert raw(url, b"GET /favicon.ico HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 200 ")

@@ -57,7 +57,6 @@ def run(options: argparse.Namespace) -> int:
         import uvicorn
 
         from ..service.app import create_app
-        from ..service.head_timeout import HeadTimeout
     except ModuleNotFoundError as error:
         raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
     from ..service import executing, tokens
@@ -86,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         config = uvicorn.Config(
             app,
-            http=HeadTimeout,
+            http="h11",
             log_config=None,
             access_log=False,
             server_header=False,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
+from ..cells import WORD, Cell
 from ..errors import MatrixError
 from ..store import Newest
 from ..versions import checked, release
@@ -38,17 +39,18 @@ _PACKAGE = re.compile(
 _LOCKED = re.compile(r"""^name\s*=\s*["']([\w.-]+)["']\s*\nversion\s*=\s*["']([^"'\n]+)["']""", re.MULTILINE)
 _FLASH_PACKAGES = ("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4")
 
-_HEADLINES: Mapping[Verdict, tuple[str, str]] = {
-    "passed": ("passed", "It works"),
-    "flaky": ("flaky", "It works, but a test is flaky"),
-    "known": ("known", "It works but for failures that are known"),
-    "wrong": ("wrong", "It computes something else"),
-    "failed": ("failed", "It fails"),
-    "refused": ("refused", "It is excluded"),
-    "unknown": ("not run", "It was not tested"),
+#: The state, the headline and the word of each verdict. The script of a report has them too.
+HEADLINES: Mapping[Verdict, tuple[str, str, str]] = {
+    "passed": ("passed", "It works", "ok"),
+    "flaky": ("flaky", "It works, but a test is flaky", "flaky"),
+    "known": ("known", "It works but for failures that are known", "known"),
+    "wrong": ("wrong", "It computes something else", ""),
+    "failed": ("failed", "It fails", ""),
+    "refused": ("refused", "It is excluded", ""),
+    "unknown": ("not run", "It was not tested", ""),
 }
 
-#: How exact an answer is. The script of a report has them too.
+#: How exact an answer is.
 CLOSENESS: Mapping[Closeness, str] = {
     "patch": "Exactly these releases were tested.",
     "minor": "These minor releases were tested; the patch releases are below.",
@@ -59,15 +61,17 @@ CLOSENESS: Mapping[Closeness, str] = {
 
 
 class Question(NamedTuple):
-    """What was typed.
+    """The form.
 
     Attributes:
+        fields: as `FIELDS`, with the project's own axes.
         typed: the text of each field by its parameter, as it was typed.
         text: the pasted text.
         errors: why a field can't be read, by its parameter; that of the text is under ``text``.
         wanted: the combination, unless there are errors; None if nothing was typed.
     """
 
+    fields: Mapping[str, tuple[str, str, str]]
     typed: Mapping[str, str]
     text: str
     errors: Mapping[str, str]
@@ -75,7 +79,11 @@ class Question(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """A tested combination in an answer."""
+    """A tested combination in an answer.
+
+    Attributes:
+        axes: each with its value in words, and whether it differs from the question there.
+    """
 
     state: str
     word: str
@@ -84,12 +92,7 @@ class Evidence(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer.
-
-    Attributes:
-        evidence: the tested combinations, each with the axes, the exact versions, and whether it differs from the question there.
-        works: the nearest combination that works, if this one doesn't.
-    """
+    """An answer, with the tested combinations, and the nearest one that works if this one doesn't."""
 
     state: str
     headline: str
@@ -99,23 +102,38 @@ class Answer(NamedTuple):
     works: Evidence | None
 
 
-def question(filters: Filters, text: str = "") -> Question:
-    """The question in the fields of the form, and in a pasted text; what is typed in a field counts more."""
-    typed = {name: getattr(filters, name) for name, *_ in FIELDS.values()}
+def own_axes(cells: Iterable[Cell]) -> dict[str, str]:
+    """The project's own axes of cells, each with one of its values."""
+    return {axis: value for cell in cells for axis, value in cell.extra}
+
+
+def fields(own: Mapping[str, str] = {}) -> dict[str, tuple[str, str, str]]:
+    """The fields of the form, with those of a project's own axes, each with an example."""
+    return FIELDS | {axis: (axis, axis, own[axis]) for axis in sorted(own)}
+
+
+def question(filters: Filters, text: str = "", own: Mapping[str, str] = {}) -> Question:
+    """The question in the fields of the form, and in a pasted text; what is typed in a field counts more.
+
+    Args:
+        own: the project's own axes, each with an example.
+    """
+    given = filters.given
+    typed = {name: given.get(name, "") for name, *_ in fields(own).values()}
     errors: dict[str, str] = {}
-    found: dict[str, str | None] = {}
+    found: dict[str, str] = {}
     if text.strip():
         try:
-            typed = pasted(text) | {name: said for name, said in typed.items() if said}
+            typed |= {name: said for name, said in pasted(text).items() if not typed[name]}
         except MatrixError as error:
             errors["text"] = str(error)
-    for axis, (name, *_) in FIELDS.items():
+    for axis, (name, *_) in fields(own).items():
         try:
-            found[axis] = _READ[axis](typed[name]) if typed.get(name) else None
+            if typed[name]:
+                found[axis] = _READ[axis](typed[name]) if axis in _READ else _own(axis, typed[name])
         except MatrixError as error:
             errors[name] = str(error)
-    asked = not errors and any(found.values())
-    return Question(typed, text, errors, Wanted(**found) if asked else None)
+    return Question(fields(own), typed, text, errors, Wanted.of(found) if found and not errors else None)
 
 
 def pasted(text: str) -> dict[str, str]:
@@ -201,7 +219,12 @@ def _flash_attention(text: str) -> str:
     return f"fa{kind}"
 
 
-_READ = {
+def _own(axis: str, text: str) -> str:
+    text = text.strip().lower()
+    return text if re.fullmatch(WORD, text) else _version(re.escape(axis).replace("_", "[-_]"), "0.18", text)
+
+
+_READ: Mapping[str, Callable[[str], str]] = {
     "transformers": lambda text: _version("transformers", "5.9.1", text),
     "torch": lambda text: _version("torch|pytorch", "2.11.0+cu130", text),
     "flash_attention": _flash_attention,
@@ -209,11 +232,17 @@ _READ = {
 }
 
 
-def shown(wanted: Wanted, judged: Judged, most: int = 5) -> Answer:
-    """An answer, with at most a number of tested combinations as its evidence."""
+def shown(wanted: Wanted, judged: Judged) -> Answer:
+    """An answer, with at most five tested combinations as its evidence."""
     asked = wanted.asked
-    closeness = closeness_of(asked, judged)
-    state, headline = _HEADLINES[judged.verdict]
+    patches = [asked[axis] for axis in ("transformers", "torch") if axis in asked]
+    exact = judged.exact and patches and all(one.count(".") >= 2 for one in patches)
+    closeness: Closeness = "patch" if exact else "minor"
+    if judged.verdict == "refused":
+        closeness = "rule"
+    elif not judged.found:
+        closeness = "neighbour" if judged.near else "none"
+    state, headline, _ = HEADLINES[judged.verdict]
     kind = judged.found[0].past.summary.kind if judged.found and judged.verdict == "failed" else None
     tested = judged.found or judged.near[:3] if closeness != "rule" else []
     return Answer(
@@ -221,33 +250,23 @@ def shown(wanted: Wanted, judged: Judged, most: int = 5) -> Answer:
         f"{headline}: {kind}" if kind else headline,
         closeness,
         "; ".join(one.reason for one in judged.refusals) if closeness == "rule" else judged.reason,
-        [_evidence(one, asked) for one in tested[:most]],
-        _evidence(judged.works, asked) if judged.works else None,
+        [evidence(one, asked) for one in tested[:5]],
+        evidence(judged.works, asked) if judged.works else None,
     )
 
 
-def closeness_of(asked: Mapping[str, str], judged: Judged) -> Closeness:
-    """How near the evidence is to the question."""
-    if judged.verdict == "refused":
-        return "rule"
-    if not judged.found:
-        return "neighbour" if judged.near else "none"
-    patches = [asked[axis] for axis in ("transformers", "torch") if axis in asked]
-    return "patch" if judged.exact and patches and all(one.count(".") >= 2 for one in patches) else "minor"
-
-
-def _evidence(found: Newest, asked: Mapping[str, str]) -> Evidence:
+def evidence(found: Newest, asked: Mapping[str, str] = {}) -> Evidence:
+    """A tested combination, as the evidence for what was asked."""
     verdict = verdict_of(found)
-    state, _ = _HEADLINES[verdict]
-    words: Mapping[Verdict, str] = {"passed": "ok", "flaky": "flaky", "known": "known"}
-    word = words.get(verdict, str(found.past.summary.kind or verdict))
+    state, _, word = HEADLINES[verdict]
     other = differs(found, asked)
-    axes = [(axis, _named(axis, value(found, axis)), axis in other) for axis in FIELDS if value(found, axis)]
-    return Evidence(state, word, found, axes)
-
-
-def _named(axis: str, text: str) -> str:
-    return common.KERNELS.get(text, text) if axis == "flash_attention" else text
+    labels = {axis: label for axis, (_, label, _) in FIELDS.items()} | {axis: axis for axis, _ in found.cell.extra}
+    axes = [
+        (axis, common.KERNELS.get(text, text) if axis == "flash_attention" else f"{label} {text}", axis in other)
+        for axis, label in labels.items()
+        if (text := value(found, axis))
+    ]
+    return Evidence(state, word or str(found.past.summary.kind or verdict), found, axes)
 
 
 def minor(version: str) -> str:

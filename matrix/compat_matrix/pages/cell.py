@@ -8,19 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cells import Cell
-from ..results import CellResult, Test
+from ..results import CellResult
 from ..store import Past, Store
 from ..views import common, explain
 from . import logs
 from .grid import entry
 
-#: The number of rows of a list on one page.
-HISTORY = 20
-_TESTS = 5_000
+#: The number of results in the history on a page, and of failed tests with a report.
+HISTORY, _REPORTS = 20, 200
 _NOT_FAILED = ("known", "flaky", "skipped", "xfailed", "xpassed", "passed")
-
-#: The number of failed tests whose reports are on a page.
-_REPORTS = 200
 
 
 def values(
@@ -31,43 +27,41 @@ def values(
     history: Sequence[Past],
     *,
     activity: str = "",
-    excluded: str | None = None,
+    excluded: str = "",
 ) -> dict[str, Any]:
     """The values of the template.
 
     Args:
         found: the result that the page is about; None if the cell has none.
         past: the same in its run, or the plan of a cell without a result.
-        history: the newest entries of the cell's history.
+        history: the newest entries of the cell's history; one more than `HISTORY` if there are older ones.
         activity: ``running`` or ``waiting``.
         excluded: why the axes exclude the cell.
     """
     return {
         "cell": cell,
         "entry": entry(past, "" if found else activity, excluded),
+        "activity": activity,
         "past": past,
         "found": found,
-        "history": [(one, entry(one)) for one in history],
+        "history": [(one, entry(one)) for one in history[:HISTORY]],
         "newest": history[0] if history else None,
+        "older": len(history) > HISTORY,
         "reproduce": common.reproduce(cell, past.run) if past else f"kernel-compat-matrix run {shlex.quote(cell.name)}",
         **(_details(store, found, past) if found and past else {}),
     }
 
 
 def _details(store: Store, found: CellResult, past: Past) -> dict[str, Any]:
-    by_outcome: dict[str, list[Test]] = {name: [] for name in ("failed", *_NOT_FAILED)}
-    for test in found.tests:
-        by_outcome["failed" if test.bad else test.outcome].append(test)
-    bad = by_outcome.pop("failed")
+    failed = [one for one in found.tests if one.bad]
     packed = logs.packed_log(store, past.run.id, found.cell, found.attempt)
     packages = found.environment.get("packages")
     packages = packages if isinstance(packages, dict) else {}
     return {
         "counts": past.summary.counts,
-        "failed": [(one, _error(one.message)) for one in bad[:_REPORTS]],
-        "failed_more": bad[_REPORTS:_TESTS],
-        "by_outcome": {name: tests[:_TESTS] for name, tests in by_outcome.items()},
-        "left_out": sum(max(0, len(tests) - _TESTS) for tests in (bad, *by_outcome.values())),
+        "failed": [(one, _error(one.message)) for one in failed[:_REPORTS]],
+        "failed_more": failed[_REPORTS:],
+        "by_outcome": {name: [one for one in found.tests if one.outcome == name] for name in _NOT_FAILED},
         "figures": explain.figures(store.measured(cell=found.cell).get(found.cell, [])),
         "installed": _installed(found, packages),
         "facts": explain.facts(found.environment),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
-from urllib.parse import urlencode
 
 from ..errors import MatrixError
 from ..expressions import Expression
@@ -33,6 +32,7 @@ class Filters:
 
     Attributes:
         tf, pt, fa, py: the transformers, torch, FlashAttention and Python of the form.
+        own: the project's own axes of the form.
     """
 
     flash_attention: str = ""
@@ -45,15 +45,19 @@ class Filters:
     pt: str = ""
     fa: str = ""
     py: str = ""
+    own: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, given: Iterable[tuple[str, str]]) -> Filters:
+    def of(cls, given: Iterable[tuple[str, str]], own: Collection[str] = ()) -> Filters:
         """The filters in the parameters of an address.
+
+        Args:
+            own: the project's own axes.
 
         Raises:
             MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
         """
-        names = [field.name for field in fields(cls)]
+        names = [*_NAMES, *own]
         found: dict[str, str] = {}
         for name, value in given:
             if name not in names:
@@ -63,7 +67,7 @@ class Filters:
             if len(value) > _LONGEST:
                 raise MatrixError(f"{name} is longer than {_LONGEST} characters")
             found[name] = value.strip()
-        filters = cls(**found)
+        filters = cls().but(**found)
         if filters.state and filters.state not in STATES:
             raise MatrixError(f"{filters.state!r} isn't a state; the states are {', '.join(STATES)}")
         if filters.only:
@@ -71,11 +75,15 @@ class Filters:
         return filters
 
     def but(self, **changes: str) -> Filters:
-        """These filters with others."""
-        return replace(self, **changes)
+        """These filters with others; names that aren't fields are own axes."""
+        own = dict(self.own) | {name: value for name, value in changes.items() if name not in _NAMES}
+        fixed = {name: value for name, value in changes.items() if name in _NAMES}
+        return replace(self, **fixed, own=tuple(sorted((name, value) for name, value in own.items() if value)))
 
     @property
-    def query(self) -> str:
-        """The filters as a query string, such as ``?python=3.12``; empty without filters."""
-        query = urlencode({name: value for name, value in vars(self).items() if value})
-        return f"?{query}" if query else ""
+    def given(self) -> dict[str, str]:
+        """The filters that aren't empty, as the parameters of an address."""
+        return {name: value for name in _NAMES if (value := getattr(self, name))} | dict(self.own)
+
+
+_NAMES = [field.name for field in fields(Filters) if field.name != "own"]

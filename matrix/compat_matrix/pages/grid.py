@@ -1,21 +1,23 @@
-"""The grid: the state of each cell, the facets to choose from, and the reasons."""
+"""The first page: the state of each cell, the facets to choose from, and the reasons."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from ..cells import Cell
+from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..store import Past, Run, Summary
+from ..versions import related
 from ..views import common
+from . import ask
 from .filters import ALL, STATES, Filters
 
 _SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "torch's FA"}
 
-#: The axes of a facet: the cells that share these values are one table.
-FACET = ("flash_attention", "device", "python")
+#: A FlashAttention, a device and a Python: the cells that share them are one table for each of their values of own axes.
+Facet = tuple[str, str, str]
 
 
 class Entry(NamedTuple):
@@ -35,13 +37,10 @@ class Entry(NamedTuple):
     past: Past | None
     reason: str
 
-
-class Tally(NamedTuple):
-    """The number of cells of a facet that exist, have a result, and are bad."""
-
-    there: int
-    results: int
-    bad: int
+    @property
+    def verdict(self) -> str | None:
+        """The verdict of its result."""
+        return self.past.summary.verdict if self.past else None
 
 
 class Tab(NamedTuple):
@@ -53,39 +52,6 @@ class Tab(NamedTuple):
     bad: int
 
 
-class Choice(NamedTuple):
-    """The chosen facets, and the others to choose from.
-
-    Attributes:
-        facets: the values of `FACET` that are shown.
-    """
-
-    facets: list[tuple[str, str, str]]
-    kernels: list[Tab]
-    pythons: list[Tab]
-
-
-class Shown(NamedTuple):
-    """A cell in a grid."""
-
-    cell: Cell
-    state: str
-    sign: str
-    word: str
-    day: str
-    activity: str
-    label: str
-    hint: str
-
-
-class Block(NamedTuple):
-    """A row per transformers and a column per torch, newest first, for one Python and `common.Kind`."""
-
-    title: str
-    columns: list[str]
-    rows: list[tuple[str, list[Shown | None]]]
-
-
 class Group(NamedTuple):
     """Cells that are in a state for the same reason."""
 
@@ -95,28 +61,15 @@ class Group(NamedTuple):
     cells: list[Cell]
 
 
-class Grid(NamedTuple):
-    """The contents of a page.
-
-    Attributes:
-        counts: the number of cells in each state, for the chosen facets and all states.
-    """
-
-    choice: Choice
-    counts: Counter[str]
-    blocks: list[Block]
-    groups: list[Group]
-
-
-def entry(past: Past | None, activity: str = "", excluded: str | None = None) -> Entry:
+def entry(past: Past | None, activity: str = "", excluded: str = "") -> Entry:
     """The entry of a cell in the grid.
 
     Args:
         activity: ``running`` or ``waiting``, or empty.
-        excluded: the reason for which the axes exclude it; None if they don't.
+        excluded: the reason for which the axes exclude it.
     """
     if past is None:
-        if excluded is not None:
+        if excluded:
             return Entry("refused", "excluded", "", None, excluded)
         return Entry(activity or "not run", activity or "never", activity, None, "")
     summary = past.summary
@@ -125,14 +78,10 @@ def entry(past: Past | None, activity: str = "", excluded: str | None = None) ->
     if summary.state == "unfinished":
         activity = activity or ("waiting" if past.run.state == "running" else "")
         return Entry(activity or "not run", activity or "unfinished", activity, past, "")
-    if summary.state == "not run":
-        return Entry("not run", "not run", activity, past, summary.reason)
-    if summary.state == "passed":
-        return Entry("passed", "ok", activity, past, "")
-    if summary.state in ("flaky", "known"):
-        return Entry(summary.state, summary.state, activity, past, summary.reason)
-    state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", "failed")
-    return Entry(state, _word(summary), activity, past, summary.reason)
+    state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", summary.state)
+    word = {"passed": "ok", "failed": _word(summary)}.get(summary.state, summary.state)
+    reason = "" if summary.state == "passed" else summary.reason
+    return Entry(state if summary.state == "failed" else summary.state, word, activity, past, reason)
 
 
 def _word(summary: Summary) -> str:
@@ -146,165 +95,163 @@ def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell] 
     return {cell: entry(Past(run, one), "running" if cell in running else "") for cell, one in summary.items()}
 
 
-def of_all(
-    cells: Mapping[Cell, Past], activity: Mapping[Cell, str] = {}, served: Mapping[Cell, str] = {}
-) -> dict[Cell, Entry]:
-    """The entries of all cells, with those of the axes that have no result.
+def home(
+    filters: Filters,
+    question: ask.Question,
+    entries: Mapping[Cell, Entry],
+    newest: Run | None,
+    before: Run | None,
+    *,
+    answer: ask.Answer | None = None,
+    run: Run | None = None,
+    active: bool = False,
+) -> dict[str, Any]:
+    """The values of the first page.
 
     Args:
-        cells: the cells with their newest results.
-        activity: ``running`` or ``waiting``, by cell.
-        served: every combination of the axes, with the reason if it is excluded.
+        newest, before: the newest whole run, and the one that it is compared with.
+        run: the run whose cells are shown.
+        active: whether a cell runs or waits.
+
+    Raises:
+        MatrixError: a filter has a value that no cell has.
     """
-    found = {cell: entry(past, activity.get(cell, "")) for cell, past in cells.items()}
-    for cell, excluded in served.items():
-        if cell not in found:
-            found[cell] = entry(None, activity.get(cell, ""), excluded or None)
-    return found
+    asked = question.wanted.asked if question.wanted else {}
+    yours = tuple(ask.minor(asked[axis]) if axis in asked else "" for axis in ("transformers", "torch"))
+    return {
+        "filters": filters,
+        "question": question,
+        "answer": answer,
+        "yours": yours,
+        "run": run,
+        "newest": newest,
+        "before": before,
+        "active": active,
+        **_grid(filters, asked, entries),
+    }
 
 
-def facet(cell: Cell) -> tuple[str, str, str]:
-    """The values of `FACET`."""
-    return cell.flash_attention, cell.device, cell.python
+def _about(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> Filters:
+    """The filters with the FlashAttention and the Python of the question, if there are such cells and no filter says otherwise."""
+    kernel, python = asked.get("flash_attention", ""), ask.minor(asked["python"]) if "python" in asked else ""
+    if not (filters.flash_attention or filters.device) and any(cell.flash_attention == kernel for cell in entries):
+        filters = filters.but(flash_attention=kernel)
+    alike = (cell for cell in entries if filters.flash_attention in ("", cell.flash_attention))
+    return (
+        filters.but(python=python) if not filters.python and any(cell.python == python for cell in alike) else filters
+    )
 
 
-def tallies(entries: Mapping[Cell, Entry]) -> dict[tuple[str, str, str], Tally]:
-    """The tally of each facet."""
-    found: dict[tuple[str, str, str], Tally] = {}
-    for cell, one in entries.items():
-        there, results, bad = found.get(facet(cell), (0, 0, 0))
-        verdict = one.past.summary.verdict if one.past else None
-        found[facet(cell)] = Tally(
-            there + (one.word != "excluded"), results + (verdict is not None), bad + (verdict == "failed")
-        )
-    return found
+def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet], dict[str, list[Tab]]]:
+    """The facets that a page shows, and all to choose from.
 
-
-def choose(filters: Filters, known: Mapping[tuple[str, str, str], Tally]) -> Choice:
-    """The facets that a page shows: by default the first FlashAttention with results, and the newest Python that has some of it.
+    By default it shows the first FlashAttention with results, and the newest Python that has some of it.
 
     Raises:
         MatrixError: there is no such FlashAttention, device or Python.
     """
-    for name, place in (("flash_attention", 0), ("device", 1)):
-        values = sorted({one[:2] for one in known}, key=_place)
-        _known(name, getattr(filters, name), [one[place] for one in values], known)
-    kernels = sorted({one[:2] for one, tally in known.items() if tally.there}, key=_place)
-    of_kernel = {kernel: [one for one in known if one[:2] == kernel] for kernel in kernels}
-    results = {kernel: sum(known[one].results for one in some) for kernel, some in of_kernel.items()}
-    bad = {kernel: sum(known[one].bad for one in some) for kernel, some in of_kernel.items()}
+    exist = {facet(cell) for cell, one in entries.items() if one.word != "excluded"}
+    tested = {facet(cell) for cell, one in entries.items() if one.verdict}
+    bad = Counter(facet(cell) for cell, one in entries.items() if one.verdict == "failed")
+    every = sorted({one[:2] for one in map(facet, entries)}, key=_place)
+    _check("flash_attention", filters.flash_attention, [one[0] for one in every])
+    _check("device", filters.device, [one[1] for one in every])
+    kernels = [one for one in every if one in {key[:2] for key in exist}]
     chosen = [
         one for one in kernels if filters.flash_attention in ("", ALL, one[0]) and filters.device in ("", ALL, one[1])
     ]
     if not (filters.flash_attention or filters.device):
-        chosen = [one for one in chosen if results[one]][:1] or chosen[:1]
-    tabs = [
+        chosen = [one for one in kernels if one in {key[:2] for key in tested}][:1] or kernels[:1]
+    kernel_tabs = [
         Tab(
             f"{_SHORT.get(kernel, kernel)} · {common.DEVICES.get(device, device)}",
             filters.but(flash_attention=kernel, device=device, python=""),
             chosen == [(kernel, device)],
-            bad[kernel, device],
+            sum(number for key, number in bad.items() if key[:2] == (kernel, device)),
         )
         for kernel, device in kernels
     ]
-    if len(tabs) > 1:
-        every = filters.but(flash_attention=ALL, device="")
-        tabs.append(Tab("all", every, len(chosen) == len(kernels), sum(bad.values())))
-    facets, pythons = _pythons(filters, known, chosen)
-    return Choice(facets, tabs, pythons)
+    own = {key for key in map(facet, entries) if key[:2] in chosen}
+    _check("python", filters.python, common.by_version(key[2] for key in own))
+    pythons = common.by_version(key[2] for key in own & exist)[::-1]
+    newest = [one for one in pythons if one in {key[2] for key in own & tested}] or pythons
+    some = pythons if filters.python == ALL else [filters.python] if filters.python else newest[:1]
+    python_tabs = [
+        Tab(one, filters.but(python=one), some == [one], sum(bad[key] for key in own if key[2] == one))
+        for one in pythons
+    ]
+    tabs = {
+        "FlashAttention and device": _with_all(kernel_tabs, filters.but(flash_attention=ALL, device=""), chosen),
+        "Python": _with_all(python_tabs, filters.but(python=ALL), some),
+    }
+    return {key for key in own if key[2] in some}, tabs
+
+
+def _with_all(tabs: list[Tab], filters: Filters, chosen: Collection[object]) -> list[Tab]:
+    every = Tab("all", filters, len(chosen) == len(tabs), sum(one.bad for one in tabs))
+    return [*tabs, every] if len(tabs) > 1 else tabs
+
+
+def _check(name: str, value: str, values: Iterable[str]) -> None:
+    """The value in the address must exist; if a filter leaves nothing, any value is accepted."""
+    allowed = [*dict.fromkeys(values)]
+    if value and allowed and value not in (*allowed, ALL):
+        raise MatrixError(f"there is no {name} {value!r} here: there are {', '.join((*allowed, ALL))}")
 
 
 def _place(kernel: tuple[str, str]) -> tuple[object, ...]:
     return common.kernel_place((*kernel, ()))
 
 
-def _pythons(
-    filters: Filters, known: Mapping[tuple[str, str, str], Tally], kernels: Collection[tuple[str, str]]
-) -> tuple[list[tuple[str, str, str]], list[Tab]]:
-    own = {one: tally for one, tally in known.items() if one[:2] in kernels}
-    pythons = common.by_version(one[2] for one, tally in own.items() if tally.there)[::-1]
-    _known("python", filters.python, common.by_version(one[2] for one in own), own)
-    results, bad = Counter[str](), Counter[str]()
-    for one, tally in own.items():
-        results[one[2]] += tally.results
-        bad[one[2]] += tally.bad
-    tested = [python for python in pythons if results[python]] or pythons
-    chosen = pythons if filters.python == ALL else [filters.python] if filters.python else tested[:1]
-    tabs = [Tab(one, filters.but(python=one), chosen == [one], bad[one]) for one in pythons]
-    if len(tabs) > 1:
-        tabs.append(Tab("all", filters.but(python=ALL), len(chosen) == len(pythons), sum(bad.values())))
-    return [one for one in own if one[2] in chosen], tabs
+def facet(cell: Cell) -> Facet:
+    """The facet of a cell."""
+    return cell.flash_attention, cell.device, cell.python
 
 
-def _known(name: str, value: str, values: Iterable[str], entries: Collection[object]) -> None:
-    """The value in the address must exist; if a filter leaves nothing, any value is accepted."""
-    allowed = [*dict.fromkeys(values), ALL]
-    if value and value not in allowed and entries:
-        raise MatrixError(f"there is no {name} {value!r} here: there are {', '.join(allowed)}")
-
-
-def grid(filters: Filters, choice: Choice, own: Mapping[Cell, Entry], yours: str = "") -> Grid:
-    """The grid of the entries of the chosen facets.
-
-    Args:
-        yours: the torch whose column comes first, as the reader has it.
-    """
+def _grid(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> dict[str, Any]:
+    for axis in asked.keys() - {*AXES}:
+        fit = {cell: one for cell, one in entries.items() if related(cell.axes.get(axis, ""), asked[axis])}
+        entries = fit or entries
+    facets, tabs = choose(_about(filters, asked, entries), entries)
+    own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
     counts = Counter(one.state for one in own.values())
     for activity in ("running", "waiting"):
         counts[activity] = sum(one.activity == activity for one in own.values())
     if filters.state:
         own = {cell: one for cell, one in own.items() if filters.state in (one.state, one.activity)}
-    return Grid(choice, counts, _blocks(own, bool(filters.state), yours), groups(own))
+    blocks = _blocks(own, bool(filters.state), ask.minor(asked.get("torch", "")))
+    return {"tabs": tabs, "counts": counts, "entries": own, "blocks": blocks, "groups": groups(own)}
 
 
-def _blocks(own: Mapping[Cell, Entry], chosen: bool, yours: str) -> list[Block]:
-    """A grid for each facet and values of own axes that have a cell.
+def _blocks(
+    own: Mapping[Cell, Entry], every: bool, yours: str
+) -> Iterator[tuple[str, list[str], list[tuple[str, list[Cell | None]]]]]:
+    """For each facet and values of own axes: a title, a column per torch, and a row per transformers, the newest first.
 
     Args:
-        chosen: whether the cells were selected by their state, so that all of them are shown.
+        every: show excluded cells that are alone, too.
+        yours: the torch whose column comes first.
     """
     grouped: dict[tuple[str, common.Kind], dict[tuple[str, str], Cell]] = {}
     for cell in own:
         grouped.setdefault((cell.python, common.kind(cell)), {})[cell.transformers, cell.torch] = cell
-    found = []
-    place = {version: -number for number, version in enumerate(common.by_version(key[0] for key in grouped))}
-    for key in sorted(grouped, key=lambda key: (common.kernel_place(key[1]), place[key[0]])):
-        cells = grouped[key]
-        if chosen or any(own[cell].word != "excluded" for cell in cells.values()):
+    pythons = common.by_version(python for python, _ in grouped)[::-1]
+    for python, kind in sorted(grouped, key=lambda key: (common.kernel_place(key[1]), pythons.index(key[0]))):
+        cells = grouped[python, kind]
+        if every or any(own[cell].word != "excluded" for cell in cells.values()):
             columns = common.by_version(torch for _, torch in cells)[::-1]
             columns.sort(key=lambda torch: torch != yours)
-            rows = []
-            for release in common.by_version(release for release, _ in cells)[::-1]:
-                line = (cells.get((release, torch)) for torch in columns)
-                rows.append((release, [_shown(cell, own[cell]) if cell else None for cell in line]))
-            found.append(Block(f"Python {key[0]}, {common.kernel_name(*key[1])}", columns, rows))
-    return found
-
-
-def _shown(cell: Cell, one: Entry) -> Shown:
-    began = one.past.summary.started if one.past else None
-    day = f"{began:%Y-%m-%d}" if began else ""
-    activity = one.activity if one.activity != one.state else ""
-    said = f"{one.word}{f' {day}' if day else ''}{f', {activity}' if activity else ''}"
-    own = (
-        f"{axis} {value}" for axis, value in cell.axes.items() if axis in ("transformers", "torch", *dict(cell.extra))
-    )
-    label = f"{said}: {', '.join(own)}"
-    hint = common.one_line(one.reason, 200) if one.reason else common.moment(began)
-    return Shown(cell, one.state, STATES[one.state], one.word, day, activity, label, hint)
+            releases = common.by_version(release for release, _ in cells)[::-1]
+            rows = [(release, [cells.get((release, torch)) for torch in columns]) for release in releases]
+            yield f"Python {python}, {common.kernel_name(*kind)}", columns, rows
 
 
 def groups(own: Mapping[Cell, Entry]) -> list[Group]:
-    """The reasons for the cells' states, the most frequent first; passing needs no reason."""
-    found: dict[tuple[str, str, str], list[Cell]] = {}
+    """The reasons for the cells' states, failures and the most frequent first; passing needs no reason."""
+    found: dict[tuple[bool, int, str, str], list[Cell]] = {}
     for cell in common.ordered(cell for cell, one in own.items() if one.reason):
         one = own[cell]
-        found.setdefault((one.state, one.word.split(" ")[0], common.one_line(one.reason)), []).append(cell)
-    place = [*STATES]
-
-    def order(group: Group) -> tuple[object, ...]:
-        past = own[group.cells[0]].past
-        bad = past is not None and past.summary.verdict == "failed"
-        return not bad, place.index(group.state), -len(group.cells), group[:3]
-
-    return sorted((Group(*key, cells) for key, cells in found.items()), key=order)
+        place = (one.verdict != "failed", [*STATES].index(one.state))
+        found.setdefault((*place, one.word.split(" ")[0], common.one_line(one.reason)), []).append(cell)
+    order = sorted(found.items(), key=lambda item: (*item[0][:2], -len(item[1]), *item[0]))
+    return [Group([*STATES][place], word, reason, cells) for (_, place, word, reason), cells in order]

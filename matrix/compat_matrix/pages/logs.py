@@ -21,11 +21,7 @@ _PIECE = 64 * 2**10
 
 
 class Ends(NamedTuple):
-    """The beginning and the end of a text.
-
-    Attributes:
-        left_out: the number of bytes between the two.
-    """
+    """The beginning and the end of a text, and the number of bytes between the two and in all."""
 
     head: str
     tail: str

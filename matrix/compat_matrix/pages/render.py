@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..axes import Axes
+from ..cells import Cell
 from ..results import Test
 from ..views import common
 from ..words import plural
 from . import ask
 from .filters import STATES
-from .grid import Shown
+from .grid import Entry
 from .links import Links
 
 #: The name in the header for a project that has none.
@@ -25,6 +26,8 @@ NAME = "kernel-compat-matrix"
 
 #: The classes of cells by their word, besides their state.
 _LOOKS = {"excluded": " never", "never": " quiet"}
+#: The axes that the title of a grid has.
+_SHARED = ("python", "flash_attention", "device")
 
 
 def project_name(axes: Axes | None) -> str:
@@ -70,7 +73,6 @@ def environment() -> Environment:
         "rows": _rows,
         "cells_of": _cells,
         "SIGNS": STATES,
-        "FIELDS": ask.FIELDS,
         "CLOSENESS": ask.CLOSENESS,
     }
     return made
@@ -86,23 +88,30 @@ def _rows(tests: Iterable[Test]) -> Markup:
     return Markup("".join(lines))
 
 
-def _cells(cells: Iterable[Shown | None], links: Links, run: str) -> Markup:
+def _cells(cells: Iterable[Cell | None], entries: Mapping[Cell, Entry], links: Links, run: str) -> Markup:
     """The cells of a row of the grid: a page may have thousands of these, too."""
     parts = []
-    for one in cells:
-        if one is None:
+    for cell in cells:
+        if cell is None:
             parts.append("<td></td>")
             continue
+        one = entries[cell]
+        began = one.past.summary.started if one.past else None
+        day = f" {began:%Y-%m-%d}" if began else ""
+        activity = one.activity if one.activity != one.state else ""
         look = f"c {one.state.replace(' ', '-')}{_LOOKS.get(one.word, '')}"
-        hint = f' title="{escape(common.clean(one.hint))}"' if one.hint else ""
-        said = f'<i aria-hidden="true">{one.sign}</i> {escape(common.clean(one.word))}'
-        said += f' <b class="{one.activity}">{STATES[one.activity]}</b>' if one.activity else ""
-        said += f" <small>{one.day}</small>" if one.day else ""
-        if address := links.cell(one.cell, run):
-            label = escape(common.clean(one.label))
-            parts.append(f'<td><a class="{look}" href="{escape(address)}" aria-label="{label}"{hint}>{said}</a></td>')
+        hint = escape(common.one_line(one.reason, 200) if one.reason else common.moment(began))
+        word = escape(common.clean(one.word))
+        said = f'<i aria-hidden="true">{STATES[one.state]}</i> {word}'
+        said += f' <b class="{activity}">{STATES[activity]}</b>' if activity else ""
+        said += f"<small>{day}</small>" if day else ""
+        if address := links("cells", cell.name, run=run):
+            own = (f"{axis} {value}" for axis, value in cell.axes.items() if axis not in _SHARED)
+            label = common.clean(f"{one.word}{day}{', ' * bool(activity)}{activity}: {', '.join(own)}")
+            said = f'<a class="{look}" href="{escape(address)}" aria-label="{escape(label)}" title="{hint}">{said}</a>'
         else:
-            parts.append(f'<td><span class="{look}"{hint}>{said}</span></td>')
+            said = f'<span class="{look}" title="{hint}">{said}</span>'
+        parts.append(f"<td>{said}</td>")
     return Markup("".join(parts))
 
 

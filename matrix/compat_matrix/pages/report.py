@@ -9,23 +9,21 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 
 from ..axes import load
-from ..cells import Cell
 from ..errors import MatrixError
-from ..options import AXES
-from ..store import Newest, Run, Store
+from ..options import AXES, axes_in
+from ..results import ENDED
+from ..store import Newest, Store
 from ..views import architectures, common
 from ..views.compatibility import add_run_argument
-from ..views.verdicts import Wanted, judge
+from ..views.verdicts import ORDER, in_order, value, verdict_of, why_unknown
 from ..views.verdicts import newest as newest_of
-from . import ask, runs, seams
+from . import ask, grid, runs, seams
 from . import cell as cell_page
-from .filters import Filters
-from .grid import Entry, choose, facet, grid, of_all, tallies
-from .links import Files, Links, file_name, static_files
+from .filters import STATES, Filters
+from .links import Links, file_name, static_files
 from .render import NAME, project_name, render
 
 #: The file that marks a folder as a report and lists its files.
@@ -56,10 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _project_here() -> str:
     """The name of the project whose axes file is in this folder, if there is one that can be read."""
-    for path in (AXES, Path("axes.toml")):
-        with suppress(MatrixError):
-            if path.exists():
-                return project_name(load(path))
+    with suppress(MatrixError):
+        return project_name(load(path)) if (path := axes_in(Path())) else NAME
     return NAME
 
 
@@ -77,7 +73,7 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
         for name in ("cells", "runs"):
             (made / name).mkdir(parents=True)
         names = [MANIFEST]
-        for name, text in _pages(store, runs, project):
+        for name, text in _Report(store, runs, project).files():
             (made / name).write_text(text, encoding="utf-8")
             names.append(name)
         (made / MANIFEST).write_text("\n".join(names) + "\n", encoding="utf-8")
@@ -110,119 +106,117 @@ def _refuse_others(folder: Path) -> None:
         )
 
 
-def _pages(store: Store, names: Sequence[str] | None, project: str) -> Iterator[tuple[str, str]]:
-    newest = newest_of(store, names)
-    known = [one for one in store.runs() if (not one.partial if names is None else one.whole in names)]
-    compared = runs.last_two(store, known)
-    atlas = seams.stored(store)
-    distributions = [one.distribution for one in atlas.timelines] if atlas else []
-    entries = of_all({one.cell: one.past for one in newest})
-    grids = _grids(entries)
-    results = {
-        one.cell: (one.past.run.id, one.past.summary.attempt) for one in newest if one.past.summary.verdict is not None
+class _Report:
+    """The pages of a service, as files. `at` has the file of each address that has one."""
+
+    def __init__(self, store: Store, names: Sequence[str] | None, project: str) -> None:
+        self.store, self.project, self.address = store, project, Links()
+        self.newest = newest_of(store, names)
+        self.runs = [one for one in store.runs() if (not one.partial if names is None else one.whole in names)]
+        self.compared = runs.last_two(store, self.runs)
+        self.seams = seams.values(store)
+        self.entries = {one.cell: grid.entry(one.past) for one in self.newest}
+        self.ended = [one for one in self.newest if one.past.summary.verdict is not None]
+        self.grids = self._grids()
+        self.at = dict(self._addresses())
+
+    def _grids(self) -> dict[Filters, str]:
+        """The file of each facet, by the filters that lead to it."""
+        default = grid.choose(Filters(), self.entries)[0]
+        found = {Filters(): "index.html"}
+        for facet in {grid.facet(cell) for cell, one in self.entries.items() if one.word != "excluded"}:
+            kernel, device, python = facet
+            name = "index.html" if default == {facet} else file_name("grid-", "-".join(facet))
+            filters = Filters(flash_attention=kernel, device=device)
+            found[filters.but(python=python)] = name
+            if grid.choose(filters, self.entries)[0] == {facet}:
+                found[filters] = name
+            if any(facet[:2] == one[:2] for one in default):
+                found[Filters(python=python)] = name
+        return found
+
+    def _addresses(self) -> Iterator[tuple[str, str]]:
+        for filters, name in self.grids.items():
+            yield self.address(**filters.given), name
+        for page in ("runs", "diff", "types"):
+            yield self.address(page), f"{page}.html"
+        for one in self.runs:
+            yield self.address("runs", one.id), file_name("runs/", one.id)
+        old, new = self.compared
+        if old and new:
+            yield self.address("runs", f"{old.id}...{new.id}"), "diff.html"
+        for number, name in enumerate(filter(None, self.seams)):
+            file = file_name("seams-", name) if number else "seams.html"
+            yield self.address("seams", distribution=name), file
+            if not number:
+                yield self.address("seams"), file
+        for cell, past, _ in self.ended:
+            file = file_name("cells/", cell.name)
+            yield self.address("cells", cell.name), file
+            yield self.address("cells", cell.name, run=past.run.id, attempt=past.summary.attempt), file
+            for part in (part for part in self.runs if part.whole == past.run.whole):
+                yield self.address("cells", cell.name, run=part.id), file
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """The name and the content of each file."""
+        for name, (content, _) in static_files().items():
+            if name not in _OF_SERVICE:
+                yield name, content.decode()
+        yield "answers.js", answers(self.newest, Links("", self.at))
+        newest = self.runs[0] if self.runs else None
+        before = runs.before(newest, self.runs) if newest else None
+        question = ask.question(Filters(), own=ask.own_axes(self.entries))
+        for name, filters in {name: filters for filters, name in reversed(self.grids.items())}.items():
+            yield self._page(name, "home.html", grid.home(filters, question, self.entries, newest, before))
+        totals = self.store.totals(one.id for one in self.runs)
+        yield self._page("runs.html", "runs.html", {"runs": self.runs, "totals": totals, "more": False, "before": ""})
+        for number, one in enumerate(self.runs):
+            values = runs.of_one(one, self.store.summary(one.id), self.runs[number + 1 :])
+            yield self._page(file_name("runs/", one.id), "run.html", values)
+        yield self._page("diff.html", "diff.html", runs.changes(self.store, *self.compared))
+        for name, values in self.seams.items():
+            if name:
+                yield self._page(self.at[self.address("seams", distribution=name)], "seams.html", values)
+        yield self._page("types.html", "types.html", architectures.values())
+        for found in self.ended:
+            yield self._page(file_name("cells/", found.cell.name), "cell.html", self._cell(found))
+
+    def _page(self, name: str, template: str, values: Mapping[str, object]) -> tuple[str, str]:
+        links = Links("../" * name.count("/"), self.at)
+        return name, render(template, links, self.project, **values)
+
+    def _cell(self, found: Newest) -> dict[str, object]:
+        past, cell = found.past, found.cell
+        result = self.store.result(past.run.id, cell, past.summary.attempt, log=False)
+        history = [one for one in self.store.history(cell) if one.run in self.runs]
+        return cell_page.values(self.store, cell, result, past, history)
+
+
+def answers(newest: Sequence[Newest], links: Links) -> str:
+    """A script with the newest result of every cell, in which `ask.js` finds the answer to a question."""
+    own = ask.own_axes(one.cell for one in newest)
+    data = {
+        "cells": [_tested(one, links) for one in sorted(newest)],
+        "fields": ask.fields(own),
+        "order": in_order([*ORDER, *own]),
+        "headlines": ask.HEADLINES,
+        "closeness": ask.CLOSENESS,
+        "signs": STATES,
     }
-
-    def links(up: str = "") -> Files:
-        return Files(
-            up, grids, results, {one.id: one.whole for one in known}, [one.id for one in compared if one], distributions
-        )
-
-    for name, (content, _) in static_files().items():
-        if name not in _OF_SERVICE:
-            yield name, content.decode()
-    yield "answers.js", _answers(store, newest, links())
-    for filters in {name: filters for filters, name in reversed(grids.items())}.values():
-        yield grids[filters], render("home.html", links(), project, **_home(filters, entries, known))
-    yield (
-        "runs.html",
-        render(
-            "runs.html",
-            links(),
-            project,
-            runs=known,
-            totals=store.totals(one.id for one in known),
-            more=False,
-            before="",
-        ),
-    )
-    for one in known:
-        values = runs.of_one(one, store.summary(one.id))
-        values |= {"before": runs.before(one, known[known.index(one) + 1 :]), "leased": [], "as_grid": "", "part": ""}
-        yield file_name("runs/", one.id), render("run.html", links("../"), project, **values)
-    yield "diff.html", render("diff.html", links(), project, **runs.changes(store, *compared))
-    for name in distributions:
-        page = Path(links().seams(name)).name
-        yield page, render("seams.html", links(), project, **seams.values(atlas, name))
-    yield "types.html", render("types.html", links(), project, **architectures.values())
-    for cell, (run_name, attempt) in results.items():
-        yield file_name("cells/", cell.name), _cell(store, cell, run_name, attempt, known, links("../"), project)
+    return f"const MATRIX = {json.dumps(data)};\n".replace("<", "\\u003c")
 
 
-def _grids(entries: Mapping[Cell, Entry]) -> dict[Filters, str]:
-    """The file of each facet, by the filters that lead to it."""
-    known = {one: tally for one, tally in tallies(entries).items() if tally.there}
-    default = choose(Filters(), known).facets
-    found = {Filters(): "index.html"}
-    for kernel, device, python in known:
-        one = (kernel, device, python)
-        name = "index.html" if [one] == default else file_name("grid-", "-".join(one))
-        filters = Filters(flash_attention=kernel, device=device)
-        found[filters.but(python=python)] = name
-        if choose(filters, known).facets == [one]:
-            found[filters] = name
-        if default and one[:2] == default[0][:2]:
-            found[Filters(python=python)] = name
-    return found
-
-
-def _home(filters: Filters, entries: Mapping[Cell, Entry], known: Sequence[Run]) -> dict[str, object]:
-    choice = choose(filters, tallies(entries))
-    own = {cell: one for cell, one in entries.items() if facet(cell) in choice.facets}
-    return {
-        "filters": filters,
-        "question": ask.question(Filters()),
-        "answer": None,
-        "grid": grid(filters, choice, own),
-        "yours": ("", ""),
-        "run": None,
-        "newest": known[0] if known else None,
-        "before": runs.before(known[0], known[1:]) if known else None,
-        "active": False,
-        "part": "",
+def _tested(one: Newest, links: Links) -> Mapping[str, object]:
+    """A cell in the script, with its evidence as HTML if its tests ran."""
+    summary = one.past.summary
+    found = {"cell": one.cell.axes, "began": one.past.run.started.isoformat(), "kind": summary.kind}
+    if summary.verdict not in ENDED:
+        excluded = summary.state == "excluded"
+        reason = summary.reason if excluded else why_unknown([one])
+        return found | {"verdict": "refused" if excluded else "unknown", "reason": common.one_line(reason, 400)}
+    return found | {
+        "verdict": verdict_of(one),
+        "reason": common.one_line(summary.reason, 400),
+        "exact": {axis: value(one, axis) for axis in (*ORDER, *dict(one.cell.extra))},
+        "html": render("evidence.html", links, "", one=ask.evidence(one)),
     }
-
-
-def _answers(store: Store, newest: Sequence[Newest], links: Links) -> str:
-    """A script with the answer for every combination of minor releases, which `ask.js` looks up."""
-    values = {
-        axis: common.by_version({ask.minor(version) for one in newest if (version := getattr(one.cell, axis))})
-        for axis in ("transformers", "torch", "python")
-    }
-    kernels = sorted(
-        {one.cell.flash_attention for one in newest}, key=lambda kernel: common.kernel_place((kernel, "", ()))
-    )
-    answers = {}
-    for key in product(
-        values["transformers"] or [""], values["torch"] or [""], ["", *kernels], ["", *values["python"]]
-    ):
-        transformers, torch, kernel, python = key
-        wanted = Wanted(*(value or None for value in (python, transformers, torch, kernel)))
-        judged = judge(store, wanted, newest)
-        if judged.found or judged.near or judged.refusals:
-            shown = ask.shown(wanted, judged, most=2)
-            answers["|".join(key)] = render("answer.html", links, "", answer=shown)
-    data = {"values": {**values, "flash_attention": kernels}, "answers": answers, "closeness": ask.CLOSENESS}
-    return f"const MATRIX = {json.dumps(data, sort_keys=True)};\n"
-
-
-def _cell(
-    store: Store, cell: Cell, run_name: str, attempt: int, known: Sequence[Run], links: Links, project: str
-) -> str:
-    found = store.result(run_name, cell, attempt, log=False)
-    every = [one for one in store.history(cell) if one.run in known]
-    past = next(one for one in every if (one.run.id, one.summary.attempt) == (run_name, attempt))
-    values = cell_page.values(store, cell, found, past, every[: cell_page.HISTORY])
-    older = max(0, len(every) - cell_page.HISTORY)
-    kernel, device, python = facet(cell)
-    facets = links.home(Filters(flash_attention=kernel, device=device, python=python))
-    return render("cell.html", links, project, **values, activity="", older=older, in_matrix=facets)

@@ -8,21 +8,34 @@ from typing import Any
 
 from ..cells import Cell
 from ..store import Past, Run, Store, Summary
+from ..store.submissions import Running
 from ..views import diff
-from .grid import entry, groups, of_run
+from . import grid
 
 #: The number of runs that are searched for two with the same cells.
 SEARCHED = 50
 
 
-def of_one(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell] = ()) -> dict[str, Any]:
+def of_one(
+    run: Run, summary: Mapping[Cell, Summary], earlier: Sequence[Run], leased: Collection[Running] = (), can: str = ""
+) -> dict[str, Any]:
     """The values of a run's page.
 
     Args:
-        running: its cells that are running.
+        earlier: the runs before it, newest first.
+        leased: its cells that are running.
+        can: what a reader can do with it: ``cancel``, ``retry``, or nothing.
     """
-    entries = of_run(run, summary, running)
-    return {"run": run, "groups": groups(entries), "counts": Counter(one.state for one in entries.values())}
+    entries = grid.of_run(run, summary, {one.cell for one in leased})
+    counts = Counter(one.state for one in entries.values())
+    return {
+        "run": run,
+        "groups": grid.groups(entries),
+        "counts": counts,
+        "before": before(run, earlier),
+        "leased": leased,
+        "can": can,
+    }
 
 
 def changes(store: Store, old: Run | None, new: Run | None) -> dict[str, Any]:
@@ -32,7 +45,7 @@ def changes(store: Store, old: Run | None, new: Run | None) -> dict[str, Any]:
         "titles": diff.TITLES,
         "old": old,
         "new": new,
-        "entry": lambda run, summary: entry(Past(run, summary)),
+        "entry": lambda run, summary: grid.entry(Past(run, summary)),
     }
 
 

@@ -1,67 +1,74 @@
-"""The response models of the reading API, as in its OpenAPI document."""
+"""The response models of the reading API, as in its OpenAPI document. They are made of the store's and the views' own values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
-from ..cells import AXES, Cell
-from ..results import Better, CellResult, Kind, Outcome
+from ..results import Better, Kind, Outcome
 from ..results import Verdict as Ended
-from ..store import Run as StoredRun
-from ..store import State, Summary
+from ..store import State
 from ..views.common import clean
-from ..views.diff import Change, Diff
 
 
-class Error(BaseModel):
+def plain(value: Any, depth: int = 20) -> Any:
+    """Output of a cell, without characters and numbers that JSON or UTF-8 can't represent."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth and isinstance(value, Mapping):
+        return {clean(str(key)): plain(inner, depth - 1) for key, inner in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [plain(inner, depth - 1) for inner in value]
+    return value if value is None or isinstance(value, (bool, int)) else "..."
+
+
+Text = Annotated[str, BeforeValidator(lambda value: clean(str(value)))]
+Number = Annotated[float | None, BeforeValidator(plain)]
+Object = Annotated[dict[str, JsonValue], BeforeValidator(plain)]
+
+
+class Model(BaseModel):
+    """Made of an object's attributes."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class Error(Model):
     """The reason for an error."""
 
-    detail: str
+    detail: Any
 
 
-class Page(BaseModel):
-    """A page of a list.
-
-    Attributes:
-        next: the `cursor` of the next page; null on the last page.
-    """
-
-    next: str | None
-
-
-class Run(BaseModel):
+class Run(Model):
     """A run."""
 
     id: str
     started: datetime
     finished: datetime | None
-    state: str
-    label: str
-    command: str
-    host: str
-    revision: str
+    state: Text
+    label: Text
+    command: Text
+    host: Text
+    revision: Text
     partial: bool
-
-    @classmethod
-    def of(cls, run: StoredRun) -> Run:
-        """The model of a stored run."""
-        texts = {name: clean(getattr(run, name)) for name in ("state", "label", "command", "host", "revision")}
-        return cls(id=run.id, started=run.started, finished=run.finished, partial=run.partial, **texts)
 
 
 class WholeRun(Run):
-    """A run with its cells.
-
-    Attributes:
-        cells: the number of its cells in each state.
-    """
+    """A run with the number of its cells in each state."""
 
     cells: dict[State, int]
+
+
+class Page(Model):
+    """A page of a list; `next` is the `cursor` of the next page, and null on the last page."""
+
+    next: str | None
 
 
 class Runs(Page):
@@ -70,13 +77,8 @@ class Runs(Page):
     runs: list[Run]
 
 
-class CellState(BaseModel):
-    """A cell in a run; fields are null until it has a result.
-
-    Attributes:
-        extra: the project's own axes.
-        tests: the number of tests with each outcome.
-    """
+class CellState(Model):
+    """A cell in a run, with the project's own axes in `extra`; fields are null until it has a result."""
 
     cell: str
     python: str
@@ -88,29 +90,11 @@ class CellState(BaseModel):
     run: str
     state: State
     kind: Kind | None
-    reason: str
+    reason: Text
     started: datetime | None
-    seconds: float | None
+    seconds: Number
     attempt: int | None
     tests: dict[Outcome, int] | None
-
-    @classmethod
-    def of(cls, cell: Cell, run: str, summary: Summary) -> CellState:
-        """The model of a cell in a run."""
-        there = summary.verdict is not None
-        return cls(
-            cell=cell.name,
-            **{axis: getattr(cell, axis) for axis in AXES},
-            extra=dict(cell.extra),
-            run=run,
-            state=summary.state,
-            kind=summary.kind,
-            reason=clean(summary.reason),
-            started=summary.started,
-            seconds=finite(summary.seconds) if there else None,
-            attempt=summary.attempt if there else None,
-            tests=dict(summary.counts.items()) if there else None,
-        )
 
 
 class Cells(Page):
@@ -119,110 +103,73 @@ class Cells(Page):
     cells: list[CellState]
 
 
-class TestOutcome(BaseModel):
+class TestOutcome(Model):
     """The outcome of a test."""
 
-    name: str
+    name: Text = Field(validation_alias="nodeid")
     outcome: Outcome
-    seconds: float | None
-    message: str
+    seconds: Number
+    message: Text
 
 
-class Figure(BaseModel):
+class Figure(Model):
     """A number that a test measured."""
 
-    test: str
-    name: str
-    value: float | None
-    unit: str
+    test: Text
+    name: Text
+    value: Number
+    unit: Text
     better: Better | None
 
 
-class Result(BaseModel):
+class Result(Model):
     """The whole result of a cell, without its log."""
 
-    cell: str
+    cell: Text
     run: str
     verdict: Ended
     kind: Kind | None
-    reason: str
+    reason: Text
     started: datetime
-    seconds: float | None
+    seconds: Number
     attempt: int
-    command: list[str]
-    pins: str
-    environment: dict[str, JsonValue]
+    command: list[Text]
+    pins: Text
+    environment: Object
     tests: list[TestOutcome]
     figures: list[Figure]
 
-    @classmethod
-    def of(cls, run: str, found: CellResult) -> Result:
-        """The model of a result."""
-        return cls(
-            cell=found.cell.name,
-            run=run,
-            verdict=found.verdict,
-            kind=found.kind,
-            reason=clean(found.reason),
-            started=found.started,
-            seconds=finite(found.seconds),
-            attempt=found.attempt,
-            command=[clean(word) for word in found.command],
-            pins=clean(found.pins),
-            environment={clean(str(name)): plain(value) for name, value in found.environment.items()},
-            tests=[
-                TestOutcome(
-                    name=clean(test.nodeid),
-                    outcome=test.outcome,
-                    seconds=finite(test.seconds),
-                    message=clean(test.message),
-                )
-                for test in found.tests
-            ],
-            figures=[
-                Figure(
-                    test=clean(test.nodeid),
-                    name=clean(figure.name),
-                    value=finite(figure.value),
-                    unit=clean(figure.unit),
-                    better=figure.better,
-                )
-                for test in found.tests
-                for figure in test.figures
-            ],
-        )
 
-
-class ChangedState(BaseModel):
+class ChangedState(Model):
     """The state of a cell in one of two runs."""
 
     state: State
     kind: Kind | None
-    reason: str
+    reason: Text
 
 
-class CellChange(BaseModel):
+class CellChange(Model):
     """A cell before and after; null if the run doesn't have it."""
 
-    cell: str
+    cell: Text
     old: ChangedState | None
     new: ChangedState | None
 
 
-class FigureChange(BaseModel):
+class FigureChange(Model):
     """A figure that changed, with its usual value and where the next value was expected."""
 
-    cell: str
-    name: str
-    value: float
-    unit: str
+    cell: Text
+    name: Text
+    value: Number
+    unit: Text
     better: Better | None
-    usual: float | None
-    low: float | None
-    high: float | None
+    usual: Number
+    low: Number
+    high: Number
 
 
-class Changes(BaseModel):
+class Changes(Model):
     """The changes from one run to another.
 
     Attributes:
@@ -239,73 +186,13 @@ class Changes(BaseModel):
     changed: list[CellChange]
     gone: list[CellChange]
     appeared: list[CellChange]
-    tests_broke: dict[str, list[str]]
-    tests_mended: dict[str, list[str]]
+    tests_broke: dict[Text, list[Text]]
+    tests_mended: dict[Text, list[Text]]
     figures: list[FigureChange]
 
-    @classmethod
-    def of(cls, old: StoredRun, new: StoredRun, found: Diff) -> Changes:
-        """The model of a comparison of two runs."""
-        return cls(
-            old=Run.of(old),
-            new=Run.of(new),
-            broke=_changes(found.broke),
-            mended=_changes(found.mended),
-            changed=_changes(found.changed),
-            gone=_changes(found.gone),
-            appeared=_changes(found.new),
-            tests_broke=_tests(found.tests_broke),
-            tests_mended=_tests(found.tests_mended),
-            figures=[
-                FigureChange(
-                    cell=cell.name,
-                    name=clean(figure.name),
-                    value=figure.value,
-                    unit=clean(figure.unit),
-                    better=figure.better,
-                    usual=finite(noise.usual),
-                    low=finite(noise.low),
-                    high=finite(noise.high),
-                )
-                for cell, figure, noise in found.figures
-            ],
-        )
 
-
-class Atlas(BaseModel):
+class Atlas(Model):
     """The seams of the scanned releases, as ``kernel-compat-matrix atlas --check --json`` prints them."""
 
     made: datetime
-    atlas: dict[str, JsonValue]
-
-
-def _changes(found: Sequence[Change]) -> list[CellChange]:
-    return [CellChange(cell=one.cell.name, old=_state(one.old), new=_state(one.new)) for one in found]
-
-
-def _tests(found: Mapping[Cell, Sequence[str]]) -> dict[str, list[str]]:
-    return {cell.name: [clean(test) for test in tests] for cell, tests in found.items()}
-
-
-def _state(summary: Summary | None) -> ChangedState | None:
-    return summary and ChangedState(state=summary.state, kind=summary.kind, reason=clean(summary.reason))
-
-
-def plain(value: Any, depth: int = 20) -> JsonValue:
-    """Output of a cell, without characters that JSON or UTF-8 can't represent."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, float):
-        return finite(value)
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if depth and isinstance(value, Mapping):
-        return {clean(str(key)): plain(inner, depth - 1) for key, inner in value.items()}
-    if depth and isinstance(value, (list, tuple)):
-        return [plain(inner, depth - 1) for inner in value]
-    return "..."
-
-
-def finite(value: float) -> float | None:
-    """The number; None if JSON can't represent it."""
-    return value if math.isfinite(value) else None
+    atlas: Object

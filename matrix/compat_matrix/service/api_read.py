@@ -1,76 +1,56 @@
-"""The reading API: which releases work, and the evidence.
-
-Every response except the metrics has an ETag, which is computed without computing the response.
-"""
+"""The reading API: which releases work, and the evidence."""
 
 from __future__ import annotations
 
-import hashlib
-import zlib
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
-from urllib.parse import urlencode
 
-from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
-from sqlalchemy.exc import SQLAlchemyError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from starlette.exceptions import HTTPException
 
-from .. import __version__
-from ..cells import AXES, NAME, Cell, parse
+from ..cells import AXES, NAME, WORD, Cell
 from ..errors import MatrixError
 from ..pages import logs
+from ..pages.render import environment
 from ..results import ENDED, Kind
-from ..store import State, Store
+from ..store import State, Summary
 from ..store.documents import ATLAS, kept
 from ..versions import VERSION, checked
-from ..views import diff, verdicts
+from ..views import common, diff, verdicts
 from ..views.verdicts import Answer, Wanted
-from . import badge, feed, metrics, queries
-from .api_models import (
-    Atlas,
-    Cells,
-    CellState,
-    Changes,
-    Error,
-    Result,
-    Run,
-    Runs,
-    WholeRun,
-    plain,
-)
-
-_BROKEN = (SQLAlchemyError, zlib.error, UnicodeDecodeError)
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_ATLAS = TypeAdapter(dict[str, Any])
+from . import feed, metrics
+from .api_models import Atlas, Cells, Changes, Error, Result, Runs, WholeRun
+from .site import Site, current
 
 
-def _once(request: Request) -> None:
+async def _once(request: Request) -> None:
     """Refuses a parameter that is given twice: one of the values would be ignored."""
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if count > 1:
-            raise _invalid("query", name, f"it is given {count} times, and may be given once")
+            raise _invalid(name, f"it is given {count} times, and may be given once")
 
 
-def _invalid(place: str, name: str, message: str) -> RequestValidationError:
-    return RequestValidationError([{"type": "value_error", "loc": (place, name), "msg": message, "input": None}])
+def _invalid(name: str, message: str) -> RequestValidationError:
+    return RequestValidationError([{"type": "value_error", "loc": ("query", name), "msg": message, "input": None}])
 
 
 router = APIRouter(
     dependencies=[Depends(_once)],
     responses={
+        304: {"description": "The client's copy is up to date."},
         401: {"model": Error, "description": "Reading needs a token here, and the request has no valid one."},
+        404: {"model": Error, "description": "There is no such thing."},
+        422: {"model": Error, "description": "A parameter is unknown, repeated or invalid."},
         429: {"model": Error, "description": "Too many requests: `Retry-After` says how many seconds to wait."},
         503: {"model": Error, "description": "The database doesn't answer."},
     },
     tags=["read"],
 )
-_MISSING: dict[int | str, dict[str, Any]] = {404: {"model": Error, "description": "There is no such thing."}}
-_UNCHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "The client's copy is up to date."}}
 
 
 # Parameters.
@@ -89,11 +69,12 @@ Version = Annotated[
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
-_CELL = f"^{NAME}$"
-CellPath = Annotated[str, Path(pattern=_CELL, description="A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda.")]
-RunPath = Annotated[
-    str, Path(min_length=1, max_length=100, description="A run's id or its beginning, its label, latest or latest~1.")
+CellPath = Annotated[
+    str, Path(pattern=f"^{NAME}$", description="A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda.")
 ]
+_RUN = "A run's id or its beginning, its label, latest or latest~1."
+RunName = Annotated[str, Field(min_length=1, max_length=100, description=_RUN)]
+RunPath = Annotated[str, Path(min_length=1, max_length=100, description=_RUN)]
 
 
 class _Asked(BaseModel):
@@ -102,11 +83,27 @@ class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class _Nothing(_Asked):
-    pass
+class _WithOwn(BaseModel):
+    """Further parameters are the project's own axes, such as ``peft=0.18``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def own(self, site: Site) -> dict[str, str]:
+        """The own axes.
+
+        Raises:
+            RequestValidationError: a parameter is none that the project has.
+        """
+        given: dict[str, str] = self.model_extra or {}
+        known = site.own_axes() if given else {}
+        if unknown := next((name for name in given if name not in known), None):
+            raise _invalid(
+                unknown, f"there is no such parameter; the project's own axes are {', '.join(known) or 'none'}"
+            )
+        return given
 
 
-class _Combination(_Asked):
+class _Combination(_WithOwn):
     transformers: Version | None = Field(None, description="A release such as 5.9.0, or 5.9 for any of its patches.")
     torch: Version | None = Field(None, description="As transformers; what follows a plus sign makes no difference.")
     flash_attn: Kernel | None = Field(None, description="Which FlashAttention.")
@@ -115,16 +112,28 @@ class _Combination(_Asked):
     limit: int = Field(5, ge=1, le=100, description="Of the tested combinations in the answer.")
 
 
-class _OnAxes(_Asked):
+class _CellPage(_WithOwn):
     python: Release | None = Field(None, description="As in the names of cells.")
     transformers: Release | None = None
     torch: Release | None = None
     flash_attention: Kernel | None = None
     device: Device | None = None
+    state: State | None = None
+    kind: Kind | None = None
+    limit: int = Field(100, ge=1, le=1000)
+    cursor: Annotated[str, Field(max_length=200)] | None = Field(None, description="`next` of the page before.")
 
-    @property
-    def axes(self) -> dict[str, str]:
-        return {axis: value for axis in AXES if (value := getattr(self, axis)) is not None}
+    def page(self, site: Site, cells: Sequence[_InRun]) -> Cells:
+        """The page of these cells, as far as they have the requested values."""
+        axes = {axis: value for axis in AXES if (value := getattr(self, axis)) is not None} | self.own(site)
+        fit = [
+            one
+            for one in _after(cells, _name, self.cursor)
+            if axes.items() <= one[0].axes.items()
+            and self.state in (None, one[2].state)
+            and self.kind in (None, one[2].kind)
+        ]
+        return _page(fit, _name, self.limit)
 
 
 class _RunPage(_Asked):
@@ -132,29 +141,14 @@ class _RunPage(_Asked):
     state: Annotated[str, Field(max_length=40)] | None = None
     partial: bool | None = None
     limit: int = Field(50, ge=1, le=500)
-    cursor: Annotated[str, Field(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9-]{1,40}$")] | None = Field(
+    cursor: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,40}$")] | None = Field(
         None, description="`next` of the page before."
     )
-
-
-class _CellPage(_OnAxes):
-    state: State | None = None
-    kind: Kind | None = None
-    limit: int = Field(100, ge=1, le=1000)
-    cursor: int | None = Field(None, ge=0, le=10**9, description="`next` of the page before.")
-
-
-class _NewestPage(_OnAxes):
-    state: State | None = None
-    limit: int = Field(100, ge=1, le=1000)
-    cursor: Annotated[str, Field(pattern=_CELL)] | None = Field(None, description="`next` of the page before.")
 
 
 class _HistoryPage(_Asked):
     limit: int = Field(50, ge=1, le=500)
-    cursor: Annotated[str, Field(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9-]{1,40}\.[0-9]{1,9}$")] | None = Field(
-        None, description="`next` of the page before."
-    )
+    cursor: Annotated[str, Field(max_length=200)] | None = Field(None, description="`next` of the page before.")
 
 
 class _Attempt(_Asked):
@@ -162,280 +156,187 @@ class _Attempt(_Asked):
 
 
 class _Two(_Asked):
-    old: Annotated[str, Field(min_length=1, max_length=100)] = Field("latest~1", description="As in /runs/{run}.")
-    new: Annotated[str, Field(min_length=1, max_length=100)] = "latest"
+    old: RunName = "latest~1"
+    new: RunName = "latest"
 
 
-Nothing = Annotated[_Nothing, Query()]
+Nothing = Annotated[_Asked, Query()]
 _AttemptOf = Annotated[_Attempt, Query()]
-Axis = Literal["python", "transformers", "torch", "flash_attention", "device"]
-BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9.]{1,30}$", description="As in the names of cells.")]
+AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an axis, such as transformers.")]
+BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
 
 
-# Responses.
+#: A cell in the run of an id.
+_InRun = tuple[Cell, str, Summary]
 
 
-def _answered(
-    request: Request,
-    make: Callable[[Store], BaseModel | bytes | Iterator[bytes]],
-    *,
-    media: str = "application/json",
-    of: Callable[[Store], str] | None = None,
-) -> Response:
-    """The response, or 304 if the client has it already.
-
-    Args:
-        make: computes the response.
-        of: identifies a response that never changes; its ETag is strong. Other ETags are weak and change with
-            the store.
-
-    Raises:
-        HTTPException: 404, 503.
-    """
-    store: Store = request.app.state.store
-    with _explained(store):
-        tag = _tag(request, of(store) if of is not None else queries.version(store))
-        tag = tag if of is not None else f"W/{tag}"
-        wanted = [one.strip().removeprefix("W/") for one in request.headers.get("If-None-Match", "").split(",")]
-        headers = {"ETag": tag, "Cache-Control": "no-cache"}
-        if tag.removeprefix("W/") in wanted:
-            return Response(status_code=304, headers=headers)
-        found = make(store)
-    if "*" in wanted:
-        return Response(status_code=304, headers=headers)
-    if isinstance(found, BaseModel):
-        if cursor := getattr(found, "next", None):
-            more = urlencode({**dict(request.query_params.items()), "cursor": cursor})
-            headers["Link"] = f'<?{more}>; rel="next"'  # relative: a path may contain characters that a header can't
-        found = found.model_dump_json().encode()
-    if not isinstance(found, bytes):
-        return StreamingResponse(found, media_type=media, headers=headers)
-    return Response(found, media_type=media, headers=headers)
+def _name(one: _InRun) -> str:
+    return one[0].name
 
 
-def _tag(request: Request, version: str) -> str:
-    asked = f"{__version__} {version} {request.url.path}?{request.url.query}"
-    return f'"{hashlib.sha256(asked.encode()).hexdigest()[:32]}"'
+def _attempt(one: _InRun) -> str:
+    return f"{one[1]}.{one[2].attempt}"
 
 
-@contextmanager
-def _explained(store: Store) -> Iterator[None]:
-    """An error of the store as a response. The driver's message and the store's name stay out of it: they describe the machine."""
-    try:
-        yield
-    except (MatrixError, SQLAlchemyError) as error:
-        if not isinstance(error, MatrixError) or isinstance(error.__cause__, _BROKEN):
-            raise HTTPException(503, "the database doesn't answer", {"Retry-After": "5"}) from error
-        raise HTTPException(404, str(error).replace(f"the store {store.name}", "the store")) from error
+def _after(found: Sequence[_InRun], key: Callable[[_InRun], str], cursor: str | None) -> Sequence[_InRun]:
+    """The rest after the one whose key is the cursor."""
+    if cursor is None:
+        return found
+    place = next((place for place, one in enumerate(found) if key(one) == cursor), None)
+    if place is None:
+        raise HTTPException(404, "`cursor` isn't the `next` of a page, or what it names is gone")
+    return found[place + 1 :]
 
 
-def _cursor(when: datetime, *names: object) -> str:
-    return ".".join(map(str, ((when - _EPOCH) // timedelta(microseconds=1), *names)))
+def _page(found: Sequence[_InRun], key: Callable[[_InRun], str], limit: int) -> Cells:
+    states = [
+        {
+            **common.summary_as_json(cell, summary),
+            **{axis: getattr(cell, axis) for axis in AXES},
+            "extra": dict(cell.extra),
+            "run": run,
+        }
+        for cell, run, summary in found[:limit]
+    ]
+    return Cells.model_validate({"next": key(found[limit - 1]) if len(found) > limit else None, "cells": states})
 
 
-def _cell(name: str) -> Cell:
-    try:
-        return parse(name)
-    except MatrixError as error:  # its own axes aren't in order
-        raise HTTPException(404, str(error)) from None
+def _json(found: BaseModel) -> Response:
+    """A response that FastAPI doesn't validate once more, in another thread."""
+    return Response(found.model_dump_json(), media_type="application/json")
+
+
+def _of(*media: str) -> dict[str, Any]:
+    """The description of a response that isn't JSON."""
+    schema = {"schema": {"type": "string"}}
+    return {"response_class": Response, "responses": {200: {"content": dict.fromkeys(media, schema)}}}
 
 
 # The endpoints.
 
 
-@router.get("/compat", response_model=Answer, responses=_UNCHANGED)
+@router.get("/compat", response_model=Answer)
 def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Response:
-    """The verdict on a combination, or the nearest tested ones. A parameter that is left out stands for every value."""
-    wanted = Wanted(asked.python, asked.transformers, asked.torch, asked.flash_attn, asked.device)
-    return _answered(request, lambda store: verdicts.answer(store, wanted, asked.limit))
+    """The verdict on a combination, or the nearest tested ones. A parameter that is left out stands for every value.
+
+    Further parameters are the project's own axes.
+    """
+    site = current(request)
+    axes = {axis: getattr(asked, "flash_attn" if axis == "flash_attention" else axis) for axis in AXES}
+    return _json(verdicts.answer(site.store, Wanted.of(axes | asked.own(site)), asked.limit))
 
 
-@router.get("/runs", response_model=Runs, responses=_UNCHANGED)
+@router.get("/runs", response_model=Runs)
 def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
     """The runs, newest first."""
-
-    def make(store: Store) -> Runs:
-        after = None
-        if asked.cursor is not None:
-            when, _, name = asked.cursor.partition(".")
-            after = (_EPOCH + timedelta(microseconds=int(when)), name)
-        where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
-        found = queries.run_page(store, asked.limit + 1, after, where)
-        page = found[: asked.limit]
-        more = _cursor(page[-1].started, page[-1].id) if len(found) > asked.limit else None
-        return Runs(next=more, runs=[Run.of(one) for one in page])
-
-    return _answered(request, make)
+    site = current(request)
+    where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
+    found = site.runs(asked.limit + 1, asked.cursor or "", **where)
+    shown = found[: asked.limit]
+    return _json(Runs.model_validate({"next": shown[-1].id if len(found) > asked.limit else None, "runs": shown}))
 
 
-@router.get("/runs/{run}", response_model=WholeRun, responses=_UNCHANGED | _MISSING)
+@router.get("/runs/{run}", response_model=WholeRun)
 def one_run(request: Request, run: RunPath, nothing: Nothing) -> Response:
     """A run, with the number of its cells in each state."""
-
-    def make(store: Store) -> WholeRun:
-        found = store.run(store.resolve(run))
-        states = Counter(summary.state for summary in store.summary(found.id).values())
-        return WholeRun(**dict(Run.of(found)), cells=dict(states))
-
-    return _answered(request, make)
+    site = current(request)
+    found = site.run(run)
+    states = Counter(summary.state for summary in site.store.summary(found.id).values())
+    return _json(WholeRun.model_validate({**found._asdict(), "cells": states}))
 
 
-@router.get("/runs/{run}/cells", response_model=Cells, responses=_UNCHANGED | _MISSING)
+@router.get("/runs/{run}/cells", response_model=Cells)
 def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
-    """The cells of a run in its order, with their results."""
-
-    def make(store: Store) -> Cells:
-        name = store.resolve(run)
-        after = -1 if asked.cursor is None else asked.cursor
-        found = queries.cell_page(store, name, asked.limit + 1, after, asked.axes, asked.state, asked.kind)
-        page = found[: asked.limit]
-        more = str(page[-1][0]) if len(found) > asked.limit else None
-        return Cells(next=more, cells=[CellState.of(cell, name, summary) for _, cell, summary in page])
-
-    return _answered(request, make)
+    """The cells of a run in its order, with their results. Further parameters are the project's own axes."""
+    site = current(request)
+    name = site.run(run).id
+    return _json(asked.page(site, [(cell, name, summary) for cell, summary in site.store.summary(name).items()]))
 
 
-@router.get("/runs/{run}/cells/{cell}", response_model=Result, responses=_UNCHANGED | _MISSING)
+@router.get("/runs/{run}/cells/{cell}", response_model=Result)
 def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
     """The whole result of a cell in a run, with its tests, without its log."""
-    wanted = _cell(cell)
+    site = current(request)
+    name, wanted = site.run(run).id, site.cell(cell)
+    if not any(asked.attempt in (None, one.summary.attempt) for one in site.store.history(wanted, run=name)):
+        raise HTTPException(404, f"the run {name} has no such result of {cell}")
+    found = site.store.result(name, wanted, asked.attempt, log=False)
+    figures = [{"test": test.nodeid, **one._asdict()} for test in found.tests for one in test.figures]
+    return _json(Result.model_validate({**vars(found), "run": name, "figures": figures}))
 
-    def make(store: Store) -> Result:
-        name = store.resolve(run)
-        return Result.of(name, store.result(name, wanted, asked.attempt, log=False))
 
-    return _answered(request, make, of=lambda store: _key(store, run, wanted, asked.attempt))
-
-
-@router.get(
-    "/runs/{run}/cells/{cell}/log",
-    response_class=Response,
-    responses=_UNCHANGED | _MISSING | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-)
+@router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
 def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
     """The output of a cell, without terminal control sequences."""
-    wanted = _cell(cell)
-
-    def make(store: Store) -> Iterator[bytes]:
-        return logs.plain(logs.packed_log(store, store.resolve(run), wanted, asked.attempt) or b"")
-
-    return _answered(request, make, media="text/plain", of=lambda store: _key(store, run, wanted, asked.attempt))
-
-
-@router.get("/cells", response_model=Cells, responses=_UNCHANGED | _MISSING)
-def cells(request: Request, asked: Annotated[_NewestPage, Query()]) -> Response:
-    """Every cell with its newest result in whole runs, sorted by name."""
-
-    def make(store: Store) -> Cells:
-        after = _cell(asked.cursor) if asked.cursor is not None else None
-        found = [
-            (one.cell, one.past)
-            for one in sorted(store.newest([asked.axes]))
-            if asked.state in (None, one.past.summary.state) and (after is None or after < one.cell)
-        ]
-        page = found[: asked.limit]
-        more = page[-1][0].name if len(found) > asked.limit else None
-        return Cells(next=more, cells=[CellState.of(cell, past.run.id, past.summary) for cell, past in page])
-
-    return _answered(request, make)
+    site = current(request)
+    name, wanted = site.run(run).id, site.cell(cell)
+    packed = logs.packed_log(site.store, name, wanted, asked.attempt)
+    if packed is None:
+        raise HTTPException(404, f"the run {name} has no such log of {cell}")
+    return StreamingResponse(logs.plain(packed), media_type="text/plain")
 
 
-@router.get("/cells/{cell}/history", response_model=Cells, responses=_UNCHANGED | _MISSING)
+@router.get("/cells", response_model=Cells)
+def cells(request: Request, asked: Annotated[_CellPage, Query()]) -> Response:
+    """Every cell with its newest result in whole runs, sorted by name. Further parameters are the project's own axes."""
+    site = current(request)
+    found = [(one.cell, one.past.run.id, one.past.summary) for one in sorted(site.store.newest())]
+    return _json(asked.page(site, found))
+
+
+@router.get("/cells/{cell}/history", response_model=Cells)
 def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
     """Every attempt at a cell, also in partial runs, newest first."""
-    wanted = _cell(cell)
-
-    def make(store: Store) -> Cells:
-        every = store.history(wanted)
-        if not every and wanted not in queries.cells(store):
-            raise MatrixError(f"no run has planned {cell}")
-        order = {id(past): (past.run.started, past.run.id, past.summary.attempt) for past in every}
-        found = sorted(every, key=lambda past: order[id(past)], reverse=True)
-        if asked.cursor is not None:
-            when, name, attempt = asked.cursor.split(".")
-            after = (_EPOCH + timedelta(microseconds=int(when)), name, int(attempt))
-            found = [past for past in found if order[id(past)] < after]
-        page = found[: asked.limit]
-        return Cells(
-            next=_cursor(*order[id(page[-1])]) if len(found) > asked.limit else None,
-            cells=[CellState.of(wanted, past.run.id, past.summary) for past in page],
-        )
-
-    return _answered(request, make)
+    site = current(request)
+    wanted = site.cell(cell)
+    found = [(wanted, past.run.id, past.summary) for past in site.store.history(wanted)]
+    return _json(_page(_after(found, _attempt, asked.cursor), _attempt, asked.limit))
 
 
-@router.get("/diff", response_model=Changes, responses=_UNCHANGED | _MISSING)
+@router.get("/diff", response_model=Changes)
 def changes(request: Request, asked: Annotated[_Two, Query()]) -> Response:
     """The changes from one run to another."""
+    site = current(request)
+    old, new = site.run(asked.old), site.run(asked.new)
+    found = diff.compare(site.store, old.id, new.id)
+    figures = [{"cell": cell, **figure._asdict(), **noise._asdict()} for cell, figure, noise in found.figures]
+    own = found._asdict() | {"appeared": found.new, "figures": figures}
+    return _json(Changes.model_validate(own | {"old": old, "new": new}))
 
-    def make(store: Store) -> Changes:
-        old, new = (store.run(store.resolve(name)) for name in (asked.old, asked.new))
-        return Changes.of(old, new, diff.compare(store, old.id, new.id))
 
-    return _answered(request, make)
-
-
-@router.get("/atlas", response_model=Atlas, responses=_UNCHANGED | _MISSING)
+@router.get("/atlas", response_model=Atlas)
 def atlas(request: Request, nothing: Nothing) -> Response:
     """When each seam appeared, changed and vanished upstream, as of the last run of `watch`."""
-
-    def make(store: Store) -> Atlas:
-        found = kept(store, ATLAS)
-        if not found:
-            raise MatrixError("there is no atlas yet: `kernel-compat-matrix watch` creates it")
-        content = _ATLAS.validate_json(found[0].content)
-        return Atlas(made=found[0].made, atlas={name: plain(value) for name, value in content.items()})
-
-    return _answered(request, make)
+    site = current(request)
+    found = kept(site.store, ATLAS)
+    if not found:
+        raise HTTPException(404, "there is no atlas yet: `kernel-compat-matrix watch` creates it")
+    return _json(Atlas.model_validate({"made": found[0].made, "atlas": json.loads(found[0].content)}))
 
 
-@router.get(
-    "/badges/{axis}/{value}.svg",
-    response_class=Response,
-    responses=_UNCHANGED | _MISSING | {200: {"content": {"image/svg+xml": {"schema": {"type": "string"}}}}},
-)
-def badge_of(request: Request, axis: Axis, value: BadgeValue, nothing: Nothing) -> Response:
+@router.get("/badges/{axis}/{value}.svg", **_of("image/svg+xml"))
+def badge_of(request: Request, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
     """A badge image with the number of cells that pass, for one value of an axis."""
-
-    def make(store: Store) -> bytes:
-        if not queries.cells(store, {axis: value}):
-            raise MatrixError(f"no cell has {axis} {value}")
-        states = Counter(one.past.summary.state for one in store.newest([{axis: value}]))
-        ended = sum(states[verdict] for verdict in ENDED)
-        text = f"{states['passed']} of {ended} passed" if ended else "not tested"
-        mood: badge.Mood = "unknown" if not ended else "bad" if states["failed"] else "good"
-        return badge.svg(f"{axis} {value}", text, mood).encode()
-
-    return _answered(request, make, media="image/svg+xml")
+    site = current(request)
+    states = Counter(one.past.summary.state for one in site.store.newest() if one.cell.axes.get(axis) == value)
+    if not states:
+        raise HTTPException(404, f"no cell has {axis} {value}")
+    ended = sum(states[verdict] for verdict in ENDED)
+    text = f"{states['passed']} of {ended} passed" if ended else "not tested"
+    mood = "unknown" if not ended else "bad" if states["failed"] else "good"
+    values = {"label": f"{axis} {value}", "text": text, "mood": mood}
+    return Response(environment().get_template("badge.svg").render(values), media_type="image/svg+xml")
 
 
-@router.get(
-    "/metrics",
-    response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-)
+@router.get("/metrics", **_of("text/plain"))
 def prometheus(request: Request, nothing: Nothing) -> Response:
     """Cells by state, runs and the queue, in Prometheus' text format."""
-    store: Store = request.app.state.store
-    with _explained(store):
-        text = metrics.exposition(store.current(), store.runs(), request.app.state.queue)
-    return Response(text, media_type=metrics.MEDIA)
+    site = current(request)
+    return Response(metrics.exposition(site), media_type=metrics.MEDIA)
 
 
-@router.get(
-    "/feed.atom",
-    response_class=Response,
-    responses=_UNCHANGED | {200: {"content": {"application/atom+xml": {"schema": {"type": "string"}}}}},
-)
+@router.get("/feed.atom", **_of("application/atom+xml"))
 def atom(request: Request, nothing: Nothing) -> Response:
-    """An Atom feed of cells that broke and of reports by `watch`."""
-    base = str(request.base_url)
-    return _answered(request, lambda store: feed.atom(feed.entries(store), base), media="application/atom+xml")
-
-
-def _key(store: Store, run: str, cell: Cell, attempt: int | None) -> str:
-    name = store.resolve(run)
-    key = queries.result_key(store, name, cell, attempt)
-    if key is None:
-        raise MatrixError(f"the run {name} has no such result of {cell}")
-    return f"{name} {key}"
+    """An Atom feed of cells that broke in the newest 20,000 results and of reports by `watch`."""
+    site = current(request)
+    return Response(feed.atom(feed.entries(site.store), str(request.base_url)), media_type="application/atom+xml")

@@ -15,53 +15,45 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from sqlalchemy import select
 from starlette.exceptions import HTTPException
 
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
 from ..store.models import RUN
+from ..views.merge import merge
+from .api_models import Error
 from .executing import NICE, Queue
 from .guard import STORE, is_store
 from .submission import Merged, Submission, Submitted
-from .tokens import Token
 
 T = TypeVar("T")
 
 
-class Problem(BaseModel):
-    """The reason for an error."""
-
-    detail: Any
-
-
 def _answers(*codes: int) -> dict[int | str, dict[str, Any]]:
-    return {code: {"model": Problem} for code in (400, 401, 403, 408, 413, 415, 422, 429, 503, *codes)}
+    return {code: {"model": Error} for code in (400, 401, 403, 413, 415, 422, 429, 503, *codes)}
 
 
+#: Only for the document: `Guard` has checked the token.
 _bearer = HTTPBearer(auto_error=False, description="a token of `kernel-compat-matrix token add`")
 
-
-def _allowed(request: Request) -> Token:
-    token: Token | None = request.state.token
-    if token is None or "submit" not in token.scopes:
-        raise HTTPException(403, "this needs a token with the scope submit")
-    return token
-
-
 router = APIRouter(tags=["writing"], dependencies=[Depends(_bearer)])
-Submitter = Annotated[Token, Depends(_allowed)]
 RunId = Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9-]{1,40}$", description="The id of a run.")]
 
 
-async def _in_turn(request: Request, do: Callable[[Queue], T]) -> T:
+async def in_turn(request: Request, do: Callable[[Queue], T]) -> T:
     """Run a function in one of the few writing threads, so that readers don't wait behind writers."""
     queue: Queue = request.app.state.queue
     return await anyio.to_thread.run_sync(do, queue, limiter=request.app.state.writers)
 
 
-def _known(store: Store, run: str) -> str:
+def known(store: Store, run: str) -> str:
+    """The id of a run that there is.
+
+    Raises:
+        HTTPException: 404.
+    """
     with store.reading() as connection:
         known = connection.scalar(select(RUN.c.id).where(RUN.c.name == run))
     if known is None:
@@ -83,7 +75,7 @@ def _known(store: Store, run: str) -> str:
         }
     },
 )
-async def submit(request: Request, token: Submitter) -> Submitted | Merged:
+async def submit(request: Request) -> Submitted | Merged:
     """Create a run of cells of the served axes, or copy the runs of a store that was written by `run --export`."""
     if is_store(request.headers):
         return await _merge(request)
@@ -95,31 +87,31 @@ async def submit(request: Request, token: Submitter) -> Submitted | Merged:
     except ValidationError as error:
         found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
-    return await _in_turn(request, lambda queue: queue.submit(wanted))
+    return await in_turn(request, lambda queue: queue.submit(wanted))
 
 
 @router.post("/runs/{run}/cancel", status_code=204, responses=_answers(404, 409))
-async def cancel(request: Request, run: RunId, token: Submitter) -> None:
+async def cancel(request: Request, run: RunId) -> None:
     """Interrupt a run; its finished cells stay. 409: it has ended."""
-    await _in_turn(request, lambda queue: submissions.cancel(queue.store, _known(queue.store, run)))
+    await in_turn(request, lambda queue: submissions.cancel(queue.store, known(queue.store, run)))
 
 
 @router.post("/runs/{run}/retry", status_code=202, responses=_answers(404, 409))
-async def retry(request: Request, run: RunId, token: Submitter) -> Submitted:
+async def retry(request: Request, run: RunId) -> Submitted:
     """Run the failed and the unfinished cells of a run again. 409: it hasn't ended, or has none."""
-    return await _in_turn(request, lambda queue: queue.retry(_known(queue.store, run)))
+    return await in_turn(request, lambda queue: queue.retry(known(queue.store, run)))
 
 
 @router.delete("/runs/{run}", status_code=204, responses=_answers(404, 409))
-async def delete(request: Request, run: RunId, token: Submitter) -> Response:
+async def delete(request: Request, run: RunId) -> Response:
     """Delete a run with its results. 409: it hasn't ended."""
-    await _in_turn(request, lambda queue: removal.delete_runs(queue.store, [_known(queue.store, run)]))
+    await in_turn(request, lambda queue: removal.delete_runs(queue.store, [known(queue.store, run)]))
     return Response(status_code=204)
 
 
 async def _merge(request: Request) -> Merged:
     """Copy the runs of the store in a request's body."""
-    store: Store = request.app.state.store
+    store: Store = request.app.state.queue.store
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as folder:
         path = Path(folder) / "upload.sqlite"
         async with await anyio.open_file(path, "wb") as file:
@@ -134,7 +126,6 @@ def _copied(url: str, upload: str) -> list[str]:
     os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with Store.open(url, create=False) as store:
         try:
-            with Store.open(upload, create=False) as other:
-                return store.merge(other)
+            return merge(store, upload)
         except MatrixError as error:
             raise MatrixError(str(error).replace(upload, "that was sent")) from None

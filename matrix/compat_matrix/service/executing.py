@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import re
 import secrets
 import shlex
 import signal
@@ -22,13 +21,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from sqlalchemy import and_, delete, select, update
 
@@ -38,22 +36,19 @@ from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..fingerprint import of_axes
 from ..options import executor_of, jobs_of, revision
-from ..processes import fresh
+from ..processes import fresh, share_priority
 from ..progress import Progress
 from ..store import Provenance, Store, inserts, submissions
 from ..store.models import RUN, SUBMISSION
 from .background import beside
 from .submission import Submission, Submitted
 
-#: The folder of a lock for each service on this machine, shared by all users of the temporary folder.
-LOCKS = Path(tempfile.gettempdir()) / "kernel-compat-matrix-services"
-
 #: Seconds between two looks for a run to execute.
 _POLL = 1.0
 #: Seconds between two signs of life.
 _BEAT = 2.0
-#: Seconds of silence after which a service on another machine counts as gone.
-_GONE = 60.0
+#: Seconds of silence after which a service counts as gone.
+_GONE = 30.0
 #: How often the execution of a run may begin without a result before the run is given up.
 _TRIES = 10
 #: The longest pause between two of these, in seconds.
@@ -152,9 +147,10 @@ class Queue:
             raise submissions.StateError(f"the run {run} hasn't ended: cancel it first")
         return Submitted(run=run, cells=len(cells), excluded=0)
 
-    def running(self, run: str | None = None) -> list[submissions.Running]:
-        """The cells of one run or of all that this service and others on the same database run now."""
-        return submissions.running(self.store, run)
+    @property
+    def suites(self) -> list[str]:
+        """The suites that can be run."""
+        return sorted({tests.suite for tests in self.axes.tests}) if self.axes else []
 
     def _axes(self) -> Axes:
         if self.axes is None:
@@ -175,18 +171,17 @@ class Queue:
         Args:
             command: the arguments of ``kernel-compat-matrix`` that execute a run.
         """
-        with self._alive():
+        pause = _POLL
+        while not over.wait(pause):
             pause = _POLL
-            while not over.wait(pause):
-                pause = _POLL
-                try:
-                    if (run := self.take()) is not None:
-                        code, said = _executed(command(run), over)
-                        pause = self._settle(run, code, said, over.is_set())
-                except MatrixError as error:  # the database is unavailable, and may come back
-                    log.warning("%s", error)
-                except Exception:
-                    log.exception("a run can't be executed")
+            try:
+                if (run := self.take()) is not None:
+                    code, said = _executed(command(run), over)
+                    pause = self._settle(run, code, said, over.is_set())
+            except MatrixError as error:  # the database is unavailable, and may come back
+                log.warning("%s", error)
+            except Exception:
+                log.exception("a run can't be executed")
 
     def take(self) -> str | None:
         """Claim the first run that waits or whose service has ended, and return its id; None if no run can be claimed."""
@@ -200,7 +195,8 @@ class Queue:
         now = time.monotonic()
         self._noticed = {key: self._noticed.get(key, now) for key in ((row.id, row.claim, row.seen) for row in rows)}
         for row in rows:
-            if row.claim not in (None, self.id) and not self._is_gone(row, now):
+            silent = now - self._noticed[row.id, row.claim, row.seen]
+            if row.claim not in (None, self.id) and silent < _GONE:
                 continue
             with self.store.writing() as connection:
                 own = and_(
@@ -246,30 +242,6 @@ class Queue:
         log.warning("the execution of %s has ended early: %s; once more in %d s", run, said, pause)
         return pause
 
-    def _is_gone(self, row: Any, now: float) -> bool:
-        """Whether the service that claimed a run has ended: on this machine its lock is free, on another it is silent."""
-        if now - self._noticed[row.id, row.claim, row.seen] >= _GONE:
-            return True
-        path = LOCKS / row.claim
-        if not re.fullmatch(r"[0-9a-f]{32}", row.claim) or not path.exists():
-            return False
-        try:
-            with FileLock(path, timeout=0):
-                path.unlink(missing_ok=True)
-        except (OSError, Timeout):
-            return False
-        return True
-
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Hold a lock that other services on this machine can try."""
-        LOCKS.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # owned by another user who created it
-            LOCKS.chmod(0o777)
-        with FileLock(LOCKS / self.id, mode=0o666):
-            yield
-            (LOCKS / self.id).unlink(missing_ok=True)
-
 
 def _executed(words: Sequence[str], over: threading.Event) -> tuple[int, str]:
     """Execute a run in a process of its own; returns its exit code and the last line of its output.
@@ -307,33 +279,34 @@ def execute(options: argparse.Namespace, axes: Axes, store: Store, run: str, cla
         KeyboardInterrupt: it was cancelled, or the service is stopped.
     """
     os.nice(NICE)
+    share_priority(os.getpid())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the shell may have made it ignore SIGINT
     own = and_(SUBMISSION.c.claim == claim, SUBMISSION.c.run_id == RUN.c.id, RUN.c.name == run)
     with store.reading() as connection:
         row = connection.execute(select(SUBMISSION).where(own)).one_or_none()
     if row is None:  # it was cancelled
         return 1
+    console = Console(highlight=False)
     try:
-        if of_axes(axes) != row.fingerprint:
-            raise MatrixError(f"the project or {axes.path.name} has changed since {run} was submitted: submit it again")
-        again = {parse(name): attempts for name, attempts in json.loads(row.again).items()}
-        cells, attempts = runner.left(store, run, axes, again)
-        jobs = jobs_of(for_suite(options, row.suite), axes, cells, attempts)
+        with _beating(store, row.run_id, claim, Progress(0, 0, console)):
+            if of_axes(axes) != row.fingerprint:
+                said = f"the project or {axes.path.name} has changed since {run} was submitted"
+                raise MatrixError(f"{said}: submit it again")
+            again = {parse(name): attempts for name, attempts in json.loads(row.again).items()}
+            cells, attempts = runner.left(store, run, axes, again)
+            jobs = jobs_of(for_suite(options, row.suite), axes, cells, attempts)
     except MatrixError:
         with store.writing() as connection:
             submissions.remove(connection, row.run_id)
         raise
     executor = executor_of(options, options.ray is not None)
-    console = Console(highlight=False)
     with Progress(len(cells), executor.jobs, console) as progress, _beating(store, row.run_id, claim, progress):
         counts = runner.execute(run, jobs, store, executor, progress, patience=_PATIENCE)
     with store.writing() as connection:
         mine = and_(SUBMISSION.c.run_id == row.run_id, SUBMISSION.c.claim == claim)
         if connection.execute(delete(SUBMISSION).where(mine)).rowcount:
-            ended = {
-                "state": "finished",
-                "finished": datetime.now(timezone.utc),
-            }  # again: the last beat may have come later
+            # Again: the last beat may have come later.
+            ended = {"state": "finished", "finished": datetime.now(timezone.utc)}
             connection.execute(update(RUN).where(RUN.c.id == row.run_id).values(ended))
     return 0 if set(counts) <= {"passed"} else 1
 
@@ -351,8 +324,8 @@ def _beating(store: Store, run: int, claim: str, progress: Progress) -> Iterator
 
     def beat(over: threading.Event) -> None:
         while not over.is_set():
-            values: Mapping[str, Any] = {"seen": datetime.now(timezone.utc), "running": json.dumps(_running(progress))}
-            values = {**values, "tries": 0, "reason": ""} if progress.counts else values
+            values: dict[str, Any] = {"seen": datetime.now(timezone.utc), "running": json.dumps(_running(progress))}
+            values |= {"tries": 0, "reason": ""} if progress.counts else {}
             with suppress(MatrixError):  # the database is away
                 with store.writing() as connection:
                     claimed = connection.execute(update(SUBMISSION).where(own).values(values)).rowcount

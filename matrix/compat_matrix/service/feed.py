@@ -3,56 +3,75 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any, NamedTuple
-from xml.etree import ElementTree as ET
 
+from sqlalchemy import Select, func, select
+
+from ..cells import Cell
 from ..pages.links import Links
-from ..store import Store
+from ..pages.render import environment
+from ..store import Past, Store
+from ..store import queries as stored
 from ..store.documents import NEWS, kept
+from ..store.models import RESULT, RUN
 from ..views.common import clean, one_line
-from . import queries
 
-_ATOM = "http://www.w3.org/2005/Atom"
-#: Characters that XML can't contain, besides those that `clean` replaces.
-_NO_XML = re.compile("[\ufffe\uffff]")
+#: The number of entries, and of the newest results that are searched for cells that broke.
+_MOST, _RESULTS = 50, 20_000
 
 
 class Entry(NamedTuple):
-    """An entry of the feed.
+    """An entry of the feed, with a stable identifier and the path of its page."""
 
-    Attributes:
-        key: a stable identifier of the entry.
-        link: the path of its page.
-    """
-
-    key: str
+    id: str
     title: str
     text: str
     when: datetime
     link: str
 
 
-def entries(store: Store, limit: int = 50) -> list[Entry]:
+def entries(store: Store) -> list[Entry]:
     """The entries, newest first."""
     found, links = [], Links()
-    for cell, (run, summary), before in queries.broke(store, limit):
-        when = summary.started or run.started
+    for cell, (run, summary), before in broke(store):
         title = f"{cell} broke: {one_line(summary.reason) or summary.kind or 'it failed'}"
-        text = (
-            f"{cell} failed in {run.id} ({summary.kind or 'test'}), and passed in {before}.\n\n{clean(summary.reason)}"
-        )
-        link = links.cell(cell, run.id, summary.attempt)
-        found.append(Entry(f"{run.id}/{cell}/{summary.attempt}", title, text, when, link))
-    for document in kept(store, NEWS, limit):
+        said = f"{cell} failed in {run.id} ({summary.kind or 'test'}), and passed in {before}.\n\n{summary.reason}"
+        link = links("cells", cell.name, run=run.id, attempt=summary.attempt)
+        key = _key(f"{run.id}/{cell}/{summary.attempt}")
+        found.append(Entry(key, title, said, summary.started or run.started, link))
+    for document in kept(store, NEWS, _MOST):
         report: dict[str, Any] = json.loads(document.content)
-        link = links.run(report["run"]) if report.get("run") else links.seams()
-        title, text = one_line(report["title"]), clean(report["text"])
-        found.append(Entry(f"watch/{document.id}/{document.made.isoformat()}", title, text, document.made, link))
-    return sorted(found, key=lambda entry: entry.when, reverse=True)[:limit]
+        link = links("runs", report["run"]) if report.get("run") else links("seams")
+        key = _key(f"watch/{document.id}/{document.made.isoformat()}")
+        found.append(Entry(key, one_line(report["title"]), report["text"], document.made, link))
+    return sorted(found, key=lambda entry: entry.when, reverse=True)[:_MOST]
+
+
+def broke(store: Store) -> list[tuple[Cell, Past, str]]:
+    """The latest cells that failed after they had passed, newest first, each with the id of the run in which they had."""
+    with store.reading() as connection:
+        rows = connection.execute(_BROKE).all()
+    return [(stored.cell_of(row), stored.past_of(row), row[stored.SUMMARY]) for row in rows]
+
+
+def _broke() -> Select[Any]:
+    newest = select(func.max(RESULT.c.id)).scalar_subquery()
+    last = func.max(RESULT.c.attempt).over(partition_by=(RESULT.c.run_id, RESULT.c.cell_id)).label("last")
+    some = select(RESULT, last).where(RESULT.c.id > newest - _RESULTS, stored.HAS_ENDED).subquery()
+    over: dict[str, Any] = {"partition_by": some.c.cell_id, "order_by": RUN.c.id}
+    before = func.lag(some.c.verdict).over(**over).label("before")
+    run_before = func.lag(RUN.c.name).over(**over).label("run_before")
+    ends = select(some.c.id, some.c.verdict, before, run_before).join(RUN, RUN.c.id == some.c.run_id)
+    ended = ends.where(some.c.attempt == some.c.last, RUN.c.partial.is_(False)).subquery()
+    query: Select[Any] = stored.summary(ended.c.run_before, *stored.RUN_FIELDS).join(ended, ended.c.id == RESULT.c.id)
+    query = query.where(ended.c.verdict == "failed", ended.c.before != "failed")
+    return query.order_by(*stored.NEWEST_FIRST, RESULT.c.id.desc()).limit(_MOST)
+
+
+_BROKE = _broke()
 
 
 def atom(found: Sequence[Entry], base: str) -> bytes:
@@ -61,31 +80,12 @@ def atom(found: Sequence[Entry], base: str) -> bytes:
     Args:
         base: the service's address as the client uses it.
     """
-    base = base.rstrip("/")
-    ET.register_namespace("", _ATOM)
-    feed = ET.Element(f"{{{_ATOM}}}feed")
-
-    def add(parent: ET.Element, name: str, text: str | None = None, **attributes: str) -> ET.Element:
-        element = ET.SubElement(parent, f"{{{_ATOM}}}{name}", attributes)
-        element.text = text and _NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)
-        return element
-
-    add(feed, "id", _identity("feed"))
-    add(feed, "title", "What broke in the matrix")
-    newest = max((entry.when for entry in found), default=datetime.fromtimestamp(0, timezone.utc))
-    add(feed, "updated", newest.isoformat())
-    add(feed, "link", rel="self", href=f"{base}/api/v1/feed.atom")
-    add(add(feed, "author"), "name", "kernel-compat-matrix")
-    for entry in found:
-        element = add(feed, "entry")
-        add(element, "id", _identity(entry.key))
-        add(element, "title", entry.title)
-        add(element, "updated", entry.when.isoformat())
-        add(element, "link", rel="alternate", href=base + entry.link)
-        add(element, "content", entry.text, type="text")
-    text: bytes = ET.tostring(feed, encoding="utf-8", xml_declaration=True)
-    return text
+    values = {"entries": found, "base": clean(base).rstrip("/"), "id": _key("feed")}
+    text = environment().get_template("feed.xml").render(values)
+    return text.translate(
+        {0xFFFE: "\N{REPLACEMENT CHARACTER}", 0xFFFF: "\N{REPLACEMENT CHARACTER}"}
+    ).encode()  # not in XML
 
 
-def _identity(key: str) -> str:
+def _key(key: str) -> str:
     return uuid.uuid5(uuid.NAMESPACE_URL, f"kernel-compat-matrix/{key}").urn

@@ -14,7 +14,7 @@ class Settings:
         read: who may read: everyone, or only holders of a token of any scope.
         runs: whether runs can be submitted; they are executed by this service or another one on the same database.
         upload_bytes: the size of the largest store that may be uploaded.
-        writes_per_minute, submissions_per_minute: limits for each token.
+        writes_per_minute: a limit for each token.
         failures_per_minute: wrong tokens from one address that get a 401; further ones get a 429.
         root_path: the path at which a proxy serves the service, such as /matrix.
     """
@@ -22,7 +22,6 @@ class Settings:
     read: Literal["open", "token"] = "open"
     runs: bool = True
     upload_bytes: int = 2**30
-    writes_per_minute: int = 30_000
-    submissions_per_minute: int = 60
+    writes_per_minute: int = 120
     failures_per_minute: int = 30
     root_path: str = ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -12,14 +13,14 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 from sqlalchemy import Select, select
 
-from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
+from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD, Cell
 from ..errors import MatrixError
 from ..results import ENDED, FINE
 from ..store import Newest, Store
 from ..store import queries as stored
 from ..store.inserts import chunks
 from ..store.models import CELL, RESULT, RUN, TEXT
-from ..versions import checked, exact, related, release, same
+from ..versions import checked, exact, parsed, related, release, same
 from .common import clean
 from .explain import shims
 
@@ -28,7 +29,8 @@ Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unk
 
 Match = Literal["exact", "nearest", "none"]
 
-#: The axes, those first whose differences matter most: a CPU says less about a GPU than one release about the next.
+#: The axes, those first whose differences matter most: a CPU says less about a GPU than one release about the next. A project's
+#: own axes come after the first two.
 ORDER = ("device", "flash_attention", "transformers", "torch", "python")
 
 #: The verdicts, worst first. Of several matching cells the worst verdict counts.
@@ -42,6 +44,7 @@ class Wanted:
     Attributes:
         python, transformers, torch: versions. A version of two components matches any of its patches; a local part, as in
             ``2.11.0+cu130``, makes no difference.
+        own: values of the project's own axes: releases, which are compared as these, or words.
 
     Raises:
         MatrixError: an axis never has this value.
@@ -52,6 +55,13 @@ class Wanted:
     torch: str | None = None
     flash_attention: str | None = None
     device: str | None = None
+    own: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, axes: Mapping[str, str | None]) -> Wanted:
+        """The combination with these values; names that aren't in `AXES` are own axes."""
+        own = sorted((axis, value) for axis, value in axes.items() if axis not in AXES and value is not None)
+        return cls(**{axis: axes.get(axis) for axis in AXES}, own=tuple(own))
 
     def __post_init__(self) -> None:
         for axis, values in (("flash_attention", FLASH_ATTENTION), ("device", DEVICES)):
@@ -61,11 +71,13 @@ class Wanted:
         for axis in VERSIONED:
             if (value := getattr(self, axis)) is not None:
                 object.__setattr__(self, axis, checked(value))
+        own = ((axis, value if re.fullmatch(WORD, value) else checked(value)) for axis, value in self.own)
+        object.__setattr__(self, "own", tuple(own))
 
     @property
     def asked(self) -> dict[str, str]:
         """The axes with a value, and their values."""
-        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        return {axis: value for axis in AXES if (value := getattr(self, axis)) is not None} | dict(self.own)
 
 
 class Shim(BaseModel):
@@ -177,7 +189,7 @@ def judge(store: Store, wanted: Wanted, known: Sequence[Newest] | None = None) -
     """
     asked = wanted.asked
     known = store.newest() if known is None else known
-    alike = [one for one in known if all(related(getattr(one.cell, axis), value) for axis, value in asked.items())]
+    alike = [one for one in known if all(related(_given(one, axis), value) for axis, value in asked.items())]
     ended = [one for one in alike if _ended(one)]
     fit = [one for one in ended if not differs(one, asked)]
     if ended and not fit:  # a result from before a newer patch came out also counts
@@ -188,7 +200,7 @@ def judge(store: Store, wanted: Wanted, known: Sequence[Newest] | None = None) -
     found = sorted(_last_of_each(fit or ended), key=lambda one: (_WORST.index(verdict_of(one)), near(one)))
     verdict: Verdict = "refused" if refused else verdict_of(found[0]) if found else "unknown"
     works = None if verdict in FINE else min(filter(_passed, known), key=near, default=None)
-    reason = refusals[0].reason if refused else clean(found[0].past.summary.reason) if found else _why_unknown(alike)
+    reason = refusals[0].reason if refused else clean(found[0].past.summary.reason) if found else why_unknown(alike)
     neighbours = [] if fit else sorted(filter(_ended, known), key=near)
     return Judged(bool(fit) or refused, verdict, reason, found, neighbours, refusals, works)
 
@@ -209,7 +221,7 @@ def answer(store: Store, wanted: Wanted, limit: int = 5) -> Answer:
     reason = "another patch of it was tested" if found.found and not found.exact else found.reason
     texts = _texts(store, tested)
     return Answer(
-        asked={axis: asked.get(axis) for axis in ORDER},
+        asked={axis: asked.get(axis) for axis in ORDER} | dict(wanted.own),
         match="exact" if found.exact else "nearest" if tested else "none",
         verdict=verdict,
         reason=reason,
@@ -230,12 +242,22 @@ def newest(store: Store, runs: Collection[str] | None = None) -> list[Newest]:
 
 def differs(found: Newest, asked: Mapping[str, str]) -> list[str]:
     """The axes on which a tested combination differs from the requested one."""
-    return [axis for axis in ORDER if axis in asked and not same(asked[axis], value(found, axis))]
+    return [axis for axis in in_order(asked) if not same(asked[axis], value(found, axis))]
+
+
+def in_order(asked: Collection[str]) -> list[str]:
+    """These axes in the order of `ORDER`, with own axes."""
+    own = sorted(axis for axis in asked if axis not in ORDER)
+    return [axis for axis in (*ORDER[:2], *own, *ORDER[2:]) if axis in asked]
 
 
 def value(found: Newest, axis: str) -> str:
     """The value of an axis in a result: the exact version, where it has one."""
-    return found.versions.get(axis) or str(getattr(found.cell, axis))
+    return found.versions.get(axis) or _given(found, axis)
+
+
+def _given(found: Newest, axis: str) -> str:
+    return str(getattr(found.cell, axis)) if axis in AXES else dict(found.cell.extra).get(axis, "")
 
 
 def verdict_of(found: Newest) -> Verdict:
@@ -271,7 +293,7 @@ def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> l
             for row in rows:
                 cell, (cell_key, environment, pins) = stored.cell_of(row), row[-3:]
                 versions = exact(cell, stored.environment_of(texts.get(environment)), texts.get(pins, ""))
-                if all(same(text, versions.get(axis) or getattr(cell, axis)) for axis, text in asked.items()):
+                if all(same(text, versions.get(axis) or cell.axes.get(axis, "")) for axis, text in asked.items()):
                     query = stored.summary(*stored.RUN_FIELDS).where(RESULT.c.cell_id == cell_key, stored.HAS_ENDED)
                     query = query.where(RESULT.c.environment_id.is_not_distinct_from(environment))
                     query = query.where(RESULT.c.pins_id.is_not_distinct_from(pins), RUN.c.partial.is_(False))
@@ -343,7 +365,8 @@ def _refusals(newest: Iterable[Newest]) -> list[Refusal]:
     return [Refusal(reason=reason, cells=len(names), cell=names[0]) for reason, names in found.items()]
 
 
-def _why_unknown(newest: Sequence[Newest]) -> str:
+def why_unknown(newest: Sequence[Newest]) -> str:
+    """The reason why these cells have no result."""
     for one in newest:
         if one.past.summary.state in ("not run", "unfinished"):
             because = f": {clean(one.past.summary.reason)}" if one.past.summary.reason else ""
@@ -354,18 +377,19 @@ def _why_unknown(newest: Sequence[Newest]) -> str:
 
 def _nearness(asked: Mapping[str, str]) -> Callable[[Newest], tuple[object, ...]]:
     """A key that sorts combinations by their distance from the requested one."""
-    axes = [axis for axis in ORDER if axis in asked]
+    axes = in_order(asked)
+    versioned = [axis for axis in axes if parsed(asked[axis])]
 
     @cache
     def minor(axis: str, own: str) -> object:
-        if axis not in VERSIONED:
-            return own != asked[axis]
+        if axis not in versioned:
+            return own != asked[axis], 0, False
         there, wanted = release(own)[:2], release(asked[axis])[:2]
         return abs(there[0] - wanted[0]), abs(there[1] - wanted[1]), there > wanted
 
     @cache
     def patch(axis: str, own: str) -> object:
-        if axis not in VERSIONED or same(asked[axis], own):
+        if axis not in versioned or same(asked[axis], own):
             return 0, 0, False
         there, wanted = release(own)[2], release(asked[axis])[2]
         return 1, abs(there - wanted), there > wanted

@@ -1,0 +1,138 @@
+"""The data that pages and the API share: the version of what they show, and its runs and cells by name."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from sqlalchemy import Select, func, select
+from starlette.exceptions import HTTPException
+
+from ..axes import Axes
+from ..cells import Cell, parse_own
+from ..errors import MatrixError
+from ..pages import ask
+from ..pages.render import project_name
+from ..store import Run, Store
+from ..store import queries as stored
+from ..store.models import CELL, DOCUMENT, NEWEST, PLANNED, RESULT, RUN, SUBMISSION
+from ..views.common import one_line
+from .executing import Queue
+
+#: The number of recent results that are counted, to notice one that was committed after a later one.
+_RECENT = 1000
+
+
+class Site:
+    """The data of a service.
+
+    Args:
+        axes: the axes whose cells can be run, if there are any.
+
+    Attributes:
+        served: every combination of the axes, with the reason if it is excluded.
+        project: the name of the tested project.
+    """
+
+    def __init__(self, store: Store, queue: Queue, axes: Axes | None) -> None:
+        self.store, self.queue = store, queue
+        self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
+        self.project = project_name(axes)
+        self._name = secrets.token_hex(4)
+
+    def tag(self) -> str:
+        """A version of everything that is shown: differs after every change. Another service has another one."""
+        running = select(SUBMISSION.c.run_id, SUBMISSION.c.host, SUBMISSION.c.running, SUBMISSION.c.reason)
+        with self.store.reading() as connection:
+            shown = (self._name, *connection.execute(_VERSION).one(), *connection.execute(running.order_by("run_id")))
+        return hashlib.sha256(repr(shown).encode()).hexdigest()[:24]
+
+    def run(self, name: str) -> Run:
+        """The run with this id, or else the one that `Store.resolve` finds.
+
+        Raises:
+            HTTPException: 404.
+        """
+        try:
+            with self.store.reading() as connection:
+                row = connection.execute(select(*stored.RUN_FIELDS).where(RUN.c.name == name)).one_or_none()
+            return Run(*row) if row else self.store.run(self.store.resolve(name))
+        except MatrixError as error:
+            if error.__cause__ is not None:
+                raise
+            said = f"There is no run {one_line(name, 100)!r}: a run has an id, a label, or is latest or latest~1."
+            raise HTTPException(404, said) from None
+
+    def cell(self, name: str) -> Cell:
+        """The cell of this name in the store or in the axes.
+
+        Raises:
+            HTTPException: 404.
+        """
+        with self.store.reading() as connection:
+            row = connection.execute(select(*stored.CELL_FIELDS).where(CELL.c.name == name)).first()
+        cell = stored.cell_of(row) if row else next((one for one in self.served if one.name == name), None)
+        if cell is None:
+            raise HTTPException(404, f"There is no cell {one_line(name, 200)!r}: no run has planned it.")
+        return cell
+
+    def own_axes(self) -> dict[str, str]:
+        """The project's own axes, each with one of its values."""
+        with self.store.reading() as connection:
+            texts = connection.scalars(select(CELL.c.extra).distinct()).all()
+        planned = {axis: value for text in texts for axis, value in parse_own(text)}
+        return planned | ask.own_axes(self.served)
+
+    def runs(self, limit: int, after: str = "", **where: str | bool | None) -> Sequence[Run]:
+        """Runs with these values, newest first, after the run of a name."""
+        query = select(*stored.RUN_FIELDS).order_by(*stored.NEWEST_FIRST).limit(limit)
+        query = query.where(*(RUN.c[name] == value for name, value in where.items() if value is not None))
+        if after:
+            last = RUN.alias()
+            query = query.where(RUN.c.id < select(last.c.id).where(last.c.name == after).scalar_subquery())
+        with self.store.reading() as connection:
+            return [Run(*row) for row in connection.execute(query)]
+
+    def waiting(self) -> dict[Cell, Run]:
+        """The cells without a result in unfinished whole runs that no newer run has, with the newest of these runs."""
+        with self.store.reading() as connection:
+            return {stored.cell_of(row): stored.past_of(row).run for row in connection.execute(_UNFINISHED)}
+
+
+def _version() -> Select[Any]:
+    """Rows are counted besides their newest ids: PostgreSQL may commit them in another order, and ids of deleted ones are used again."""
+    newest = select(func.max(RESULT.c.id)).scalar_subquery()
+    recent = select(func.count()).select_from(RESULT).where(RESULT.c.id > newest - _RECENT).scalar_subquery()
+    documents = select(func.max(DOCUMENT.c.id)).scalar_subquery()
+    latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
+    planned = select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest).scalar_subquery()
+    runs = (func.count(), func.count(RUN.c.finished), func.max(RUN.c.name), func.max(RUN.c.finished))
+    return select(newest, recent, documents, planned, *runs).select_from(RUN)
+
+
+def _unfinished() -> Select[Any]:
+    query = stored.summary(*stored.RUN_FIELDS).where(RUN.c.state == "running", RUN.c.partial.is_(False))
+    query = query.join(NEWEST, NEWEST.c.cell_id == PLANNED.c.cell_id).where(NEWEST.c.run_id <= RUN.c.id)
+    return query.where(PLANNED.c.excluded.is_(None), RESULT.c.id.is_(None)).order_by(RUN.c.id)
+
+
+_VERSION, _UNFINISHED = _version(), _unfinished()
+
+
+def current(request: Request) -> Site:
+    """The data for a response, unless the client has its current version, which costs a millisecond.
+
+    Raises:
+        HTTPException: 204, 304: the client has it.
+    """
+    site: Site = request.app.state.site
+    tag = request.state.tag = site.tag()
+    if request.query_params.get("live") == tag:
+        raise HTTPException(204)
+    if tag in re.findall(r'"([^"]*)"', request.headers.get("if-none-match", "")):
+        raise HTTPException(304)
+    return site
