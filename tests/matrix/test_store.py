@@ -281,9 +281,8 @@ def test_two_runs_are_compared(store: Store) -> None:
     new = stored(
         store, [passed(CELLS[0]), failed(CELLS[1]), passed(CELLS[2], attempt=2), failed(CELLS[2]), passed(CELLS[4])]
     )
-    found = store.compare(old, new)
+    found = store.compare(old, new).cells
     assert {one: tuple(summary and summary.state for summary in both) for one, both in found.items()} == {
-        CELLS[1]: ("failed", "failed"),
         CELLS[2]: ("failed", "passed"),
         CELLS[3]: ("passed", None),
         CELLS[4]: (None, "passed"),
@@ -293,15 +292,8 @@ def test_two_runs_are_compared(store: Store) -> None:
         store.compare(old, "gone")
 
 
-def test_outcomes_and_environments(store: Store) -> None:
+def test_environments(store: Store) -> None:
     run = stored(store, [passed(CELLS[0]), failed(CELLS[1]), not_run(CELLS[2])])
-    every = store.outcomes(run, CELLS)
-    assert every[CELLS[1]] == {"tests/test_names.py::test_fine": "failed", "tests/test_gpu.py::test_gpu": "skipped"}
-    assert every[CELLS[3]] == {}
-    assert store.outcomes(run, CELLS[:2], failed_only=True) == {
-        CELLS[0]: {},
-        CELLS[1]: {"tests/test_names.py::test_fine": "failed"},
-    }
     assert store.environment(run, CELLS[2])["shims"]["tf5"]["state"] == "applied"
     assert store.environment(run, CELLS[3]) == {}
 
@@ -377,6 +369,14 @@ def test_figures_come_back_and_are_merged_and_exported(store: Store, other: Stor
     store.export([run], tmp_path / "one.db")
     with Store.open(str(tmp_path / "one.db")) as exported:
         assert exported.result(run, CELLS[0]) == found
+
+
+def test_of_a_cell_the_figures_of_its_last_runs_are_read(store: Store) -> None:
+    for value in range(102):
+        stored(store, [with_figures(CELLS[0], Figure("size", float(value)), Figure("error", 0.0))])
+        stored(store, [passed(CELLS[0]), with_figures(CELLS[1], Figure("size", 0.0))])
+    found = [one.figure.value for one in store.measured(cell=CELLS[0])[CELLS[0]] if one.figure.name == "size"]
+    assert found == [float(value) for value in range(2, 102)]
 
 
 # Several processes.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from hashlib import blake2b
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, get_args
 
 from sqlalchemy import Column, Connection, Select, Table, and_, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
@@ -17,12 +16,10 @@ from sqlalchemy.exc import IntegrityError
 from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
-from ..results import CellResult
+from ..results import CellResult, Outcome
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import CELL_FIELDS, COUNTS, COUNTS_FIRST, NEWEST_FIRST, RUN_FIELDS, cell_of, environment_of, last_attempt
+from .queries import CELL_FIELDS, COUNTS_FIRST, IS_LAST, NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of
 from .records import Provenance, Run, options_of
-
-T = TypeVar("T")
 
 #: The id (arbitrary) of the lock with which processes that begin runs in the same PostgreSQL database wait for each other.
 _LOCK = 5_417_226_032
@@ -137,7 +134,7 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
         "environment_id": texts.get(environment),
         "pins_id": texts.get(found.pins),
         "command_id": texts.get(command),
-        **{column.name: counts[column.name] for column in COUNTS},  # type: ignore[index]
+        **{outcome: counts[outcome] for outcome in get_args(Outcome)},
     }
     result_key = _inserted(connection, RESULT, row)
     tests = [
@@ -179,7 +176,7 @@ def refresh_newest(connection: Connection, cell_keys: Iterable[int]) -> None:
     environment, pins = TEXT.alias(), TEXT.alias()
     ran = _first_of_each(RESULT.c.cell_id, COUNTS_FIRST, RESULT.c.id.label("result_id"))
     ran = ran.join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
-    ran = ran.where(RUN.c.partial.is_(False), RESULT.c.attempt == last_attempt(RESULT.c.run_id, RESULT.c.cell_id))
+    ran = ran.where(RUN.c.partial.is_(False), IS_LAST)
     plan = select(PLANNED.c.cell_id, func.max(PLANNED.c.run_id)).join_from(PLANNED, RUN, RUN.c.id == PLANNED.c.run_id)
     plan = plan.where(RUN.c.partial.is_(False)).group_by(PLANNED.c.cell_id)
     for keys in chunks(cell_keys):
@@ -291,13 +288,6 @@ def _keys(connection: Connection, by: Column[str], rows: Mapping[str, Mapping[st
             if last:
                 raise
     return keys
-
-
-def chunks(values: Iterable[T]) -> Iterator[list[T]]:
-    """Chunks that are small enough for the parameter limit of every database."""
-    iterator = iter(values)
-    while chunk := list(islice(iterator, 500)):
-        yield chunk
 
 
 def _digest(value: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ..cells import Cell
 from ..results import ENDED, Figure, Kind, Outcome, Verdict
@@ -87,12 +87,12 @@ class Summary(NamedTuple):
     kind: Kind | None = None
     reason: str = ""
     excluded: bool = False
+    failed: int = 0
+    error: int = 0
     started: datetime | None = None
     seconds: float = 0.0
     attempt: int = 0
     passed: int = 0
-    failed: int = 0
-    error: int = 0
     skipped: int = 0
     xfailed: int = 0
     xpassed: int = 0
@@ -112,16 +112,7 @@ class Summary(NamedTuple):
     @property
     def counts(self) -> Mapping[Outcome, int]:
         """The number of tests by outcome."""
-        return {
-            "passed": self.passed,
-            "failed": self.failed,
-            "error": self.error,
-            "skipped": self.skipped,
-            "xfailed": self.xfailed,
-            "xpassed": self.xpassed,
-            "flaky": self.flaky,
-            "known": self.known,
-        }
+        return {outcome: getattr(self, outcome) for outcome in get_args(Outcome)}
 
 
 class Past(NamedTuple):
@@ -129,6 +120,19 @@ class Past(NamedTuple):
 
     run: Run
     summary: Summary
+
+
+class Comparison(NamedTuple):
+    """Two runs.
+
+    Attributes:
+        cells: the cells that ended differently; None if a run doesn't have the cell.
+        tests_broke, tests_mended: of the cells that failed both times, the tests that ran both times and failed once.
+    """
+
+    cells: dict[Cell, tuple[Summary | None, Summary | None]]
+    tests_broke: dict[Cell, list[str]]
+    tests_mended: dict[Cell, list[str]]
 
 
 class Measured(NamedTuple):

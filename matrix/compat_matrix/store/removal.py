@@ -10,6 +10,7 @@ from sqlalchemy.exc import IntegrityError
 
 from . import inserts
 from .models import CELL, NEWEST, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
+from .queries import chunks
 from .records import Run
 from .store import Store
 from .submissions import StateError, waiting
@@ -91,5 +92,5 @@ def _delete_unused(connection: Connection, owner: Table) -> None:
     for table in metadata.sorted_tables:
         for column in _references(table, owner.c.id):
             unused.difference_update(connection.scalars(select(column).distinct()))
-    for some in inserts.chunks(sorted(unused)):
+    for some in chunks(sorted(unused)):
         connection.execute(delete(owner).where(owner.c.id.in_(some)))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED, Figure
 from ..store import Store, Summary
 from . import common, trend
+
+T = TypeVar("T")
 
 #: The number of runs, up to the old one, from which the noise of figures is known.
 _RUNS = 50
@@ -82,26 +84,22 @@ def compare(store: Store, old: str, new: str) -> Diff:
     if suites[0][1] != suites[1][1]:
         said = " and ".join(f"{run} (suite {common.one_line(suite, 60)})" for run, suite in suites)
         raise MatrixError(f"{said} ran different tests and can't be compared")
-    diff = Diff([], [], [], [], [], {}, {}, *_compare_figures(store, old, new))
-    both_failed = []
-    ends = store.compare(old, new)
-    for cell in common.ordered(ends):
-        was, now = ends[cell]
-        change = Change(cell, was, now)
+    ends, tests_broke, tests_mended = store.compare(old, new)
+    diff = Diff([], [], [], [], [], _in_order(tests_broke), _in_order(tests_mended), *_compare_figures(store, old, new))
+    for cell, (was, now) in _in_order(ends).items():
         before, after = _ended(was), _ended(now)
         if before is None or after is None:
-            if after:
-                diff.new.append(change)
-            elif before:
-                diff.gone.append(change)
-        elif before == after == "failed":
-            both_failed.append(cell)
-            if was and now and was.kind != now.kind:
-                diff.changed.append(change)
-        elif before != after:
-            {"failed": diff.broke, "passed": diff.mended}.get(after, diff.changed).append(change)
-    _compare_tests(store, old, new, both_failed, diff)
+            into = diff.new if after else diff.gone if before else []
+        elif before == after:
+            into = diff.changed if before == "failed" else []
+        else:
+            into = {"failed": diff.broke, "passed": diff.mended}.get(after, diff.changed)
+        into.append(Change(cell, was, now))
     return diff
+
+
+def _in_order(found: Mapping[Cell, T]) -> dict[Cell, T]:
+    return {cell: found[cell] for cell in common.ordered(found)}
 
 
 def _ended(summary: Summary | None) -> str | None:
@@ -118,9 +116,9 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
     past = [one for one in runs[place : place + _RUNS] if one != new]
     changes, too_few = [], 0
     measured = store.measured(runs=[*past, new])
-    for cell in common.ordered(measured):
-        now = {one.figure.name: one for one in measured[cell] if one.run.whole == new}
-        earlier = [one for one in measured[cell] if one.run.whole != new]
+    for cell, every in _in_order(measured).items():
+        now = {one.figure.name: one for one in every if one.run.whole == new}
+        earlier = [one for one in every if one.run.whole != new]
         for _, one in sorted(now.items()):
             found = trend.level([each.figure.value for each in trend.comparable(earlier, one)])
             expected = trend.noise(found.values)
@@ -131,17 +129,6 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
             if side and side not in map(expected.side, found.outside):  # else an earlier run was the first
                 changes.append(FigureChange(cell, one.figure, expected))
     return changes, too_few
-
-
-def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Diff) -> None:
-    failed = {run: store.outcomes(run, cells, failed_only=True) for run in (old, new)}
-    for run, other, into in ((new, old, diff.tests_broke), (old, new, diff.tests_mended)):
-        # A test that failed only once may not have run the other time. The other tests are queried for those cells only.
-        once = {cell: tests for cell in cells if (tests := failed[run][cell].keys() - failed[other][cell])}
-        ran = store.outcomes(other, once)
-        for cell, tests in once.items():
-            if both := sorted(test for test in tests if ran[cell].get(test, "skipped") != "skipped"):
-                into[cell] = both
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,7 +173,7 @@ def _lines(diff: Diff) -> Iterator[common.Line]:
 
 
 def _state(summary: Summary | None) -> tuple[str, str]:
-    return (common.word(summary), common.style(summary)) if summary else ("not there", "dim")
+    return common.look(summary) if summary else ("not there", "dim")
 
 
 def _test_lines(title: str, tests: Mapping[Cell, list[str]]) -> Iterator[common.Line]:

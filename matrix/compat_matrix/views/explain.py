@@ -220,8 +220,9 @@ def _history(history: Sequence[Past]) -> Iterator[common.Line]:
 
 
 def _state(past: Past) -> tuple[str, str]:
+    word, style = common.look(past.summary)
     state = past.summary.state
-    return state if state != "failed" else f"failed, {common.word(past.summary)}", common.style(past.summary)
+    return f"failed, {word}" if state == "failed" else state, style
 
 
 def _section(title: str, lines: Sequence[str]) -> Iterator[common.Line]:

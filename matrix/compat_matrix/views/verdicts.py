@@ -17,7 +17,6 @@ from ..errors import MatrixError
 from ..results import ENDED, FINE
 from ..store import Newest, Store
 from ..store import queries as stored
-from ..store.inserts import chunks
 from ..store.models import CELL, RESULT, RUN, TEXT
 from ..versions import checked, exact, related, release, same
 from .common import clean
@@ -259,13 +258,13 @@ def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> l
     own = (RESULT.c.cell_id, RESULT.c.environment_id, RESULT.c.pins_id)
     found = []
     with store.reading() as connection:
-        for names in chunks(cell.name for cell in cells):
+        for names in stored.chunks(cell.name for cell in cells):
             query: Select[Any] = select(*stored.CELL_FIELDS, *own).distinct()
             query = query.join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
             query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(CELL.c.name.in_(names), stored.HAS_ENDED)
             rows = connection.execute(query.where(RUN.c.partial.is_(False))).all()
             texts: dict[int | None, str] = {}
-            for some in chunks({key for row in rows for key in row[-2:] if key is not None}):
+            for some in stored.chunks({key for row in rows for key in row[-2:] if key is not None}):
                 query = select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(some))
                 texts |= {row[0]: row[1] for row in connection.execute(query)}
             for row in rows:
