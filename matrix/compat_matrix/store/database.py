@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 
 from ..errors import MatrixError
-from . import schema
+from . import inserts, schema
+from .models import CELL
 
 #: The number of seconds that SQLite waits for another writing process.
 _PATIENCE = 60.0
@@ -94,14 +95,14 @@ def migrate(engine: Engine, *, create: bool, foreign: bool = False) -> None:
     """Create or migrate the schema of a database.
 
     Args:
-        foreign: check its tables: it may be from anywhere.
+        foreign: check its schema: it may be from anywhere.
 
     Raises:
         MatrixError: there is no schema and `create` is false; it is from a newer version; or the tables aren't a store's.
     """
     with engine.connect() as connection:
         if foreign and engine.dialect.name == "sqlite":
-            schema.check_objects(connection)
+            schema.check(connection)
         found = schema.revision(connection)
     if found is None and not create:
         raise MatrixError("it is empty: no run has been stored in it")
@@ -109,10 +110,8 @@ def migrate(engine: Engine, *, create: bool, foreign: bool = False) -> None:
         _journal(engine, "WAL")  # readers and a writer don't block each other; this setting is stored in the file
     if found != schema.HEAD:
         with writing(engine).begin() as connection:
-            schema.upgrade(connection)
-    if foreign:
-        with engine.connect() as connection:
-            schema.check_tables(connection)
+            if schema.upgrade(connection):
+                inserts.refresh_newest(connection, connection.scalars(select(CELL.c.id)).all())
 
 
 def writing(engine: Engine) -> Engine:

@@ -1,12 +1,4 @@
-"""The tables.
-
-A change here needs a migration. In a checkout, with a store at the last schema::
-
-    Store.open("old.db").close()  # before the change
-    python -c "from compat_matrix.store.schema import draft; draft('old.db', 'what changes')"  # after it
-
-then look over what alembic wrote into ``migrations/versions`` and set `schema.HEAD`.
-"""
+"""The tables. A change here needs a migration in ``migrations/versions``, and another `schema.HEAD`."""
 
 from __future__ import annotations
 

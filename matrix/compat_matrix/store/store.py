@@ -43,7 +43,7 @@ class Store:
         Args:
             url: a SQLAlchemy URL; a plain path is a SQLite file.
             create: create the store if it doesn't exist.
-            foreign: check its tables first: it may be from anywhere.
+            foreign: check the schema of a SQLite file first: it may be from anywhere.
 
         Raises:
             MatrixError: it can't be reached or written, is corrupt, isn't a store, or is from a newer version; or it doesn't
