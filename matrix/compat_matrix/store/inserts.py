@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from hashlib import blake2b
 from typing import Any, get_args
 
-from sqlalchemy import Column, Connection, Select, Table, and_, delete, func, select, update
+from sqlalchemy import Column, Connection, Table, and_, case, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from .. import versions
@@ -18,7 +18,7 @@ from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult, Outcome
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import CELL_FIELDS, COUNTS_FIRST, IS_LAST, NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of
+from .queries import CELL_FIELDS, HAS_ENDED, IS_LAST, NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of
 from .records import Provenance, Run, options_of
 
 #: The id (arbitrary) of the lock with which processes that begin runs in the same PostgreSQL database wait for each other.
@@ -174,23 +174,21 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
 def refresh_newest(connection: Connection, cell_keys: Iterable[int]) -> None:
     """Find the newest result of these cells again: after a result was inserted, or a run deleted."""
     environment, pins = TEXT.alias(), TEXT.alias()
-    ran = _first_of_each(RESULT.c.cell_id, COUNTS_FIRST, RESULT.c.id.label("result_id"))
-    ran = ran.join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
-    ran = ran.where(RUN.c.partial.is_(False), IS_LAST)
+    best = func.coalesce(func.max(case((HAS_ENDED, RESULT.c.id))), func.max(RESULT.c.id)).label("result_id")
+    ran = select(best).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.partial.is_(False), IS_LAST)
     plan = select(PLANNED.c.cell_id, func.max(PLANNED.c.run_id)).join_from(PLANNED, RUN, RUN.c.id == PLANNED.c.run_id)
     plan = plan.where(RUN.c.partial.is_(False)).group_by(PLANNED.c.cell_id)
     for keys in chunks(cell_keys):
         _lock(connection, keys)
         connection.execute(delete(NEWEST).where(NEWEST.c.cell_id.in_(keys)))
-        best = ran.where(RESULT.c.cell_id.in_(keys)).subquery()
         query = (
             select(*CELL_FIELDS, CELL.c.id, RESULT.c.run_id, RESULT.c.id, environment.c.content, pins.c.content)
-            .join_from(RESULT, best, and_(best.c.result_id == RESULT.c.id, best.c.number == 1))
-            .join(CELL, CELL.c.id == RESULT.c.cell_id)
+            .join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
             .outerjoin(environment, environment.c.id == RESULT.c.environment_id)
             .outerjoin(pins, pins.c.id == RESULT.c.pins_id)
+            .where(RESULT.c.id.in_(ran.where(RESULT.c.cell_id.in_(keys)).group_by(RESULT.c.cell_id)))
         )
-        rows: list[tuple[int, int, int | None, str]] = []
+        rows = []
         for row in connection.execute(query):
             cell_key, run_key, result_key, said, pinned = row[len(CELL_FIELDS) :]
             found = versions.exact(cell_of(row), environment_of(said), pinned or "")
@@ -215,10 +213,6 @@ def _plan_newest(connection: Connection, key: int, cell_keys: Iterable[int]) -> 
             connection.execute(NEWEST.insert(), rows)
         older = (NEWEST.c.cell_id.in_(keys), NEWEST.c.result_id.is_(None), NEWEST.c.run_id < key)
         connection.execute(update(NEWEST).where(*older).values(run_id=key))
-
-
-def _first_of_each(key: Column[Any], order: tuple[Any, ...], *more: Any) -> Select[Any]:
-    return select(key, *more, func.row_number().over(partition_by=key, order_by=order).label("number"))
 
 
 def _lock(connection: Connection, cell_keys: Iterable[int]) -> None:

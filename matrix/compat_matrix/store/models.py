@@ -31,7 +31,7 @@ from sqlalchemy import (
 #: The condition of the index of failed tests. SQLite uses the index only if a query has the same condition literally.
 FAILED = "outcome IN ('failed', 'error')"
 
-#: The number of bytes of the longest text, before it is packed. Texts of other stores that unpack to more are refused.
+#: The number of bytes of the longest text, before it is packed.
 MOST = 256 * 2**20
 
 
@@ -77,8 +77,25 @@ def pack(text: str) -> bytes:
 
 
 def unpack(content: bytes) -> str:
-    """The text that `pack` compressed."""
+    """The text that `pack` compressed.
+
+    Raises:
+        zlib.error: it has none, or is too large.
+    """
+    if not isinstance(content, bytes):  # of a foreign store
+        raise zlib.error(f"a text can't be unpacked: it is {content!r:.40}")
+    if len(content) > MOST // 1032:  # of at most 1,032 bytes each byte is one
+        _check_size(content)
     return zlib.decompress(content).decode("utf-8", "surrogatepass")
+
+
+def _check_size(content: bytes) -> None:
+    unpacker, size = zlib.decompressobj(), 0
+    while content and size <= MOST:
+        size += len(unpacker.decompress(content, 2**20))
+        content = unpacker.unconsumed_tail
+    if size > MOST:
+        raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
 
 
 metadata = MetaData(
