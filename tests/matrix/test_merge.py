@@ -208,7 +208,7 @@ def test_counts_are_those_of_the_tests(theirs: Path, tmp_path: Path) -> None:
 def test_what_is_no_store(tmp_path: Path, theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs.write_bytes(theirs.read_bytes()[:5000])
     assert main(["merge", "--store", str(tmp_path / "ours.db"), str(theirs)]) == 2
-    assert "corrupt" in capsys.readouterr().err
+    assert "malformed" in capsys.readouterr().err
 
 
 def test_a_log_that_is_too_long_is_kept_without_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,6 @@ from .models import CELL
 #: The number of seconds that SQLite waits for another writing process.
 _PATIENCE = 60.0
 
-#: Messages of drivers, and their meaning for a store.
-_MEANINGS = {
-    "file is not a database": "it isn't a SQLite database, or is corrupt",
-    "malformed": "the database is corrupt",
-    "disk is full": "the disk is full; what was stored before is kept",
-    "readonly database": "it can't be written to",
-    "unable to open database file": "it can't be opened: no such folder, or no permission",
-}
-
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
@@ -39,9 +30,7 @@ def explained(name: str) -> Iterator[None]:
     except IntegrityError:
         raise  # the caller handles it: another process may have stored the same
     except DBAPIError as error:
-        said = " ".join(str(error.orig).split())
-        meaning = next((meaning for words, meaning in _MEANINGS.items() if words in said), None)
-        raise MatrixError(f"the store {name}: {f'{meaning} ({said})' if meaning else said}") from error
+        raise MatrixError(f"the store {name}: {' '.join(str(error.orig).split())}") from error
     except (zlib.error, UnicodeDecodeError) as error:
         raise MatrixError(f"the store {name}: the database is corrupt ({error})") from error
 
