@@ -88,11 +88,11 @@ def _tests_of(run: Run) -> object:
     return run.command.split(" ")[0], {**options_of(run.command), "axes": None}
 
 
-def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> None:
-    """Append the cells that a run doesn't have yet."""
-    every = [*dict.fromkeys([*cells, *excluded])]
-    keys = cell_keys(connection, every)
-    first = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == key)) or 0
+def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> bool:
+    """Append the cells that a run doesn't have yet; returns whether there were any."""
+    keys = cell_keys(connection, every := [*dict.fromkeys([*cells, *excluded])])
+    there = {*connection.scalars(select(PLANNED.c.cell_id).where(PLANNED.c.run_id == key))}
+    new = [one for one in every if keys[one.name] not in there]
     rows = [
         {
             "run_id": key,
@@ -100,11 +100,12 @@ def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapp
             "position": position,
             "excluded": plain(excluded[one]) if one in excluded else None,
         }
-        for position, one in enumerate(every, first)
+        for position, one in enumerate(new, len(there))
     ]
     if rows:
         connection.execute(PLANNED.insert(), rows)
-        _plan_newest(connection, key, keys.values())
+        _plan_newest(connection, key, [keys[one.name] for one in new])
+    return bool(rows)
 
 
 def add_result(connection: Connection, key: int, found: CellResult) -> int | None:

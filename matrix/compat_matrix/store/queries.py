@@ -236,11 +236,20 @@ def texts_of(connection: Connection, keys: Iterable[int | None]) -> dict[int | N
 
 
 def measured(*conditions: Any) -> Select[Any]:
-    """Figures, those received first at the beginning: the cell's fields, the environment, the result, the figure's and the run's."""
-    query = select(*CELL_FIELDS, RESULT.c.environment_id, RESULT.c.id, *_FIGURE_FIELDS, *RUN_FIELDS).select_from(FIGURE)
-    query = query.join(RESULT, RESULT.c.id == FIGURE.c.result_id).join(RUN, RUN.c.id == RESULT.c.run_id)
-    query = query.join(CELL, CELL.c.id == RESULT.c.cell_id)
+    """Figures, those received first at the beginning, with the columns for `figure_of`."""
+    query = select(*CELL_FIELDS, RESULT.c.environment_id, FIGURE.c.result_id, *_FIGURE_FIELDS, *RUN_FIELDS)
+    query = query.select_from(FIGURE).join(RESULT, RESULT.c.id == FIGURE.c.result_id)
+    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
     return query.where(*conditions, _is_finite()).order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)
+
+
+def figure_of(row: Any) -> tuple[Cell, Figure, Run, Any]:
+    """The cell, the figure and the run in a row of `measured`, and the row."""
+    end = len(row) - len(RUN_FIELDS)
+    return cell_of(row), Figure(*row[end - len(_FIGURE_FIELDS) : end]), _run(*row[end:]), row
+
+
+_run = lru_cache(1000)(Run)
 
 
 def measured_lately(cell: Cell) -> ColumnElement[bool]:

@@ -34,7 +34,7 @@ class Run(NamedTuple):
     Attributes:
         id: such as ``20261121-114502-7f3a``, by the clock of the machine that started it.
         state: ``running`` until `Store.finish`, also after the runner was killed.
-        label, command, host, revision, partial: as in its `Provenance`.
+        label, command, host, revision, partial: as `Store.new_run` takes them.
         whole: the id of the run that it is a part of: that of the first part, its own if it is the only one.
     """
 
@@ -56,16 +56,7 @@ class Run(NamedTuple):
 
 
 class Provenance(NamedTuple):
-    """The origin of a run.
-
-    Attributes:
-        axes: the text of the axes file.
-        command: the command that runs it.
-        label: a name for the run, which need not be unique.
-        host: the machine that started it.
-        revision: the tested commit.
-        partial: whether its cells run less than their default suite.
-    """
+    """The origin of a run, as `Store.new_run` takes it."""
 
     axes: str = ""
     command: str = ""

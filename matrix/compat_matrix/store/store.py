@@ -112,12 +112,14 @@ class Store:
 
         A cell that the run didn't plan is added to it.
         """
-        try:
-            with self.writing() as connection:
-                inserts.add_result(connection, inserts.key(connection, run), found)
-        except IntegrityError:  # another process has stored it meanwhile
-            with self.writing() as connection:
-                inserts.add_result(connection, inserts.key(connection, run), found)
+        for last in (False, True):
+            try:
+                with self.writing() as connection:
+                    inserts.add_result(connection, inserts.key(connection, run), found)
+                return
+            except IntegrityError:  # another process has stored it meanwhile
+                if last:
+                    raise
 
     def finish(self, run: str, state: str) -> None:
         """Set the state of a run, such as ``finished`` or ``interrupted``, or ``running`` to continue it."""
@@ -130,9 +132,7 @@ class Store:
 
     def runs(self) -> list[Run]:
         """All runs, newest first."""
-        with self.reading() as connection:
-            query = select(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST)
-            return [Run(*row) for row in connection.execute(query)]
+        return self._runs("")
 
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
@@ -165,19 +165,19 @@ class Store:
 
     def parts(self, run: str) -> list[Run]:
         """The parts of a run, in the order received; only the run itself if it has no others."""
-        with self.reading() as connection:
-            rows = connection.execute(select(*queries.RUN_FIELDS).where(queries.of_run(run)).order_by(RUN.c.id)).all()
-            if not rows:
-                inserts.key(connection, run)
-        return [Run(*row) for row in rows]
+        return self._runs(run, queries.of_run(run))[::-1]
 
     def run(self, run: str) -> Run:
         """A run by its id: this part of it."""
+        return self._runs(run, RUN.c.name == run)[0]
+
+    def _runs(self, name: str, *conditions: Any) -> list[Run]:
+        query = select(*queries.RUN_FIELDS).where(*conditions).order_by(*queries.NEWEST_FIRST)
         with self.reading() as connection:
-            row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == run)).one_or_none()
-        if row is None:
-            raise MatrixError(f"the store {self.name} has no run {run!r}")
-        return Run(*row)
+            rows = connection.execute(query).all()
+            if conditions and not rows:
+                inserts.key(connection, name)
+        return [Run(*row) for row in rows]
 
     def axes(self, run: str) -> str:
         """The text of the axes file, as passed to `new_run`."""
@@ -298,10 +298,9 @@ class Store:
         with self.reading() as connection:
             rows = connection.execute(queries.measured(queries.of_run(run), queries.IS_LAST)).all()
             counting = {result for _, _, result in self._ends(connection, run).values()} if rows else set()
-        for row in rows:
-            cell, (_, result, *fields) = queries.cell_of(row), row[len(queries.CELL_FIELDS) :]
-            if result in counting:
-                found.setdefault(cell, []).append(Figure(*fields[: len(Figure._fields)]))
+        for cell, figure, _, row in map(queries.figure_of, rows):
+            if row.result_id in counting:
+                found.setdefault(cell, []).append(figure)
         return found
 
     def measured(self, *, cell: Cell | None = None, runs: Collection[str] | None = None) -> dict[Cell, list[Measured]]:
@@ -310,22 +309,16 @@ class Store:
         Args:
             cell: only this cell; without `runs`, its figures in the last 100 runs that measured any.
         """
-        conditions = []
+        conditions = [] if runs is None else [queries.of_run(*runs)]
         if cell is not None:
-            conditions.append(CELL.c.name == cell.name if runs is not None else queries.measured_lately(cell))
-        if runs is not None:
-            conditions.append(queries.of_run(*runs))
+            conditions.append(CELL.c.name == cell.name if conditions else queries.measured_lately(cell))
         with self.reading() as connection:
             rows = connection.execute(queries.measured(*conditions)).all()
             texts = queries.texts_of(connection, (row.environment_id for row in rows))
         devices = {key: str(queries.environment_of(content).get("device", "")) for key, content in texts.items()}
-        of_run: dict[str, Run] = {}
         found: dict[Cell, list[Measured]] = {}
-        for row in rows:
-            environment, _, *fields = row[len(queries.CELL_FIELDS) :]
-            figure, fields = Figure(*fields[: len(Figure._fields)]), fields[len(Figure._fields) :]
-            run = of_run.get(fields[0]) or of_run.setdefault(fields[0], Run(*fields))
-            found.setdefault(queries.cell_of(row), []).append(Measured(run, figure, devices.get(environment, "")))
+        for of, figure, run, row in map(queries.figure_of, rows):
+            found.setdefault(of, []).append(Measured(run, figure, devices.get(row.environment_id, "")))
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
@@ -373,12 +366,7 @@ class Store:
             return [one for one in foreign.attempts(connection, run) if one not in here]
 
     def _merge(
-        self,
-        other: Store,
-        theirs: Run,
-        axes: str,
-        planned: Mapping[Cell, str | None],
-        lacking: Iterable[tuple[Cell, int]],
+        self, other: Store, theirs: Run, axes: str, planned: Mapping[Cell, str | None], lacking: list[tuple[Cell, int]]
     ) -> bool:
         """Copy a run and its lacking results; returns whether something has changed."""
         excluded = {cell: why for cell, why in planned.items() if why is not None}
@@ -386,22 +374,16 @@ class Store:
             query = select(RUN.c.id, RUN.c.finished).where(RUN.c.name == theirs.id)
             ours = connection.execute(query).one_or_none()
             if ours is None:
-                key = inserts.new_run(connection, theirs, axes, [*planned], excluded)
-                changed = True
+                key, changed = inserts.new_run(connection, theirs, axes, [*planned], excluded), True
             else:
-                key, finished = ours
-                here = {queries.cell_of(row) for row in connection.execute(queries.planned(theirs.id))}
-                new = [cell for cell in planned if cell not in here]
-                inserts.plan(connection, key, new, {cell: excluded[cell] for cell in new if cell in excluded})
-                ended = theirs.finished is not None and (finished is None or finished < theirs.finished)
-                if ended:
+                key, changed = ours.id, inserts.plan(connection, ours.id, planned, excluded)
+                if theirs.finished and (ours.finished is None or ours.finished < theirs.finished):
                     values = {"state": theirs.state, "finished": theirs.finished}
                     connection.execute(update(RUN).where(RUN.c.id == key).values(values))
-                changed = ended or bool(new)
+                    changed = True
             for cell, attempt in lacking:
-                changed = True
                 inserts.add_result(connection, key, other.checked(theirs.id, cell, attempt))
-        return changed
+        return changed or bool(lacking)
 
     def export(self, runs: Collection[str], path: str | os.PathLike[str]) -> None:
         """Write a SQLite store with only these runs.

@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -72,6 +72,18 @@ class Line:
         """Append a part; returns the line."""
         self.parts.append((text, style))
         return self
+
+
+def section(title: str, lines: Iterable[str | Line]) -> list[Line]:
+    """A blank line, the title, and the lines, texts among them indented; nothing if there are none."""
+    found = [Line(f"    {line}") if isinstance(line, str) else line for line in lines]
+    return [Line(), Line(title, "bold"), *found] if found else []
+
+
+def aligned(rows: Collection[Sequence[str]]) -> list[str]:
+    """The rows of a table with columns of the same width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def width() -> int:

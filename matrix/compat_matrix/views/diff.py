@@ -155,49 +155,35 @@ def _lines(diff: Diff) -> Iterator[common.Line]:
     lists: dict[str, list[Change]] = {name: getattr(diff, name) for name in TITLES}
     width = max((len(change.cell.name) for changes in lists.values() for change in changes), default=0)
     for name, changes in lists.items():
-        if changes:
-            yield common.Line()
-            yield common.Line(f"{TITLES[name]}: {len(changes)}", "bold")
-        for change in changes:
-            line = common.Line(f"  {change.cell.name.ljust(width)}  ")
-            line.add(*_state(change.old)).add(" -> ").add(*_state(change.new))
-            after = change.new or change.old
-            if after and after.reason:
-                line.add(f"  {common.one_line(after.reason)}")
-            yield line
-    yield from _test_lines("Tests that broke in cells that failed both times", diff.tests_broke)
-    yield from _test_lines("Tests that were mended in cells that failed both times", diff.tests_mended)
-    yield from _figure_lines(diff)
+        yield from common.section(f"{TITLES[name]}: {len(changes)}", (_change_line(one, width) for one in changes))
+    for word, tests in (("broke", diff.tests_broke), ("were mended", diff.tests_mended)):
+        names = (line for cell, own in tests.items() for line in (common.Line(f"  {cell}"), *map(common.one_line, own)))
+        yield from common.section(
+            f"Tests that {word} in cells that failed both times: {sum(map(len, tests.values()))}", names
+        )
+    title = f"Figures beyond the noise of earlier runs: {len(diff.figures)}"
+    yield from common.section(title, map(_figure_line, diff.figures))
+    if diff.too_few:
+        yield common.Line()
+        yield common.Line(f"figures with too few earlier runs to know their noise: {diff.too_few}", "dim")
     if not any([*lists.values(), diff.tests_broke, diff.tests_mended, diff.figures]):
         yield common.Line("nothing changed")
 
 
-def _state(summary: Summary | None) -> tuple[str, str]:
-    return common.look(summary) if summary else ("not there", "dim")
+def _change_line(change: Change, width: int) -> common.Line:
+    was, now = (common.look(one) if one else ("not there", "dim") for one in (change.old, change.new))
+    after = change.new or change.old
+    line = common.Line(f"  {change.cell.name:{width}}  ").add(*was).add(" -> ").add(*now)
+    return line.add(f"  {common.one_line(after.reason)}") if after and after.reason else line
 
 
-def _test_lines(title: str, tests: Mapping[Cell, list[str]]) -> Iterator[common.Line]:
-    if tests:
-        yield common.Line()
-        yield common.Line(f"{title}: {sum(map(len, tests.values()))}", "bold")
-    for cell, names in tests.items():
-        yield common.Line(f"  {cell.name}")
-        yield from (common.Line(f"    {common.one_line(name)}") for name in names)
-
-
-def _figure_lines(diff: Diff) -> Iterator[common.Line]:
-    if diff.figures:
-        yield common.Line()
-        yield common.Line(f"Figures beyond the noise of earlier runs: {len(diff.figures)}", "bold")
-    for cell, figure, noise in diff.figures:
-        value, usual = trend.number(figure.value, figure.unit), trend.number(noise.usual, figure.unit)
-        yield common.Line(
-            f"  {cell.name}  {common.one_line(figure.name)}: {trend.changed(noise.usual, figure.value, figure.better)}, "
-            f"{value}; usual is {usual}, from {trend.number(noise.low)} to {trend.number(noise.high)}"
-        )
-    if diff.too_few:
-        yield common.Line()
-        yield common.Line(f"figures with too few earlier runs to know their noise: {diff.too_few}", "dim")
+def _figure_line(found: FigureChange) -> common.Line:
+    cell, figure, noise = found
+    value, usual = trend.number(figure.value, figure.unit), trend.number(noise.usual, figure.unit)
+    return common.Line(
+        f"  {cell.name}  {common.one_line(figure.name)}: {trend.changed(noise.usual, figure.value, figure.better)}, "
+        f"{value}; usual is {usual}, from {trend.number(noise.low)} to {trend.number(noise.high)}"
+    )
 
 
 def _as_json(diff: Diff) -> dict[str, Any]:
