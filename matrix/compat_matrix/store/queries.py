@@ -281,5 +281,5 @@ def attempts(run_name: str) -> Select[Any]:
 def chunks(values: Iterable[T]) -> Iterator[list[T]]:
     """Chunks that are small enough for the parameter limit of every database."""
     iterator = iter(values)
-    while chunk := list(islice(iterator, 500)):
+    while chunk := list(islice(iterator, 400)):
         yield chunk

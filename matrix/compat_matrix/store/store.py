@@ -467,7 +467,7 @@ def _failed_once(connection: Connection, results: Mapping[int, int]) -> dict[Cel
         of_result = {row[-1]: queries.cell_of(row) for row in rows}
         names: dict[int, str] = {}
         for keys in queries.chunks({test for _, test in both}):
-            names |= dict(connection.execute(select(NODEID.c.id, NODEID.c.name).where(NODEID.c.id.in_(keys))).all())  # type: ignore[arg-type]
+            names |= dict(connection.execute(select(NODEID.c.id, NODEID.c.name).where(NODEID.c.id.in_(keys))).all())
         for one, test in both:
             found.setdefault(of_result[one], []).append(names[test])
     return {cell: sorted(tests) for cell, tests in found.items()}

@@ -157,10 +157,11 @@ def _lines(diff: Diff) -> Iterator[common.Line]:
     for name, changes in lists.items():
         yield from common.section(f"{TITLES[name]}: {len(changes)}", (_change_line(one, width) for one in changes))
     for word, tests in (("broke", diff.tests_broke), ("were mended", diff.tests_mended)):
-        names = (line for cell, own in tests.items() for line in (common.Line(f"  {cell}"), *map(common.one_line, own)))
-        yield from common.section(
-            f"Tests that {word} in cells that failed both times: {sum(map(len, tests.values()))}", names
-        )
+        names: list[str | common.Line] = []
+        for cell, own in tests.items():
+            names += [common.Line(f"  {cell}"), *map(common.one_line, own)]
+        count = sum(map(len, tests.values()))
+        yield from common.section(f"Tests that {word} in cells that failed both times: {count}", names)
     title = f"Figures beyond the noise of earlier runs: {len(diff.figures)}"
     yield from common.section(title, map(_figure_line, diff.figures))
     if diff.too_few:
