@@ -6,9 +6,9 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from sqlalchemy import Connection, literal_column, select
 
 from ..cells import Cell, parse
@@ -20,9 +20,6 @@ from .models import RUN, TEXT
 from .records import Run
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}", re.ASCII)
-_STATE = re.compile(r"[a-z][a-z -]{0,39}", re.ASCII)
-_MOST_ATTEMPTS = 1_000_000
-_LONGEST_LINE = 100_000
 
 
 class _Shim(BaseModel):
@@ -37,14 +34,6 @@ class _Environment(BaseModel):
     packages: dict[str, str | None] = {}
     shims: dict[str, _Shim] = {}
     conflicts: list[str] = []
-
-
-class _Limits(BaseModel):
-    """The limits of a result that its types don't say."""
-
-    environment: _Environment
-    attempt: int = Field(ge=1, le=_MOST_ATTEMPTS)
-    seconds: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
 _RUN, _RESULT = TypeAdapter(Run), TypeAdapter(CellResult)
@@ -71,12 +60,8 @@ def run(connection: Connection, name: str) -> tuple[Run, str, dict[Cell, str | N
         MatrixError: a part of it isn't valid.
     """
     with _valid(name):
-        found = _RUN.validate_python(connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one())
-        if not _STATE.fullmatch(found.state):
-            raise ValueError(f"state: {_shown(found.state)} isn't a state")
-        for field in ("label", "command", "host", "revision"):
-            if len(getattr(found, field)) > _LONGEST_LINE:
-                raise ValueError(f"{field}: it has more than {_LONGEST_LINE} characters")
+        row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one()
+        found = _RUN.validate_python(Run(*row)._asdict())
         axes = connection.scalar(select(TEXT.c.content).join(RUN).where(RUN.c.name == name))
         planned = {_cell(row): row.excluded for row in connection.execute(queries.planned(name))}
         if wrong := next((why for why in planned.values() if not isinstance(why, (str, type(None)))), None):
@@ -104,11 +89,11 @@ def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellR
         found = queries.read_result(connection, name, cell, attempt)
         if found is None:
             raise ValueError(f"it has no attempt {_shown(attempt)}")
-        seconds = [found.seconds, *(one.seconds for one in found.tests)]
-        _Limits.model_validate({"environment": found.environment, "attempt": found.attempt, "seconds": seconds})
         for figure in (figure for test in found.tests for figure in test.figures):
             Recorded.model_validate(figure._asdict())
-        return _RESULT.validate_python({**vars(found), "tests": [vars(test) for test in found.tests]})
+        checked = _RESULT.validate_python({**vars(found), "tests": [vars(test) for test in found.tests]})
+        _Environment.model_validate(checked.environment)
+        return checked
 
 
 def _cell(row: Any) -> Cell:

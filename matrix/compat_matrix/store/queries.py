@@ -96,10 +96,14 @@ def ends(run_name: str) -> Select[Any]:
 
 def history(wanted: Cell) -> Select[Any]:
     """Every result of a cell, with the columns of `summary` followed by the run's fields."""
+    return results(*RUN_FIELDS).where(CELL.c.name == wanted.name).order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
+
+
+def results(*more: Any) -> Select[Any]:
+    """Every result, with the columns of `summary` followed by `more`."""
     own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id)
-    query = select(*CELL_FIELDS, *_SUMMARY_FIELDS, *RUN_FIELDS).select_from(PLANNED)
-    query = query.join(RUN, RUN.c.id == PLANNED.c.run_id).join(RESULT, own).join(CELL, CELL.c.id == PLANNED.c.cell_id)
-    return query.where(CELL.c.name == wanted.name).order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
+    query = select(*CELL_FIELDS, *_SUMMARY_FIELDS, *more).select_from(PLANNED).join(RESULT, own)
+    return query.join(RUN, RUN.c.id == PLANNED.c.run_id).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
 @cache

@@ -6,13 +6,19 @@ import argparse
 import shlex
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
+
+from pydantic import Field
 
 from ..cells import Cell
 from ..results import ENDED, Figure, Kind, Outcome, Verdict
 
 #: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
 State = Literal["passed", "flaky", "known", "failed", "not run", "unfinished", "excluded"]
+
+
+#: The limits hold for runs from elsewhere: `foreign` checks them.
+_Line = Annotated[str, Field(max_length=100_000)]
 
 
 def options_of(command: str) -> dict[str, str | bool]:
@@ -41,11 +47,11 @@ class Run(NamedTuple):
     id: str
     started: datetime
     finished: datetime | None
-    state: str
-    label: str
-    command: str
-    host: str
-    revision: str
+    state: Annotated[str, Field(pattern=r"^[a-z][a-z -]{0,39}$")]
+    label: _Line
+    command: _Line
+    host: _Line
+    revision: _Line
     partial: bool = False
     whole: str = ""
 
