@@ -276,11 +276,11 @@ SUBMISSION = Table(
     Column("fingerprint", String(64), nullable=False),
     Column("again", Text, nullable=False),
     Column("claim", String(32)),
-    Column("host", Text, nullable=False),
+    Column("host", Text, nullable=False, default=""),
     Column("seen", Utc),
-    Column("running", Text, nullable=False),
-    Column("tries", Integer, nullable=False),
-    Column("reason", Text, nullable=False),
+    Column("running", Text, nullable=False, default="{}"),
+    Column("tries", Integer, nullable=False, default=0),
+    Column("reason", Text, nullable=False, default=""),
 )
 
 # The tables of `watch`.

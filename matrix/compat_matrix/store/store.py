@@ -349,14 +349,10 @@ class Store:
                 raise MatrixError(
                     f"the store {other.name}: run {name} has a result of {stray}, which it hasn't planned"
                 )
-            for one in attempts:
-                other.checked(name, *one)
+            with other.reading() as there:
+                for one in attempts:
+                    foreign.result(there, name, *one)
         return [name for name in names if self._merge(other, *found[name], lacking[name])]
-
-    def checked(self, run: str, cell: Cell, attempt: int) -> CellResult:
-        """As `result`, with every part of it checked: this store may be from anywhere."""
-        with self.reading() as connection:
-            return foreign.result(connection, run, cell, attempt)
 
     def _lacking(self, other: Store, run: str) -> list[tuple[Cell, int]]:
         """The cells and attempts of the results of a run that this store lacks, in the order the other received them."""
@@ -370,7 +366,7 @@ class Store:
     ) -> bool:
         """Copy a run and its lacking results; returns whether something has changed."""
         excluded = {cell: why for cell, why in planned.items() if why is not None}
-        with self.writing() as connection:
+        with self.writing() as connection, other.reading() as there:
             query = select(RUN.c.id, RUN.c.finished).where(RUN.c.name == theirs.id)
             ours = connection.execute(query).one_or_none()
             if ours is None:
@@ -382,7 +378,7 @@ class Store:
                     connection.execute(update(RUN).where(RUN.c.id == key).values(values))
                     changed = True
             for cell, attempt in lacking:
-                inserts.add_result(connection, key, other.checked(theirs.id, cell, attempt))
+                inserts.add_result(connection, key, foreign.result(there, theirs.id, cell, attempt))
         return changed or bool(lacking)
 
     def export(self, runs: Collection[str], path: str | os.PathLike[str]) -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 
 from ..cells import VERSIONED, Cell, one_and_more
-from ..errors import MatrixError
 from ..store import Run, State, Store, Summary
 from ..store.records import options_of
 
@@ -246,8 +245,3 @@ def summary_as_json(cell: Cell, summary: Summary) -> dict[str, Any]:
         "attempt": summary.attempt if there else None,
         "tests": dict(summary.counts) if there else None,
     }
-
-
-def unknown(cell: Cell, store: Store) -> MatrixError:
-    """The error for a cell that is in no run."""
-    return MatrixError(f"the store {store.name} has no cell {cell}: no run has planned it")

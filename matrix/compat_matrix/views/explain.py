@@ -66,7 +66,7 @@ def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
     """The output for a cell without a result in any run."""
     planned = store.current().get(cell)
     if planned is None:
-        raise common.unknown(cell, store)
+        raise MatrixError(f"the store {store.name} has no cell {cell}: no run has planned it")
     yield common.Line(f"{cell}: ", "bold").add(*_state(planned))
     if planned.summary.reason:
         yield common.Line(common.clean(planned.summary.reason))
