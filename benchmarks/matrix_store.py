@@ -19,16 +19,13 @@ from contextlib import redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import Table, select
 
 from compat_matrix.cells import Cell
 from compat_matrix.results import CellResult, Test
 from compat_matrix.store import Store, inserts
-from compat_matrix.store.models import CELL, RESULT
+from compat_matrix.store.models import CELL, RESULT, TEST
 from compat_matrix.views import diff, show
-
-#: The columns of a result that a copy shares.
-_RESULT = ", ".join(column.name for column in RESULT.c if column.name not in ("id", "run_id", "cell_id"))
 
 PINS = "\n".join(f"package-{n}==1.{n} --hash=sha256:{random.Random(n).randbytes(32).hex()}" for n in range(300))
 LOG = "\n".join(f"tests/integration/test_{n}.py ........ [{n}%]" for n in range(100))
@@ -86,6 +83,7 @@ def fill(store: Store, planned: Sequence[Cell], tests: int, seed: int) -> float:
 
 def copy_runs(path: Path, times: int) -> None:
     """Copy the newest two runs of a store within it, which is faster than storing new ones."""
+    columns = _columns(RESULT, "id", "run_id", "cell_id")
     with sqlite3.connect(path) as connection:
         ids = [key for (key,) in connection.execute("SELECT id FROM run ORDER BY id DESC LIMIT 2")]
         (results,) = connection.execute("SELECT max(id) FROM result").fetchone()
@@ -102,8 +100,8 @@ def copy_runs(path: Path, times: int) -> None:
                     (new, key),
                 )
                 connection.execute(
-                    f"INSERT INTO result (id, run_id, cell_id, {_RESULT})"
-                    f" SELECT id + ?, ?, cell_id, {_RESULT} FROM result WHERE run_id = ?",
+                    f"INSERT INTO result (id, run_id, cell_id, {columns})"
+                    f" SELECT id + ?, ?, cell_id, {columns} FROM result WHERE run_id = ?",
                     (n * results, new, key),
                 )
             for table, columns in (("test", "position, nodeid_id, outcome, seconds, message_id"), ("log", "content")):
@@ -115,36 +113,37 @@ def copy_runs(path: Path, times: int) -> None:
         inserts.refresh_newest(connection, connection.scalars(select(CELL.c.id)).all())
 
 
-def spread_run(path: Path, planned: Sequence[Cell], tests: int) -> None:
-    """A run of many cells whose results are copies of the results of the first twenty."""
+def copy_results(path: Path, runs: int, planned: Sequence[Cell], tests: int) -> None:
+    """Store runs of these cells whose results are copies of the results of twenty, which is faster than storing new ones."""
     with Store.open(str(path)) as store:
         fill(store, planned[:20], tests, 0)
-        template = store.runs()[0].id
-        run = store.new_run(planned)
+        template, names = store.runs()[0].id, [store.new_run(planned, label=f"run {n}") for n in range(runs)]
+    result_columns = _columns(RESULT, "id", "run_id", "cell_id")
+    test_columns = _columns(TEST, "result_id")
     with sqlite3.connect(path) as connection:
-        keys = {name: key for key, name in connection.execute("SELECT id, name FROM run")}
-        (first,) = connection.execute("SELECT max(id) FROM result").fetchone()
-        of = [
-            key
-            for (key,) in connection.execute("SELECT id FROM result WHERE run_id = ? ORDER BY id", (keys[template],))
-        ]
-        connection.execute("CREATE TEMP TABLE copies (source INTEGER, target INTEGER PRIMARY KEY, cell INTEGER)")
-        planned_cells = connection.execute(
-            "SELECT cell_id FROM planned WHERE run_id = ? ORDER BY position", (keys[run],)
-        )
-        rows = [(of[n % len(of)], first + 1 + n, cell) for n, (cell,) in enumerate(planned_cells)]
-        connection.executemany("INSERT INTO copies VALUES (?, ?, ?)", rows)
         connection.execute(
-            f"INSERT INTO result (id, run_id, cell_id, {_RESULT})"
-            f" SELECT target, ?, cell, {_RESULT} FROM copies JOIN result ON id = source",
-            (keys[run],),
+            "CREATE TEMP TABLE copies (source INTEGER, target INTEGER PRIMARY KEY, run INTEGER, cell INTEGER)"
         )
         connection.execute(
-            "INSERT INTO test SELECT target, position, nodeid_id, outcome, seconds, message_id"
+            "INSERT INTO copies SELECT (SELECT min(result.id) FROM result JOIN run ON run.id = run_id WHERE run.name = ?) + position % 20,"
+            " (SELECT max(id) FROM result) + row_number() OVER (ORDER BY run_id, position), run_id, cell_id"
+            f" FROM planned JOIN run ON run.id = run_id WHERE run.name IN ({', '.join('?' * len(names))})",
+            (template, *names),
+        )
+        connection.execute(
+            f"INSERT INTO result (id, run_id, cell_id, {result_columns})"
+            f" SELECT target, run, cell, {result_columns} FROM copies JOIN result ON result.id = source"
+        )
+        connection.execute(
+            f"INSERT INTO test (result_id, {test_columns}) SELECT target, {test_columns}"
             " FROM copies JOIN test ON result_id = source"
         )
     with Store.open(str(path)) as store, store.writing() as connection:
         inserts.refresh_newest(connection, connection.scalars(select(CELL.c.id)).all())
+
+
+def _columns(table: Table, *without: str) -> str:
+    return ", ".join(column.name for column in table.c if column.name not in without)
 
 
 def timed(what: str, action: Callable[[], object]) -> None:
@@ -160,7 +159,7 @@ def timed(what: str, action: Callable[[], object]) -> None:
 def measure(path: Path, old: str = "latest~1", new: str = "latest") -> None:
     def printed(command: Callable[[Namespace], int], **arguments: object) -> None:
         with redirect_stdout(io.StringIO()):
-            command(Namespace(store=str(path), json=False, **arguments))
+            command(Namespace(store=str(path), json=False, figure=None, **arguments))
 
     def ask(question: Callable[[Store], object]) -> None:
         with Store.open(str(path)) as store:
@@ -183,26 +182,16 @@ def main() -> None:
         print(f"    {'to store a run':40} {seconds[-1]:7.3f} s, {seconds[-1] / 168 * 1000:.1f} ms a cell")
         measure(path)
 
-        print("100,128 results: 596 runs of 168 cells with 100 tests", flush=True)
-        path = Path(folder, "many.db")
-        with Store.open(str(path)) as store:
-            for seed in (1, 2):
-                fill(store, cells(1, 28, 6), 100, seed)
-        copy_runs(path, 297)
-        measure(path)
-        path.unlink()
-
-        print("100,040 results: two runs of 50,000 cells with 100 tests", flush=True)
-        path = Path(folder, "wide.db")
-        for _ in range(2):
-            spread_run(path, cells(10, 100, 50), 100)
-        measure(path, old="latest~2")
-        path.unlink()
-
-        print("one run of 100,000 cells, compared with itself", flush=True)
-        path = Path(folder, "widest.db")
-        spread_run(path, cells(10, 100, 100), 10)
-        measure(path, old="latest")
+        for what, runs, planned, tests in (
+            ("100,128 results: 596 runs of 168 cells with 100 tests", 596, cells(1, 28, 6), 100),
+            ("100,000 results: two runs of 50,000 cells with 100 tests", 2, cells(10, 100, 50), 100),
+            ("one run of 100,000 cells, compared with itself", 1, cells(10, 100, 100), 10),
+        ):
+            print(what, flush=True)
+            path = Path(folder, f"{runs}.db")
+            copy_results(path, runs, planned, tests)
+            measure(path, old="latest~1" if runs > 1 else "latest")
+            path.unlink()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
 
 from .cells import Cell
 
@@ -28,6 +30,9 @@ Kind = Literal["hardware", "installation", "import", "seam", "crash", "timeout",
 Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "flaky", "known"]
 
 Better = Literal["lower", "higher"]
+
+#: The limits hold for results from elsewhere: `store.foreign` checks them.
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Figure(NamedTuple):
@@ -61,7 +66,7 @@ class Test:
 
     nodeid: str
     outcome: Outcome
-    seconds: float
+    seconds: Seconds
     message: str = ""
     figures: tuple[Figure, ...] = ()
 
@@ -94,10 +99,10 @@ class CellResult:
     kind: Kind | None
     reason: str
     started: datetime
-    seconds: float
+    seconds: Seconds
     tests: tuple[Test, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     pins: str = ""
     command: tuple[str, ...] = ()
     log: str = ""
-    attempt: int = 1
+    attempt: Annotated[int, Field(ge=1, le=1_000_000)] = 1

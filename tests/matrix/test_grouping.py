@@ -134,15 +134,14 @@ def test_a_repeated_job_counts_by_its_newest_results(store: Store) -> None:
     store.new_run([CELLS[2]], revision="75eada2", axes="axes", command="run")
     assert states(store, first) == dict(zip(CELLS, ["passed", "failed", "failed", "passed"], strict=False))
     assert store.result(first, CELLS[1]).reason == "f is gone"
-    assert store.outcomes(first, CELLS[:3], failed_only=True) == {
-        CELLS[0]: {},
-        CELLS[1]: {"t": "failed"},
-        CELLS[2]: {"tests/test_names.py::test_fine": "failed"},
-    }
     assert store.unfinished(first) == []
     assert store.result(first, CELLS[3]).verdict == "passed"  # and not what a machine without a GPU says of it
     new = part(store, [passed(one) for one in CELLS], revision="another")
     assert [one.cell for one in diff.compare(store, first, new).mended] == [CELLS[1], CELLS[2]]
+    newer = part(store, [failed(CELLS[1]), failed(CELLS[2], tests=[Test("t", "failed", 0)])], revision="newer")
+    found = diff.compare(store, newer, first)  # with the tests of the results that count
+    assert (found.tests_broke, found.tests_mended) == ({}, {})
+    assert [one.cell for one in found.changed] == [CELLS[1]]
 
 
 def test_a_run_of_all_cells_again_is_a_new_run(store: Store) -> None:

@@ -94,8 +94,8 @@ def test_every_command_takes_them(project: Small) -> None:
     project.run("merge", "copy.sqlite", "--store", "other.sqlite")
     with Store.open(str(project.folder / "other.sqlite")) as store:
         assert [cell.name for cell in store.current()] == names[:2]
-        failed = store.outcomes(store.resolve("latest"), map(parse, names[:2]), failed_only=True)
-        assert [cell.name for cell, tests in failed.items() if tests] == names[:1]
+        summary = store.summary(store.resolve("latest"))
+        assert [cell.name for cell, one in summary.items() if one.failed] == names[:1]
 
     (job, *_), every = (json.loads(project.run("emit", "github").stdout)["cpu"]["include"] for _ in range(2))
     assert (job["name"], job["peft"], job["backend"], job["arguments"]) == (names[0], "0.16", "gloo", names[0])

@@ -8,24 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 
 from ..errors import MatrixError
-from . import schema
+from . import inserts, schema
+from .models import CELL
 
 #: The number of seconds that SQLite waits for another writing process.
 _PATIENCE = 60.0
-
-#: Messages of drivers, and their meaning for a store.
-_MEANINGS = {
-    "file is not a database": "it isn't a SQLite database, or is corrupt",
-    "malformed": "the database is corrupt",
-    "disk is full": "the disk is full; what was stored before is kept",
-    "readonly database": "it can't be written to",
-    "unable to open database file": "it can't be opened: no such folder, or no permission",
-}
 
 
 @contextmanager
@@ -38,9 +30,7 @@ def explained(name: str) -> Iterator[None]:
     except IntegrityError:
         raise  # the caller handles it: another process may have stored the same
     except DBAPIError as error:
-        said = " ".join(str(error.orig).split())
-        meaning = next((meaning for words, meaning in _MEANINGS.items() if words in said), None)
-        raise MatrixError(f"the store {name}: {f'{meaning} ({said})' if meaning else said}") from error
+        raise MatrixError(f"the store {name}: {' '.join(str(error.orig).split())}") from error
     except (zlib.error, UnicodeDecodeError) as error:
         raise MatrixError(f"the store {name}: the database is corrupt ({error})") from error
 
@@ -94,14 +84,14 @@ def migrate(engine: Engine, *, create: bool, foreign: bool = False) -> None:
     """Create or migrate the schema of a database.
 
     Args:
-        foreign: check its tables: it may be from anywhere.
+        foreign: check its schema: it may be from anywhere.
 
     Raises:
         MatrixError: there is no schema and `create` is false; it is from a newer version; or the tables aren't a store's.
     """
     with engine.connect() as connection:
         if foreign and engine.dialect.name == "sqlite":
-            schema.check_objects(connection)
+            schema.check(connection)
         found = schema.revision(connection)
     if found is None and not create:
         raise MatrixError("it is empty: no run has been stored in it")
@@ -109,10 +99,8 @@ def migrate(engine: Engine, *, create: bool, foreign: bool = False) -> None:
         _journal(engine, "WAL")  # readers and a writer don't block each other; this setting is stored in the file
     if found != schema.HEAD:
         with writing(engine).begin() as connection:
-            schema.upgrade(connection)
-    if foreign:
-        with engine.connect() as connection:
-            schema.check_tables(connection)
+            if schema.upgrade(connection):
+                inserts.refresh_newest(connection, connection.scalars(select(CELL.c.id)).all())
 
 
 def writing(engine: Engine) -> Engine:

@@ -6,23 +6,20 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
-from sqlalchemy import Connection, LargeBinary, literal_column, select, type_coerce
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from sqlalchemy import Connection, literal_column, select
 
 from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..figures import Recorded
 from ..results import CellResult
 from . import queries
-from .models import LOG, MOST, RESULT, RUN, TEST, TEXT
+from .models import RUN, TEXT
 from .records import Run
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}", re.ASCII)
-_STATE = re.compile(r"[a-z][a-z -]{0,39}", re.ASCII)
-_MOST_ATTEMPTS = 1_000_000
-_LONGEST_LINE = 100_000
 
 
 class _Shim(BaseModel):
@@ -37,14 +34,6 @@ class _Environment(BaseModel):
     packages: dict[str, str | None] = {}
     shims: dict[str, _Shim] = {}
     conflicts: list[str] = []
-
-
-class _Limits(BaseModel):
-    """The limits of a result that its types don't say."""
-
-    environment: _Environment
-    attempt: int = Field(ge=1, le=_MOST_ATTEMPTS)
-    seconds: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
 _RUN, _RESULT = TypeAdapter(Run), TypeAdapter(CellResult)
@@ -71,18 +60,13 @@ def run(connection: Connection, name: str) -> tuple[Run, str, dict[Cell, str | N
         MatrixError: a part of it isn't valid.
     """
     with _valid(name):
-        found = _RUN.validate_python(connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one())
-        if not _STATE.fullmatch(found.state):
-            raise ValueError(f"state: {_shown(found.state)} isn't a state")
-        for field in ("label", "command", "host", "revision"):
-            if len(getattr(found, field)) > _LONGEST_LINE:
-                raise ValueError(f"{field}: it has more than {_LONGEST_LINE} characters")
-        axes = select(TEXT.c.content).join(RUN).where(RUN.c.name == name)
-        _check_sizes(connection, axes, "axes")
+        row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one()
+        found = _RUN.validate_python(Run(*row)._asdict())
+        axes = connection.scalar(select(TEXT.c.content).join(RUN).where(RUN.c.name == name))
         planned = {_cell(row): row.excluded for row in connection.execute(queries.planned(name))}
         if wrong := next((why for why in planned.values() if not isinstance(why, (str, type(None)))), None):
             raise ValueError(f"excluded: {_shown(wrong)} isn't a reason")
-        return found, connection.scalar(axes) or "", planned
+        return found, axes or "", planned
 
 
 def attempts(connection: Connection, name: str) -> list[tuple[Cell, int]]:
@@ -102,23 +86,14 @@ def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellR
         MatrixError: a part of it isn't valid, or too large.
     """
     with _valid(name, cell):
-        key = connection.scalar(queries.of_cell(select(RESULT.c.id), name, cell, attempt))
-        own = RESULT.c.id == key
-        for field in ("environment", "pins", "command"):
-            _check_sizes(
-                connection, select(TEXT.c.content).join(RESULT, RESULT.c[f"{field}_id"] == TEXT.c.id).where(own), field
-            )
-        messages = select(TEST.c.message_id).where(TEST.c.result_id == key)
-        _check_sizes(connection, select(TEXT.c.content).where(TEXT.c.id.in_(messages)), "message")
-        _check_sizes(connection, select(LOG.c.content).where(LOG.c.result_id == key), "log")
         found = queries.read_result(connection, name, cell, attempt)
         if found is None:
             raise ValueError(f"it has no attempt {_shown(attempt)}")
-        seconds = [found.seconds, *(one.seconds for one in found.tests)]
-        _Limits.model_validate({"environment": found.environment, "attempt": found.attempt, "seconds": seconds})
         for figure in (figure for test in found.tests for figure in test.figures):
             Recorded.model_validate(figure._asdict())
-        return _RESULT.validate_python({**vars(found), "tests": [vars(test) for test in found.tests]})
+        checked = _RESULT.validate_python({**vars(found), "tests": [vars(test) for test in found.tests]})
+        _Environment.model_validate(checked.environment)
+        return checked
 
 
 def _cell(row: Any) -> Cell:
@@ -133,23 +108,6 @@ def _cell(row: Any) -> Cell:
     return cell
 
 
-def _check_sizes(connection: Connection, query: Any, field: str) -> None:
-    """Check that packed texts aren't too large, unpacking them in pieces."""
-    (column,) = query.selected_columns
-    for content in connection.scalars(query.with_only_columns(type_coerce(column, LargeBinary))):
-        unpacker, size, rest = zlib.decompressobj(), 0, content
-        try:
-            while rest and size <= MOST:
-                size += len(unpacker.decompress(rest, 2**20))
-                rest = unpacker.unconsumed_tail
-        except (zlib.error, TypeError) as error:
-            raise ValueError(f"{field}: it can't be unpacked: {error}") from None
-        if size > MOST:
-            raise ValueError(f"{field}: it has more than {MOST // 2**20} MiB")
-        if not unpacker.eof:
-            raise ValueError(f"{field}: it can't be unpacked: it ends early")
-
-
 @contextmanager
 def _valid(name: str, cell: Cell | None = None) -> Iterator[None]:
     """Turn the errors of invalid values into a `MatrixError` about the run and the cell."""
@@ -160,7 +118,7 @@ def _valid(name: str, cell: Cell | None = None) -> Iterator[None]:
         first = error.errors()[0]
         field = ".".join(str(one) for one in first["loc"])
         raise MatrixError(f"{where}: {field}: {first['msg']}, not {_shown(first['input'])}") from None
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, zlib.error) as error:
         raise MatrixError(f"{where}: {error}") from error
 
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from hashlib import blake2b
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, get_args
 
-from sqlalchemy import Column, Connection, Select, Table, and_, delete, func, select, update
+from sqlalchemy import Column, Connection, Table, and_, case, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
-from ..results import CellResult
+from ..results import CellResult, Outcome
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import CELL_FIELDS, COUNTS, COUNTS_FIRST, NEWEST_FIRST, RUN_FIELDS, cell_of, environment_of, last_attempt
+from .queries import CELL_FIELDS, HAS_ENDED, IS_LAST, NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of
 from .records import Provenance, Run, options_of
-
-T = TypeVar("T")
 
 #: The id (arbitrary) of the lock with which processes that begin runs in the same PostgreSQL database wait for each other.
 _LOCK = 5_417_226_032
@@ -91,11 +88,11 @@ def _tests_of(run: Run) -> object:
     return run.command.split(" ")[0], {**options_of(run.command), "axes": None}
 
 
-def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> None:
-    """Append the cells that a run doesn't have yet."""
-    every = [*dict.fromkeys([*cells, *excluded])]
-    keys = cell_keys(connection, every)
-    first = connection.scalar(select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == key)) or 0
+def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> bool:
+    """Append the cells that a run doesn't have yet; returns whether there were any."""
+    keys = cell_keys(connection, every := [*dict.fromkeys([*cells, *excluded])])
+    there = {*connection.scalars(select(PLANNED.c.cell_id).where(PLANNED.c.run_id == key))}
+    new = [one for one in every if keys[one.name] not in there]
     rows = [
         {
             "run_id": key,
@@ -103,11 +100,12 @@ def plan(connection: Connection, key: int, cells: Iterable[Cell], excluded: Mapp
             "position": position,
             "excluded": plain(excluded[one]) if one in excluded else None,
         }
-        for position, one in enumerate(every, first)
+        for position, one in enumerate(new, len(there))
     ]
     if rows:
         connection.execute(PLANNED.insert(), rows)
-        _plan_newest(connection, key, keys.values())
+        _plan_newest(connection, key, [keys[one.name] for one in new])
+    return bool(rows)
 
 
 def add_result(connection: Connection, key: int, found: CellResult) -> int | None:
@@ -137,7 +135,7 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
         "environment_id": texts.get(environment),
         "pins_id": texts.get(found.pins),
         "command_id": texts.get(command),
-        **{column.name: counts[column.name] for column in COUNTS},  # type: ignore[index]
+        **{outcome: counts[outcome] for outcome in get_args(Outcome)},
     }
     result_key = _inserted(connection, RESULT, row)
     tests = [
@@ -177,23 +175,21 @@ def add_result(connection: Connection, key: int, found: CellResult) -> int | Non
 def refresh_newest(connection: Connection, cell_keys: Iterable[int]) -> None:
     """Find the newest result of these cells again: after a result was inserted, or a run deleted."""
     environment, pins = TEXT.alias(), TEXT.alias()
-    ran = _first_of_each(RESULT.c.cell_id, COUNTS_FIRST, RESULT.c.id.label("result_id"))
-    ran = ran.join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
-    ran = ran.where(RUN.c.partial.is_(False), RESULT.c.attempt == last_attempt(RESULT.c.run_id, RESULT.c.cell_id))
+    best = func.coalesce(func.max(case((HAS_ENDED, RESULT.c.id))), func.max(RESULT.c.id)).label("result_id")
+    ran = select(best).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.partial.is_(False), IS_LAST)
     plan = select(PLANNED.c.cell_id, func.max(PLANNED.c.run_id)).join_from(PLANNED, RUN, RUN.c.id == PLANNED.c.run_id)
     plan = plan.where(RUN.c.partial.is_(False)).group_by(PLANNED.c.cell_id)
     for keys in chunks(cell_keys):
         _lock(connection, keys)
         connection.execute(delete(NEWEST).where(NEWEST.c.cell_id.in_(keys)))
-        best = ran.where(RESULT.c.cell_id.in_(keys)).subquery()
         query = (
             select(*CELL_FIELDS, CELL.c.id, RESULT.c.run_id, RESULT.c.id, environment.c.content, pins.c.content)
-            .join_from(RESULT, best, and_(best.c.result_id == RESULT.c.id, best.c.number == 1))
-            .join(CELL, CELL.c.id == RESULT.c.cell_id)
+            .join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
             .outerjoin(environment, environment.c.id == RESULT.c.environment_id)
             .outerjoin(pins, pins.c.id == RESULT.c.pins_id)
+            .where(RESULT.c.id.in_(ran.where(RESULT.c.cell_id.in_(keys)).group_by(RESULT.c.cell_id)))
         )
-        rows: list[tuple[int, int, int | None, str]] = []
+        rows = []
         for row in connection.execute(query):
             cell_key, run_key, result_key, said, pinned = row[len(CELL_FIELDS) :]
             found = versions.exact(cell_of(row), environment_of(said), pinned or "")
@@ -218,10 +214,6 @@ def _plan_newest(connection: Connection, key: int, cell_keys: Iterable[int]) -> 
             connection.execute(NEWEST.insert(), rows)
         older = (NEWEST.c.cell_id.in_(keys), NEWEST.c.result_id.is_(None), NEWEST.c.run_id < key)
         connection.execute(update(NEWEST).where(*older).values(run_id=key))
-
-
-def _first_of_each(key: Column[Any], order: tuple[Any, ...], *more: Any) -> Select[Any]:
-    return select(key, *more, func.row_number().over(partition_by=key, order_by=order).label("number"))
 
 
 def _lock(connection: Connection, cell_keys: Iterable[int]) -> None:
@@ -291,13 +283,6 @@ def _keys(connection: Connection, by: Column[str], rows: Mapping[str, Mapping[st
             if last:
                 raise
     return keys
-
-
-def chunks(values: Iterable[T]) -> Iterator[list[T]]:
-    """Chunks that are small enough for the parameter limit of every database."""
-    iterator = iter(values)
-    while chunk := list(islice(iterator, 500)):
-        yield chunk
 
 
 def _digest(value: str) -> str:

@@ -1,12 +1,4 @@
-"""The tables.
-
-A change here needs a migration. In a checkout, with a store at the last schema::
-
-    Store.open("old.db").close()  # before the change
-    python -c "from compat_matrix.store.schema import draft; draft('old.db', 'what changes')"  # after it
-
-then look over what alembic wrote into ``migrations/versions`` and set `schema.HEAD`.
-"""
+"""The tables. A change here needs a migration in ``migrations/versions``, and another `schema.HEAD`."""
 
 from __future__ import annotations
 
@@ -39,7 +31,7 @@ from sqlalchemy import (
 #: The condition of the index of failed tests. SQLite uses the index only if a query has the same condition literally.
 FAILED = "outcome IN ('failed', 'error')"
 
-#: The number of bytes of the longest text, before it is packed. Texts of other stores that unpack to more are refused.
+#: The number of bytes of the longest text, before it is packed.
 MOST = 256 * 2**20
 
 
@@ -85,8 +77,25 @@ def pack(text: str) -> bytes:
 
 
 def unpack(content: bytes) -> str:
-    """The text that `pack` compressed."""
+    """The text that `pack` compressed.
+
+    Raises:
+        zlib.error: it has none, or is too large.
+    """
+    if not isinstance(content, bytes):  # of a foreign store
+        raise zlib.error(f"a text can't be unpacked: it is {content!r:.40}")
+    if len(content) > MOST // 1032:  # of at most 1,032 bytes each byte is one
+        _check_size(content)
     return zlib.decompress(content).decode("utf-8", "surrogatepass")
+
+
+def _check_size(content: bytes) -> None:
+    unpacker, size = zlib.decompressobj(), 0
+    while content and size <= MOST:
+        size += len(unpacker.decompress(content, 2**20))
+        content = unpacker.unconsumed_tail
+    if size > MOST:
+        raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
 
 
 metadata = MetaData(
@@ -267,11 +276,11 @@ SUBMISSION = Table(
     Column("fingerprint", String(64), nullable=False),
     Column("again", Text, nullable=False),
     Column("claim", String(32)),
-    Column("host", Text, nullable=False),
+    Column("host", Text, nullable=False, default=""),
     Column("seen", Utc),
-    Column("running", Text, nullable=False),
-    Column("tries", Integer, nullable=False),
-    Column("reason", Text, nullable=False),
+    Column("running", Text, nullable=False, default="{}"),
+    Column("tries", Integer, nullable=False, default=0),
+    Column("reason", Text, nullable=False, default=""),
 )
 
 # The tables of `watch`.

@@ -4,44 +4,41 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select, text
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select
 
 from ..cells import AXES, Cell, parse_own
 from ..results import ENDED, CellResult, Figure, Test
-from .models import CELL, FAILED, FIGURE, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .models import CELL, FIGURE, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Past, Run, Summary
 
+T = TypeVar("T")
+
+_CELL = len(AXES) + 1
 #: The columns of a cell, the first of the rows that `cell_of` and `summary_of` take.
 CELL_FIELDS = (*(CELL.c[axis] for axis in AXES), CELL.c.extra)
-RUN_FIELDS: tuple[ColumnElement[Any], ...] = (
-    RUN.c.name,
-    RUN.c.started,
-    RUN.c.finished,
-    RUN.c.state,
-    RUN.c.label,
-    RUN.c.command,
-    RUN.c.host,
-    RUN.c.revision,
-    RUN.c.partial,
-    RUN.c.whole,
-)
-COUNTS = (
-    *(RESULT.c.passed, RESULT.c.failed, RESULT.c.error, RESULT.c.skipped, RESULT.c.xfailed, RESULT.c.xpassed),
-    *(RESULT.c.flaky, RESULT.c.known),
-)
-#: The number of columns that `summary_of` takes.
-SUMMARY = len(CELL_FIELDS) + 7 + len(COUNTS)
+RUN_FIELDS: tuple[ColumnElement[Any], ...] = tuple(RUN.c["name" if name == "id" else name] for name in Run._fields)
+_FIGURE_FIELDS = tuple(FIGURE.c[name] for name in Figure._fields)
 
-#: The columns of a figure, in the order of its fields.
-_FIGURE = (FIGURE.c.name, FIGURE.c.value, FIGURE.c.unit, FIGURE.c.better)
-#: Their place in the rows of `figures` and `measured`, behind the cell's.
-FIGURE_FIELDS = slice(len(CELL_FIELDS), len(CELL_FIELDS) + len(_FIGURE))
-#: A store of unknown origin may have any value.
-_FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max
+
+def _number(name: str) -> ColumnElement[Any]:
+    return func.coalesce(RESULT.c[name], 0).label(name)
+
+
+#: The columns of a `Summary`. The first ones are enough for a grid.
+_SUMMARY_FIELDS = (
+    *(RESULT.c.verdict, RESULT.c.kind, func.coalesce(RESULT.c.reason, PLANNED.c.excluded, "").label("reason")),
+    *(PLANNED.c.excluded.is_not(None).label("is_excluded"), _number("failed"), _number("error")),
+    *(RESULT.c.started.label("result_started"), *map(_number, Summary._fields[7:])),
+)
+_BRIEF = 6
+
+#: The number of columns that `summary_of` takes.
+SUMMARY = len(CELL_FIELDS) + len(Summary._fields)
 
 #: In the order in which the store received the runs, because the clock of the machine that ran one may be wrong.
 NEWEST_FIRST = (RUN.c.id.desc(),)
@@ -54,59 +51,65 @@ RANK = case((HAS_ENDED, 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
 
 #: Of the results of a cell in several runs, the one that counts first.
 COUNTS_FIRST = (RANK, RESULT.c.id.desc())
-
+COUNTS_LAST = (RANK.desc(), RESULT.c.id)
 
 # Making an alias takes as long as a small query.
-_NAMED, _LATER, _TEXTS = RUN.alias(), RESULT.alias(), tuple(TEXT.alias() for _ in range(3))
+_named, _later = RUN.alias(), RESULT.alias()
+_same = and_(_later.c.run_id == RESULT.c.run_id, _later.c.cell_id == RESULT.c.cell_id)
+#: The condition that a result is of the last attempt at its cell in its run.
+IS_LAST = ~select(_later.c.id).where(_same, _later.c.attempt > RESULT.c.attempt).correlate(RESULT).exists()
+
+#: The number of runs whose figures of a cell are read.
+_MEASURED = 100
 
 
 def of_run(*names: str) -> ColumnElement[bool]:
     """The condition that a run is a part of the same run as one of these."""
-    return RUN.c.whole.in_(select(_NAMED.c.whole).where(_NAMED.c.name.in_(names)))
-
-
-def last_attempt(run_id: ColumnElement[int], cell_id: ColumnElement[int]) -> Any:
-    """The number of the last attempt at a cell in a run."""
-    own = (_LATER.c.run_id == run_id, _LATER.c.cell_id == cell_id)
-    return select(func.max(_LATER.c.attempt)).where(*own).scalar_subquery()
-
-
-_LAST = last_attempt(PLANNED.c.run_id, PLANNED.c.cell_id)
+    return RUN.c.whole.in_(select(_named.c.whole).where(_named.c.name.in_(names)))
 
 
 def latest(query: Select[Any]) -> Select[Any]:
     """`query` over the planned cells and their latest results."""
-    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, RESULT.c.attempt == _LAST)
+    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, IS_LAST)
     return query.select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).outerjoin(RESULT, own)
 
 
 @lru_cache(16)  # making a statement takes as long as executing it
-def summary(*more: Any) -> Select[Any]:
-    """The planned cells with their latest results: the columns for `summary_of`, followed by `more`."""
-    return latest(_summarised(*more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+def summary(*more: Any, brief: bool = False) -> Select[Any]:
+    """The planned cells with their latest results: the columns for `summary_of`, followed by `more`.
+
+    Args:
+        brief: without times, attempts and the numbers of tests that didn't fail.
+    """
+    fields = _SUMMARY_FIELDS[:_BRIEF] if brief else _SUMMARY_FIELDS
+    return latest(select(*CELL_FIELDS, *fields, *more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
 def ends(run_name: str) -> Select[Any]:
-    """The key, rank, verdict, kind and result of each planned cell, a fast way to find the cells that need a summary.
+    """The key, verdict, kind and result of each planned cell, a fast way to find the cells that need a summary.
 
     The result that counts is the last of those of a cell.
     """
-    query = latest(select(PLANNED.c.cell_id, RANK, RESULT.c.verdict, RESULT.c.kind, RESULT.c.id))
-    return query.where(of_run(run_name)).order_by(RANK.desc(), RESULT.c.id)
+    query = latest(select(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind, RESULT.c.id))
+    return query.where(of_run(run_name)).order_by(*COUNTS_LAST)
 
 
 def history(wanted: Cell) -> Select[Any]:
     """Every result of a cell, with the columns of `summary` followed by the run's fields."""
+    return results(*RUN_FIELDS).where(CELL.c.name == wanted.name).order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
+
+
+def results(*more: Any) -> Select[Any]:
+    """Every result, with the columns of `summary` followed by `more`."""
     own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id)
-    query = _summarised(*RUN_FIELDS).select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).join(RESULT, own)
-    query = query.join(CELL, CELL.c.id == PLANNED.c.cell_id).where(CELL.c.name == wanted.name)
-    return query.order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
+    query = select(*CELL_FIELDS, *_SUMMARY_FIELDS, *more).select_from(PLANNED).join(RESULT, own)
+    return query.join(RUN, RUN.c.id == PLANNED.c.run_id).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
 @cache
 def current() -> Select[Any]:
     """As `summary`, for the newest result of each cell in whole runs, followed by the run's key and the exact versions."""
-    return with_newest(_summarised(NEWEST.c.run_id, NEWEST.c.versions))
+    return with_newest(select(*CELL_FIELDS, *_SUMMARY_FIELDS, NEWEST.c.run_id, NEWEST.c.versions))
 
 
 def with_newest(query: Select[Any]) -> Select[Any]:
@@ -118,19 +121,10 @@ def with_newest(query: Select[Any]) -> Select[Any]:
 
 def newest(run_names: Collection[str]) -> Select[Any]:
     """As `summary`, for the newest result of each cell in the given runs, followed by the run's fields."""
-    number = (
-        func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=(*COUNTS_FIRST, *NEWEST_FIRST)).label("number")
-    )
-    query = summary(*RUN_FIELDS, number)
-    every = query.where(of_run(*run_names)).subquery()
+    order = (*COUNTS_FIRST, *NEWEST_FIRST)
+    number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=order).label("number")
+    every = summary(*RUN_FIELDS, number).where(of_run(*run_names)).subquery()
     return select(*(column for column in every.c if column.name != "number")).where(every.c.number == 1)
-
-
-def outcomes(results: Collection[int], *, failed_only: bool) -> Select[Any]:
-    """The result, test and outcome of the tests of results."""
-    query = select(TEST.c.result_id, NODEID.c.name, TEST.c.outcome).join_from(TEST, NODEID)
-    query = query.where(TEST.c.result_id.in_(results))
-    return query.where(text(f"test.{FAILED}")) if failed_only else query
 
 
 def totals(run_names: Collection[str]) -> Select[Any]:
@@ -145,46 +139,39 @@ def totals(run_names: Collection[str]) -> Select[Any]:
     return query.group_by(some.c.name, some.c.state)
 
 
-def _summarised(*more: Any) -> Select[Any]:
-    return select(
-        *CELL_FIELDS,
-        RESULT.c.verdict,
-        RESULT.c.kind,
-        func.coalesce(RESULT.c.reason, PLANNED.c.excluded, "").label("reason"),
-        PLANNED.c.excluded.is_not(None).label("is_excluded"),
-        RESULT.c.started.label("result_started"),
-        RESULT.c.seconds,
-        RESULT.c.attempt,
-        *COUNTS,
-        *more,
-    )
-
-
 def cell_of(row: Sequence[Any]) -> Cell:
     """The cell in the first fields of a row."""
-    return _cell(*row[: len(CELL_FIELDS)])
+    return _cell(*row[:_CELL])
 
 
 @lru_cache(200_000)
 def _cell(python: str, transformers: str, torch: str, flash_attention: str, device: str, extra: str) -> Cell:
     """The same object for the same cell, which makes creation and comparison fast."""
-    return Cell(python, transformers, torch, flash_attention, device, parse_own(extra))
+    return Cell(python, transformers, torch, flash_attention, device, parse_own(extra) if extra else ())
 
 
 @lru_cache(20_000)
 def versions_of(text: str) -> Mapping[str, str]:
-    """The exact versions of a result, from the column of `NEWEST`."""
-    found: dict[str, str] = json.loads(text)
-    return found
+    """The exact versions of a result, from the column of `NEWEST`; none from a text that isn't one of versions."""
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    valid = isinstance(found, dict) and all(isinstance(version, str) for version in found.values())
+    return found if valid else {}
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
     """The cell in a row, and its summary."""
-    found = cell_of(row)
-    verdict, kind, reason, excluded, *rest = row[len(CELL_FIELDS) : SUMMARY]
-    if verdict is None:
-        return found, Summary(reason=reason, excluded=bool(excluded))
-    return found, Summary(verdict, kind, reason, bool(excluded), *rest)
+    return _cell(*row[:_CELL]), Summary(*row[_CELL:SUMMARY])
+
+
+def brief_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
+    """As `summary_of`, for a brief query: most rows have one of a few summaries."""
+    return _cell(*row[:_CELL]), _brief(*row[_CELL:])
+
+
+_brief = lru_cache(1000)(Summary)
 
 
 def environment_of(text: str | None) -> Mapping[str, Any]:
@@ -198,25 +185,6 @@ def past_of(row: Sequence[Any]) -> Past:
     return Past(Run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
 
 
-def _result(run_name: str, wanted: Cell, attempt: int | None, *, log: bool) -> Select[Any]:
-    """A result of a cell in a run as in `of_cell`, without its tests."""
-    environment, pins, command = _TEXTS
-    query = (
-        select(
-            RESULT,
-            environment.c.content.label("environment"),
-            pins.c.content.label("pins"),
-            command.c.content.label("command"),
-        )
-        .outerjoin(environment, RESULT.c.environment_id == environment.c.id)
-        .outerjoin(pins, RESULT.c.pins_id == pins.c.id)
-        .outerjoin(command, RESULT.c.command_id == command.c.id)
-    )
-    if log:
-        query = query.add_columns(LOG.c.content.label("log")).outerjoin(LOG, RESULT.c.id == LOG.c.result_id)
-    return of_cell(query, run_name, wanted, attempt)
-
-
 def of_cell(query: Select[Any], run_name: str, wanted: Cell, attempt: int | None = None) -> Select[Any]:
     """`query` over one result of a cell in a run.
 
@@ -226,24 +194,27 @@ def of_cell(query: Select[Any], run_name: str, wanted: Cell, attempt: int | None
     """
     query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
     query = query.where(of_run(run_name), CELL.c.name == wanted.name)
-    if attempt is None:
-        query = query.where(RESULT.c.attempt == last_attempt(RESULT.c.run_id, RESULT.c.cell_id))
-    else:
-        query = query.where(RESULT.c.attempt == attempt).order_by(case((RUN.c.name == run_name, 0), else_=1))
-    return query.order_by(*COUNTS_FIRST).limit(1)
+    query = query.where(IS_LAST if attempt is None else RESULT.c.attempt == attempt)
+    own_first = () if attempt is None else (case((RUN.c.name == run_name, 0), else_=1),)
+    return query.order_by(*own_first, *COUNTS_FIRST).limit(1)
 
 
 def read_result(
     connection: Connection, run_name: str, wanted: Cell, attempt: int | None, *, log: bool = True
 ) -> CellResult | None:
     """One result of a cell in a run, chosen as in `of_cell`; None if the run has no such result."""
-    row = connection.execute(_result(run_name, wanted, attempt, log=log)).one_or_none()
+    row = connection.execute(of_cell(select(RESULT), run_name, wanted, attempt)).one_or_none()
     if row is None:
         return None
-    figures: dict[str, list[Figure]] = {}
-    for nodeid, *fields in connection.execute(_figures_of(row.id)):
-        figures.setdefault(nodeid, []).append(Figure(*fields))
-    tests = connection.execute(_tests(row.id))
+    figures: dict[int, list[Figure]] = {}
+    query = select(FIGURE.c.nodeid_id, *_FIGURE_FIELDS).where(FIGURE.c.result_id == row.id, _is_finite())
+    for key, *fields in connection.execute(query.order_by(FIGURE.c.name)):
+        figures.setdefault(key, []).append(Figure(*fields))
+    query = select(NODEID.c.id, NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
+    query = query.outerjoin(TEXT, TEST.c.message_id == TEXT.c.id).where(TEST.c.result_id == row.id)
+    tests = connection.execute(query.order_by(TEST.c.position)).all()
+    texts = texts_of(connection, [row.environment_id, row.pins_id, row.command_id])
+    found_log = connection.scalar(select(LOG.c.content).where(LOG.c.result_id == row.id)) if log else None
     return CellResult(
         cell=wanted,
         verdict=row.verdict,
@@ -252,43 +223,55 @@ def read_result(
         started=row.started,
         seconds=row.seconds,
         tests=tuple(
-            Test(name, outcome, seconds, said or "", tuple(figures.get(name, ())))
-            for name, outcome, seconds, said in tests
+            Test(name, outcome, seconds, said or "", tuple(figures.get(key, ())))
+            for key, name, outcome, seconds, said in tests
         ),
-        environment=json.loads(row.environment or "{}"),
-        pins=row.pins or "",
-        command=tuple(json.loads(row.command or "[]")),
-        log=(row.log or "") if log else "",
+        environment=json.loads(texts.get(row.environment_id, "{}")),
+        pins=texts.get(row.pins_id, ""),
+        command=tuple(json.loads(texts.get(row.command_id, "[]"))),
+        log=found_log or "",
         attempt=row.attempt,
     )
 
 
-def _tests(result_id: int) -> Select[Any]:
-    """The tests of a result, in the order of the run."""
-    query = select(NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
-    query = query.outerjoin(TEXT, TEST.c.message_id == TEXT.c.id)
-    return query.where(TEST.c.result_id == result_id).order_by(TEST.c.position)
-
-
-def _figures_of(result_id: int) -> Select[Any]:
-    """The test of each figure of a result, and the figure."""
-    query = select(NODEID.c.name, *_FIGURE).join_from(FIGURE, NODEID, FIGURE.c.nodeid_id == NODEID.c.id)
-    return query.where(FIGURE.c.result_id == result_id, _FINITE).order_by(FIGURE.c.name)
-
-
-def figures(run_name: str) -> Select[Any]:
-    """The figures in the latest results of a run's parts: the cell's fields, the figure's and the key of the result."""
-    query = latest(select(*CELL_FIELDS, *_FIGURE, RESULT.c.id)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
-    query = query.join(FIGURE, FIGURE.c.result_id == RESULT.c.id).where(of_run(run_name), _FINITE)
-    return query.order_by(FIGURE.c.name)
+def texts_of(connection: Connection, keys: Iterable[int | None]) -> dict[int | None, str]:
+    """Shared texts by key; a key that is None has no text."""
+    found: dict[int | None, str] = {}
+    for some in chunks({key for key in keys if key is not None}):
+        rows = connection.execute(select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(some)))
+        found |= {row[0]: row[1] for row in rows}
+    return found
 
 
 def measured(*conditions: Any) -> Select[Any]:
-    """Figures, those received first at the beginning: the cell's fields, the figure's, the environment and the run's fields."""
-    query = select(*CELL_FIELDS, *_FIGURE, RESULT.c.environment_id, *RUN_FIELDS).select_from(FIGURE)
-    query = query.join(RESULT, RESULT.c.id == FIGURE.c.result_id).join(RUN, RUN.c.id == RESULT.c.run_id)
-    query = query.join(CELL, CELL.c.id == RESULT.c.cell_id)
-    return query.where(*conditions, _FINITE).order_by(RUN.c.id, RESULT.c.attempt)
+    """Figures, those received first at the beginning, with the columns for `figure_of`."""
+    query = select(*CELL_FIELDS, RESULT.c.environment_id, FIGURE.c.result_id, *_FIGURE_FIELDS, *RUN_FIELDS)
+    query = query.select_from(FIGURE).join(RESULT, RESULT.c.id == FIGURE.c.result_id)
+    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
+    return query.where(*conditions, _is_finite()).order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)
+
+
+def figure_of(row: Any) -> tuple[Cell, Figure, Run, Any]:
+    """The cell, the figure and the run in a row of `measured`, and the row."""
+    end = len(row) - len(RUN_FIELDS)
+    return cell_of(row), Figure(*row[end - len(_FIGURE_FIELDS) : end]), _run(*row[end:]), row
+
+
+_run = lru_cache(1000)(Run)
+
+
+def measured_lately(cell: Cell) -> ColumnElement[bool]:
+    """The condition that a figure is one of the newest of a cell: of the last runs that measured any."""
+    run = RUN.alias()
+    query = select(FIGURE.c.name).join(RESULT, RESULT.c.id == FIGURE.c.result_id)
+    query = query.join(CELL, CELL.c.id == RESULT.c.cell_id).where(CELL.c.name == cell.name, RESULT.c.run_id == run.c.id)
+    runs = select(run.c.id).where(query.correlate(run).exists()).order_by(run.c.id.desc()).limit(_MEASURED)
+    return and_(CELL.c.name == cell.name, RUN.c.id.in_(runs))
+
+
+def _is_finite() -> ColumnElement[bool]:
+    """A store of unknown origin may have any value."""
+    return func.abs(FIGURE.c.value) <= sys.float_info.max
 
 
 def planned(run_name: str) -> Select[Any]:
@@ -301,3 +284,10 @@ def attempts(run_name: str) -> Select[Any]:
     """The cells and attempts of a run's results, oldest first."""
     query = select(*CELL_FIELDS, RESULT.c.attempt).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
     return query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run_name).order_by(RESULT.c.id)
+
+
+def chunks(values: Iterable[T]) -> Iterator[list[T]]:
+    """Chunks that are small enough for the parameter limit of every database."""
+    iterator = iter(values)
+    while chunk := list(islice(iterator, 400)):
+        yield chunk

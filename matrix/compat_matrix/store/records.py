@@ -6,13 +6,19 @@ import argparse
 import shlex
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
+
+from pydantic import Field
 
 from ..cells import Cell
 from ..results import ENDED, Figure, Kind, Outcome, Verdict
 
 #: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
 State = Literal["passed", "flaky", "known", "failed", "not run", "unfinished", "excluded"]
+
+
+#: The limits hold for runs from elsewhere: `foreign` checks them.
+_Line = Annotated[str, Field(max_length=100_000)]
 
 
 def options_of(command: str) -> dict[str, str | bool]:
@@ -34,18 +40,18 @@ class Run(NamedTuple):
     Attributes:
         id: such as ``20261121-114502-7f3a``, by the clock of the machine that started it.
         state: ``running`` until `Store.finish`, also after the runner was killed.
-        label, command, host, revision, partial: as in its `Provenance`.
+        label, command, host, revision, partial: as `Store.new_run` takes them.
         whole: the id of the run that it is a part of: that of the first part, its own if it is the only one.
     """
 
     id: str
     started: datetime
     finished: datetime | None
-    state: str
-    label: str
-    command: str
-    host: str
-    revision: str
+    state: Annotated[str, Field(pattern=r"^[a-z][a-z -]{0,39}$")]
+    label: _Line
+    command: _Line
+    host: _Line
+    revision: _Line
     partial: bool = False
     whole: str = ""
 
@@ -56,16 +62,7 @@ class Run(NamedTuple):
 
 
 class Provenance(NamedTuple):
-    """The origin of a run.
-
-    Attributes:
-        axes: the text of the axes file.
-        command: the command that runs it.
-        label: a name for the run, which need not be unique.
-        host: the machine that started it.
-        revision: the tested commit.
-        partial: whether its cells run less than their default suite.
-    """
+    """The origin of a run, as `Store.new_run` takes it."""
 
     axes: str = ""
     command: str = ""
@@ -87,12 +84,12 @@ class Summary(NamedTuple):
     kind: Kind | None = None
     reason: str = ""
     excluded: bool = False
+    failed: int = 0
+    error: int = 0
     started: datetime | None = None
     seconds: float = 0.0
     attempt: int = 0
     passed: int = 0
-    failed: int = 0
-    error: int = 0
     skipped: int = 0
     xfailed: int = 0
     xpassed: int = 0
@@ -112,16 +109,7 @@ class Summary(NamedTuple):
     @property
     def counts(self) -> Mapping[Outcome, int]:
         """The number of tests by outcome."""
-        return {
-            "passed": self.passed,
-            "failed": self.failed,
-            "error": self.error,
-            "skipped": self.skipped,
-            "xfailed": self.xfailed,
-            "xpassed": self.xpassed,
-            "flaky": self.flaky,
-            "known": self.known,
-        }
+        return {outcome: getattr(self, outcome) for outcome in get_args(Outcome)}
 
 
 class Past(NamedTuple):
@@ -129,6 +117,19 @@ class Past(NamedTuple):
 
     run: Run
     summary: Summary
+
+
+class Comparison(NamedTuple):
+    """Two runs.
+
+    Attributes:
+        cells: the cells that ended differently; None if a run doesn't have the cell.
+        tests_broke, tests_mended: of the cells that failed both times, the tests that ran both times and failed once.
+    """
+
+    cells: dict[Cell, tuple[Summary | None, Summary | None]]
+    tests_broke: dict[Cell, list[str]]
+    tests_mended: dict[Cell, list[str]]
 
 
 class Measured(NamedTuple):

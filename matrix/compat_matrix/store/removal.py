@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 
-from sqlalchemy import ColumnElement, Connection, Table, delete, select, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, except_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from . import inserts
@@ -86,10 +86,6 @@ def _sweep(store: Store) -> None:
 
 
 def _delete_unused(connection: Connection, owner: Table) -> None:
-    # Not one statement: without an index of these columns one of the databases would look through a table for every row.
-    unused = set(connection.scalars(select(owner.c.id)))
-    for table in metadata.sorted_tables:
-        for column in _references(table, owner.c.id):
-            unused.difference_update(connection.scalars(select(column).distinct()))
-    for some in inserts.chunks(sorted(unused)):
-        connection.execute(delete(owner).where(owner.c.id.in_(some)))
+    columns = [column for table in metadata.sorted_tables for column in _references(table, owner.c.id)]
+    used = (select(column).where(column.is_not(None)) for column in columns)
+    connection.execute(delete(owner).where(owner.c.id.in_(except_(select(owner.c.id), *used))))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, create_engine, inspect, text
 
 from ..errors import MatrixError
-from .models import metadata
 
 if TYPE_CHECKING:  # its import takes longer than opening a store that needs no migration
     from alembic.config import Config
@@ -40,65 +39,68 @@ def revision(connection: Connection) -> str | None:
     return None
 
 
-def upgrade(connection: Connection, to: str = "head") -> None:
-    """Migrate a database to a revision, in the caller's transaction.
+def upgrade(connection: Connection, to: str = "head") -> str | None:
+    """Migrate a database to a revision, in the caller's transaction; returns the revision that it had.
 
     Raises:
         MatrixError: its revision is unknown to this version.
     """
     from alembic import command
-    from alembic.script import ScriptDirectory
 
     if connection.dialect.name == "postgresql":
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
     found = revision(connection)  # again: another process may have been first
     config = _config(connection)
-    if found is not None and found not in {
-        script.revision for script in ScriptDirectory.from_config(config).walk_revisions()
-    }:
+    if found is not None and found not in _revisions(config):
         raise MatrixError(
             f"it was written by a newer kernel-compat-matrix (schema {found}, this one knows {HEAD}): upgrade it"
         )
     command.upgrade(config, to)
+    return found
 
 
-def check_objects(connection: Connection) -> None:
-    """Check that a SQLite database has plain tables only: reading a view, and migrating a table with a trigger, runs code.
+def check(connection: Connection) -> None:
+    """Check that a SQLite database, which may be from anywhere, has the tables of a store, and runs no code of its own.
 
-    Raises:
-        MatrixError: it has others.
-    """
-    sql = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%'"
-    if found := connection.execute(text(sql)).first():
-        raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has the {found[0]} {found[1]!r}")
-    sql = "SELECT m.name, c.name FROM sqlite_master m, pragma_table_xinfo(m.name) c WHERE m.type = 'table' AND c.hidden > 0"
-    if found := connection.execute(text(sql)).first():
-        raise MatrixError(f"this isn't a store of kernel-compat-matrix: {found[0]!r} computes {found[1]!r}")
-
-
-def check_tables(connection: Connection) -> None:
-    """Check that the tables are those of a store, and that every row exists that another one refers to.
+    Views run code when they are read; triggers, CHECK constraints and indexes of expressions when a table is migrated. So every
+    statement in its schema must be the one that a store of its revision has.
 
     Raises:
-        MatrixError: a table differs, or a row doesn't exist.
+        MatrixError: a statement differs, or a row refers to another one that doesn't exist.
     """
-    from alembic.autogenerate import compare_metadata
-    from alembic.migration import MigrationContext
+    found = connection.execute(text(_OBJECTS)).all()
+    if other := next((row for row in found if row.type not in ("table", "index")), None):
+        raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has the {other.type} {other.name!r}")
+    theirs = {(row.type, row.name): row for row in found}
+    known = revision(connection)
+    with create_engine("sqlite://").begin() as memory:
+        if known not in _revisions(_config(memory)):
+            return  # it isn't read
+        upgrade(memory, known)
+        ours = {(row.type, row.name): row for row in memory.execute(text(_OBJECTS))}
+    for kind, name in sorted(ours.keys() | theirs.keys(), reverse=True):  # tables first
+        there, row = theirs.get((kind, name)), ours.get((kind, name))
+        if there is None or row is None or _words(there.sql) != _words(row.sql):
+            raise MatrixError(f"its {kind} {name!r} isn't that of a store")
+    for table, number, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
+        raise MatrixError(f"the row {number} of its table {table} refers to a row of {referred} that doesn't exist")
 
-    context = MigrationContext.configure(connection, opts={"version_table": VERSIONS, "compare_type": True})
-    if differing := compare_metadata(context, metadata):
-        raise MatrixError(f"its tables aren't those of a store: {differing[0]!r:.200}")
-    if connection.dialect.name == "sqlite":
-        for table, row, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
-            raise MatrixError(f"the row {row} of its table {table} refers to a row of {referred} that doesn't exist")
+
+#: Without the indexes of keys, which have no statement, and the table of ANALYZE.
+_OBJECTS = (
+    "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL AND sql != 'CREATE TABLE sqlite_stat1(tbl,idx,stat)'"
+    " ORDER BY type DESC, name"
+)
 
 
-def draft(path: str, message: str) -> None:
-    """Write the next migration: the difference between `models` and the SQLite database at `path`."""
-    from alembic import command
+def _words(sql: str | None) -> list[str]:
+    return (sql or "").split()
 
-    with create_engine(f"sqlite:///{path}").begin() as connection:
-        command.revision(_config(connection), message, autogenerate=True, rev_id=f"{int(HEAD) + 1:04}")
+
+def _revisions(config: Config) -> set[str]:
+    from alembic.script import ScriptDirectory
+
+    return {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
 
 
 def _config(connection: Connection) -> Config:
@@ -106,5 +108,4 @@ def _config(connection: Connection) -> Config:
 
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
-    config.set_main_option("file_template", "r%%(rev)s_%%(slug)s")
     return config

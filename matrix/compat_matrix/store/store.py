@@ -7,22 +7,22 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Select, and_, false, or_, select, true, update
+from sqlalchemy import Connection, Engine, Select, and_, false, or_, select, text, true, update
 from sqlalchemy.exc import IntegrityError
 
 from ..cells import Cell
 from ..errors import MatrixError
-from ..results import CellResult, Figure, Outcome
+from ..results import CellResult, Figure
 from ..words import plural
 from . import database, foreign, inserts, queries
-from .models import CELL, PLANNED, RESULT, RUN, TEXT
-from .records import Measured, Newest, Past, Provenance, Run, State, Summary
+from .models import CELL, FAILED, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .records import Comparison, Measured, Newest, Past, Provenance, Run, State, Summary
 
 
 class Store:
@@ -43,7 +43,7 @@ class Store:
         Args:
             url: a SQLAlchemy URL; a plain path is a SQLite file.
             create: create the store if it doesn't exist.
-            foreign: check its tables first: it may be from anywhere.
+            foreign: check the schema of a SQLite file first: it may be from anywhere.
 
         Raises:
             MatrixError: it can't be reached or written, is corrupt, isn't a store, or is from a newer version; or it doesn't
@@ -112,12 +112,14 @@ class Store:
 
         A cell that the run didn't plan is added to it.
         """
-        try:
-            with self.writing() as connection:
-                inserts.add_result(connection, inserts.key(connection, run), found)
-        except IntegrityError:  # another process has stored it meanwhile
-            with self.writing() as connection:
-                inserts.add_result(connection, inserts.key(connection, run), found)
+        for last in (False, True):
+            try:
+                with self.writing() as connection:
+                    inserts.add_result(connection, inserts.key(connection, run), found)
+                return
+            except IntegrityError:  # another process has stored it meanwhile
+                if last:
+                    raise
 
     def finish(self, run: str, state: str) -> None:
         """Set the state of a run, such as ``finished`` or ``interrupted``, or ``running`` to continue it."""
@@ -130,9 +132,7 @@ class Store:
 
     def runs(self) -> list[Run]:
         """All runs, newest first."""
-        with self.reading() as connection:
-            query = select(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST)
-            return [Run(*row) for row in connection.execute(query)]
+        return self._runs("")
 
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
@@ -165,19 +165,19 @@ class Store:
 
     def parts(self, run: str) -> list[Run]:
         """The parts of a run, in the order received; only the run itself if it has no others."""
-        with self.reading() as connection:
-            rows = connection.execute(select(*queries.RUN_FIELDS).where(queries.of_run(run)).order_by(RUN.c.id)).all()
-            if not rows:
-                inserts.key(connection, run)
-        return [Run(*row) for row in rows]
+        return self._runs(run, queries.of_run(run))[::-1]
 
     def run(self, run: str) -> Run:
         """A run by its id: this part of it."""
+        return self._runs(run, RUN.c.name == run)[0]
+
+    def _runs(self, name: str, *conditions: Any) -> list[Run]:
+        query = select(*queries.RUN_FIELDS).where(*conditions).order_by(*queries.NEWEST_FIRST)
         with self.reading() as connection:
-            row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == run)).one_or_none()
-        if row is None:
-            raise MatrixError(f"the store {self.name} has no run {run!r}")
-        return Run(*row)
+            rows = connection.execute(query).all()
+            if conditions and not rows:
+                inserts.key(connection, name)
+        return [Run(*row) for row in rows]
 
     def axes(self, run: str) -> str:
         """The text of the axes file, as passed to `new_run`."""
@@ -185,43 +185,49 @@ class Store:
         with self.reading() as connection:
             return connection.scalar(query) or ""
 
-    def summary(self, run: str) -> dict[Cell, Summary]:
+    def summary(self, run: str, *, brief: bool = False) -> dict[Cell, Summary]:
         """Every cell of a run, in the order planned, with the result that counts. One query.
 
         That is a cell's latest result in a part of the run, and of several parts the newest.
-        """
-        query = queries.summary(RESULT.c.id).where(queries.of_run(run)).order_by(RUN.c.id, PLANNED.c.position)
-        with self.reading() as connection:
-            rows = connection.execute(query).all()
-            if not rows:
-                inserts.key(connection, run)
-        return _counting(rows)
 
-    def compare(self, old: str, new: str) -> dict[Cell, tuple[Summary | None, Summary | None]]:
-        """The cells that ended differently in two runs, and those that failed in both; None if a run doesn't have the cell."""
-        found: dict[Cell, tuple[Summary | None, Summary | None]] = {}
+        Args:
+            brief: in any order, and without times, attempts and the numbers of tests that didn't fail; which is faster.
+        """
+        query = queries.summary(brief=brief).where(queries.of_run(run))
         with self.reading() as connection:
-            before, after = (self._ends(connection, name) for name in (old, new))
-            keys = [
-                key
-                for key in before.keys() | after.keys()
-                if before.get(key, ())[:2] != after.get(key, ())[:2] or before[key][0] == "failed"
-            ]
-            for some in inserts.chunks(sorted(keys)):
-                own = queries.summary(RESULT.c.id).where(PLANNED.c.cell_id.in_(some))
-                was, now = (
-                    _counting(connection.execute(own.where(queries.of_run(name)).order_by(RUN.c.id)).all())
-                    for name in (old, new)
-                )
-                found |= {one: (was.get(one), now.get(one)) for one in was.keys() | now.keys()}
+            if brief:
+                found = _counting(connection, query, made=queries.brief_of)
+            else:
+                found = _counting(connection, query, RUN.c.id, PLANNED.c.position)
+            if not found:
+                inserts.key(connection, run)
         return found
 
-    def _ends(
-        self, connection: Connection, run: str, *where: Any
-    ) -> dict[int, tuple[str | None, str | None, int | None]]:
+    def compare(self, old: str, new: str) -> Comparison:
+        """The cells that ended differently in two runs, and the tests that failed once in cells that failed both times."""
+        cells: dict[Cell, tuple[Summary | None, Summary | None]] = {}
+        with self.reading() as connection:
+            before, after = (self._ends(connection, name) for name in (old, new))
+            differing = [
+                key for key in before.keys() | after.keys() if before.get(key, ())[:2] != after.get(key, ())[:2]
+            ]
+            for some in queries.chunks(sorted(differing)):
+                own = queries.summary().where(PLANNED.c.cell_id.in_(some))
+                was, now = (_counting(connection, own.where(queries.of_run(name))) for name in (old, new))
+                cells |= {one: (was.get(one), now.get(one)) for one in was.keys() | now.keys()}
+            both = [
+                (before[key][2], after[key][2])
+                for key in before.keys() & after.keys()
+                if before[key][0] == after[key][0] == "failed"
+            ]
+            broke = _failed_once(connection, {now: was for was, now in both if now != was})
+            mended = _failed_once(connection, {was: now for was, now in both if now != was})
+        return Comparison(cells, broke, mended)
+
+    def _ends(self, connection: Connection, run: str) -> dict[int, tuple[str | None, str | None, int]]:
         """Verdict, kind and key of the results that count, by the key of the cell."""
         inserts.key(connection, run)
-        return {row[0]: (row[2], row[3], row[4]) for row in connection.execute(queries.ends(run).where(*where))}
+        return {row[0]: (row[1], row[2], row[3]) for row in connection.execute(queries.ends(run))}
 
     def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
         """Every cell, sorted, with its newest result in all whole runs, or in the given runs.
@@ -241,7 +247,7 @@ class Store:
             rows = connection.execute(queries.current().where(wanted)).all()
             keys = {row.run_id for row in rows}
             runs: dict[int, Run] = {}
-            for some in inserts.chunks(keys):
+            for some in queries.chunks(keys):
                 query: Select[Any] = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(some))
                 runs |= {row[0]: Run(*row[1:]) for row in connection.execute(query)}
         found = ((*queries.summary_of(row), row) for row in rows)
@@ -253,7 +259,7 @@ class Store:
         """The number of cells in each state, for each of these runs."""
         totals: dict[str, Counter[State]] = {one: Counter() for one in runs}
         with self.reading() as connection:
-            for names in inserts.chunks(totals):
+            for names in queries.chunks(totals):
                 for name, state, count in connection.execute(queries.totals(names)):
                     totals[name][state] = count
         return totals
@@ -286,47 +292,33 @@ class Store:
             found = connection.scalar(queries.of_cell(query, run, cell))
         return dict(json.loads(found or "{}"))
 
-    def outcomes(self, run: str, cells: Iterable[Cell], *, failed_only: bool = False) -> dict[Cell, dict[str, Outcome]]:
-        """The outcomes of the tests of some cells, by node id."""
-        found: dict[Cell, dict[str, Outcome]] = {one: {} for one in cells}
-        by_name = {one.name: one for one in found}
-        with self.reading() as connection:
-            for names in inserts.chunks(by_name):
-                rows = connection.execute(select(CELL.c.id, CELL.c.name).where(CELL.c.name.in_(names)))
-                keys = {row[0]: by_name[row[1]] for row in rows}
-                ends = self._ends(connection, run, PLANNED.c.cell_id.in_([*keys]))
-                results = {result: keys[key] for key, (_, _, result) in ends.items() if result is not None}
-                for row in connection.execute(queries.outcomes([*results], failed_only=failed_only)):
-                    found[results[row[0]]][row[1]] = row[2]
-        return found
-
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
         """The figures of a run, by cell, sorted by name: those of the results that count."""
         found: dict[Cell, list[Figure]] = {}
         with self.reading() as connection:
-            counting = {result for _, _, result in self._ends(connection, run).values()}
-            for row in connection.execute(queries.figures(run)):
-                if row[-1] in counting:
-                    found.setdefault(queries.cell_of(row), []).append(Figure(*row[queries.FIGURE_FIELDS]))
+            rows = connection.execute(queries.measured(queries.of_run(run), queries.IS_LAST)).all()
+            counting = {result for _, _, result in self._ends(connection, run).values()} if rows else set()
+        for cell, figure, _, row in map(queries.figure_of, rows):
+            if row.result_id in counting:
+                found.setdefault(cell, []).append(figure)
         return found
 
     def measured(self, *, cell: Cell | None = None, runs: Collection[str] | None = None) -> dict[Cell, list[Measured]]:
-        """The figures of a cell or of all, in the given runs or in all, by cell, in the order received."""
-        conditions = [] if cell is None else [CELL.c.name == cell.name]
-        conditions += [] if runs is None else [queries.of_run(*runs)]
+        """Figures by cell, in the order received: those in the given runs, or the newest of one cell.
+
+        Args:
+            cell: only this cell; without `runs`, its figures in the last 100 runs that measured any.
+        """
+        conditions = [] if runs is None else [queries.of_run(*runs)]
+        if cell is not None:
+            conditions.append(CELL.c.name == cell.name if conditions else queries.measured_lately(cell))
         with self.reading() as connection:
             rows = connection.execute(queries.measured(*conditions)).all()
-            devices: dict[int | None, str] = {None: ""}
-            for keys in inserts.chunks({row.environment_id for row in rows if row.environment_id is not None}):
-                for key, content in connection.execute(select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(keys))):
-                    devices[key] = str(json.loads(content).get("device", ""))
-        of_run: dict[str, Run] = {}
+            texts = queries.texts_of(connection, (row.environment_id for row in rows))
+        devices = {key: str(queries.environment_of(content).get("device", "")) for key, content in texts.items()}
         found: dict[Cell, list[Measured]] = {}
-        for row in rows:
-            environment, *fields = row[queries.FIGURE_FIELDS.stop :]
-            run = of_run.get(fields[0]) or of_run.setdefault(fields[0], Run(*fields))
-            figure = Figure(*row[queries.FIGURE_FIELDS])
-            found.setdefault(queries.cell_of(row), []).append(Measured(run, figure, devices[environment]))
+        for of, figure, run, row in map(queries.figure_of, rows):
+            found.setdefault(of, []).append(Measured(run, figure, devices.get(row.environment_id, "")))
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
@@ -357,14 +349,10 @@ class Store:
                 raise MatrixError(
                     f"the store {other.name}: run {name} has a result of {stray}, which it hasn't planned"
                 )
-            for one in attempts:
-                other.checked(name, *one)
+            with other.reading() as there:
+                for one in attempts:
+                    foreign.result(there, name, *one)
         return [name for name in names if self._merge(other, *found[name], lacking[name])]
-
-    def checked(self, run: str, cell: Cell, attempt: int) -> CellResult:
-        """As `result`, with every part of it checked: this store may be from anywhere."""
-        with self.reading() as connection:
-            return foreign.result(connection, run, cell, attempt)
 
     def _lacking(self, other: Store, run: str) -> list[tuple[Cell, int]]:
         """The cells and attempts of the results of a run that this store lacks, in the order the other received them."""
@@ -374,35 +362,24 @@ class Store:
             return [one for one in foreign.attempts(connection, run) if one not in here]
 
     def _merge(
-        self,
-        other: Store,
-        theirs: Run,
-        axes: str,
-        planned: Mapping[Cell, str | None],
-        lacking: Iterable[tuple[Cell, int]],
+        self, other: Store, theirs: Run, axes: str, planned: Mapping[Cell, str | None], lacking: list[tuple[Cell, int]]
     ) -> bool:
         """Copy a run and its lacking results; returns whether something has changed."""
         excluded = {cell: why for cell, why in planned.items() if why is not None}
-        with self.writing() as connection:
+        with self.writing() as connection, other.reading() as there:
             query = select(RUN.c.id, RUN.c.finished).where(RUN.c.name == theirs.id)
             ours = connection.execute(query).one_or_none()
             if ours is None:
-                key = inserts.new_run(connection, theirs, axes, [*planned], excluded)
-                changed = True
+                key, changed = inserts.new_run(connection, theirs, axes, [*planned], excluded), True
             else:
-                key, finished = ours
-                here = {queries.cell_of(row) for row in connection.execute(queries.planned(theirs.id))}
-                new = [cell for cell in planned if cell not in here]
-                inserts.plan(connection, key, new, {cell: excluded[cell] for cell in new if cell in excluded})
-                ended = theirs.finished is not None and (finished is None or finished < theirs.finished)
-                if ended:
+                key, changed = ours.id, inserts.plan(connection, ours.id, planned, excluded)
+                if theirs.finished and (ours.finished is None or ours.finished < theirs.finished):
                     values = {"state": theirs.state, "finished": theirs.finished}
                     connection.execute(update(RUN).where(RUN.c.id == key).values(values))
-                changed = ended or bool(new)
+                    changed = True
             for cell, attempt in lacking:
-                changed = True
-                inserts.add_result(connection, key, other.checked(theirs.id, cell, attempt))
-        return changed
+                inserts.add_result(connection, key, foreign.result(there, theirs.id, cell, attempt))
+        return changed or bool(lacking)
 
     def export(self, runs: Collection[str], path: str | os.PathLike[str]) -> None:
         """Write a SQLite store with only these runs.
@@ -445,14 +422,56 @@ class Store:
             yield connection
 
 
-def _counting(rows: Sequence[Any]) -> dict[Cell, Summary]:
-    """The summaries that count, of rows that end with the key of the result."""
-    found = dict(map(queries.summary_of, rows))
-    if len(found) < len(rows):  # several parts have a cell: first come the results that count less
-        ranked = [(*queries.summary_of(row), row[-1] or 0) for row in rows]
-        ranked.sort(key=lambda one: (-one[1].rank, one[2]))
-        found |= {cell: summary for cell, summary, _ in ranked}
+def _counting(
+    connection: Connection,
+    query: Select[Any],
+    *order: Any,
+    made: Callable[[Sequence[Any]], tuple[Cell, Summary]] = queries.summary_of,
+) -> dict[Cell, Summary]:
+    """The summaries that count, of the rows of `queries.summary` for one run."""
+    found: dict[Cell, Summary] = {}
+    number = 0
+    for rows in connection.execute(query.order_by(*order)).partitions(
+        1000
+    ):  # all at once, garbage collection would take long
+        found.update(map(made, rows))
+        number += len(rows)
+    if len(found) < number:  # several parts have a cell
+        found.update(map(made, connection.execute(query.order_by(*queries.COUNTS_LAST))))
     return found
+
+
+def _failed_once(connection: Connection, results: Mapping[int, int]) -> dict[Cell, list[str]]:
+    """The tests that failed in these results and not in the others, but ran there; by cell, sorted.
+
+    Args:
+        results: the keys of pairs of results of a cell.
+    """
+    found: dict[Cell, list[str]] = {}
+    for some in queries.chunks(results.items()):
+        failed: dict[int, set[int]] = {key: set() for pair in some for key in pair}
+        for result, test in connection.execute(_tests(failed).where(text(f"test.{FAILED}"))):
+            failed[result].add(test)
+        once = {other: (one, tests) for one, other in some if (tests := failed[one] - failed[other])}
+        both = [
+            (once[other][0], test)
+            for other, test in connection.execute(_tests(once).where(TEST.c.outcome != "skipped"))
+            if test in once[other][1]
+        ]
+        cells = select(*queries.CELL_FIELDS, RESULT.c.id).join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
+        rows = connection.execute(cells.where(RESULT.c.id.in_({one for one, _ in both})))
+        of_result = {row[-1]: queries.cell_of(row) for row in rows}
+        names: dict[int, str] = {}
+        for keys in queries.chunks({test for _, test in both}):
+            names |= dict(connection.execute(select(NODEID.c.id, NODEID.c.name).where(NODEID.c.id.in_(keys))).all())
+        for one, test in both:
+            found.setdefault(of_result[one], []).append(names[test])
+    return {cell: sorted(tests) for cell, tests in found.items()}
+
+
+def _tests(results: Iterable[int]) -> Select[Any]:
+    """The result and the key of the name of each test of some results."""
+    return select(TEST.c.result_id, TEST.c.nodeid_id).where(TEST.c.result_id.in_([*results]))
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -51,16 +51,8 @@ def insert(connection: Connection, run: int, suite: str, fingerprint: str, again
         fingerprint: the state of the project that it tests.
         again: the cells to repeat, with their attempts so far; its unfinished cells are run in any case.
     """
-    values = {
-        "run_id": run,
-        "suite": suite,
-        "fingerprint": fingerprint,
-        "again": json.dumps({cell.name: attempts for cell, attempts in again.items()}),
-        "host": "",
-        "running": "{}",
-        "tries": 0,
-        "reason": "",
-    }
+    repeated = json.dumps({cell.name: attempts for cell, attempts in again.items()})
+    values = {"run_id": run, "suite": suite, "fingerprint": fingerprint, "again": repeated}
     connection.execute(SUBMISSION.insert().values(values))
 
 

@@ -6,18 +6,17 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.segment import Segment, Segments
 
 from ..cells import VERSIONED, Cell, one_and_more
-from ..errors import MatrixError
-from ..store import Run, Store, Summary
+from ..store import Run, State, Store, Summary
 from ..store.records import options_of
 
 KERNELS = {
@@ -53,17 +52,8 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-#: What the cells of a block share besides Python: FlashAttention, device, and the project's own axes.
+#: What the cells of a grid share besides Python: FlashAttention, device, and the project's own axes.
 Kind = tuple[str, str, tuple[tuple[str, str], ...]]
-
-
-class Block(NamedTuple):
-    """The part of a grid for one Python and `Kind`: a row per transformers, a column per torch, oldest first."""
-
-    title: str
-    rows: list[str]
-    columns: list[str]
-    cells: dict[tuple[str, str], Cell]
 
 
 def open_store(url: str) -> Store:
@@ -81,6 +71,18 @@ class Line:
         """Append a part; returns the line."""
         self.parts.append((text, style))
         return self
+
+
+def section(title: str, lines: Iterable[str | Line]) -> list[Line]:
+    """A blank line, the title, and the lines, texts among them indented; nothing if there are none."""
+    found = [Line(f"    {line}") if isinstance(line, str) else line for line in lines]
+    return [Line(), Line(title, "bold"), *found] if found else []
+
+
+def aligned(rows: Collection[Sequence[str]]) -> list[str]:
+    """The rows of a table with columns of the same width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def width() -> int:
@@ -101,40 +103,21 @@ def show(lines: Iterable[Line]) -> None:
     print(plain.encode(encoding, "replace").decode(encoding))
 
 
-def word(summary: Summary | None) -> str:
-    """A word or two for a cell in a grid; empty for a cell that doesn't exist."""
-    if summary is None:
-        return ""
-    if summary.state == "failed":
-        kind = {"installation": "INSTALL", None: "FAILED"}.get(summary.kind) or str(summary.kind).upper()
-        bad = summary.failed + summary.error
-        return f"{kind} {bad}" if summary.kind == "test" and bad else kind
-    return {"passed": "ok", "unfinished": "open", "excluded": "-"}.get(summary.state, summary.state)
+def look(summary: Summary) -> tuple[str, str]:
+    """A word or two for a cell in a grid, and their style."""
+    return _look(summary.state, summary.kind, summary.failed + summary.error)
 
 
-def style(summary: Summary | None) -> str:
-    """The style of a state; empty without a summary."""
-    return "" if summary is None else STYLES[summary.state]
-
-
-def blocks(summary: Mapping[Cell, Summary]) -> list[Block]:
-    """A grid of these cells, without rows and columns of excluded cells only."""
-    grouped: dict[tuple[str, Kind], list[Cell]] = {}
-    for cell in summary:
-        grouped.setdefault((cell.python, kind(cell)), []).append(cell)
-    found = []
-    for key in sorted(grouped, key=lambda key: (version_key(key[0]), kernel_place(key[1]))):
-        exist = [cell for cell in grouped[key] if summary[cell].state != "excluded"]
-        if exist:
-            title = f"Python {key[0]}, {kernel_name(*key[1])}"
-            rows = by_version(cell.transformers for cell in exist)
-            columns = by_version(cell.torch for cell in exist)
-            found.append(Block(title, rows, columns, {(cell.transformers, cell.torch): cell for cell in grouped[key]}))
-    return found
+@cache
+def _look(state: State, kind: str | None, bad: int) -> tuple[str, str]:
+    if state == "failed":
+        word = {"installation": "INSTALL", None: "FAILED"}.get(kind) or str(kind).upper()
+        return f"{word} {bad}" if kind == "test" and bad else word, STYLES[state]
+    return {"passed": "ok", "unfinished": "open", "excluded": "-"}.get(state, state), STYLES[state]
 
 
 def kind(cell: Cell) -> Kind:
-    """What a cell shares with the others of its block besides Python."""
+    """What a cell shares with the others of its grid besides Python."""
     return cell.flash_attention, cell.device, cell.extra
 
 
@@ -262,8 +245,3 @@ def summary_as_json(cell: Cell, summary: Summary) -> dict[str, Any]:
         "attempt": summary.attempt if there else None,
         "tests": dict(summary.counts) if there else None,
     }
-
-
-def unknown(cell: Cell, store: Store) -> MatrixError:
-    """The error for a cell that is in no run."""
-    return MatrixError(f"the store {store.name} has no cell {cell}: no run has planned it")

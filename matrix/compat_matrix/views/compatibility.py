@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED
-from ..store import Past, Run, Store
+from ..store import Past, Store
 from . import common
 
 
@@ -23,16 +23,6 @@ class _Answer(NamedTuple):
 
     works: str
     shims: tuple[str, ...]
-
-
-class _Row(NamedTuple):
-    """A block of cells with the same properties: all combinations of these values that were run."""
-
-    transformers: list[str]
-    torch: list[str]
-    python: list[str]
-    answer: _Answer
-    cells: list[Cell]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +76,7 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
     runs = sorted((common.whole(store.parts(whole)) for whole in wholes), key=lambda one: (one.started, one.id))
     numbers = {found.id: number for number, found in enumerate(runs, 1)}
     # One order for all tables: a release that is missing in one of them ends the ranges there.
-    releases = tuple(Releases(getattr(cell, axis) for cell in current) for axis in ("transformers", "torch", "python"))
+    releases = {axis: Releases(getattr(cell, axis) for cell in current) for axis in ("transformers", "torch", "python")}
     lines = [
         "# Compatibility",
         "",
@@ -97,9 +87,10 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
         own = {cell: answer for cell, answer in answers.items() if answer and common.kind(cell) == kind}
         lines += ["", f"## {common.kernel_name(*kind)}", ""]
         lines += ["| transformers | torch | Python | | shims | tests passed | run |", "|---|---|---|---|---|---|---|"]
-        lines += [_line(row, current, numbers, releases) for row in _rows(own)]
+        lines += [_line(cells, own, current, numbers, releases) for cells in _rows(own)]
     lines += ["", "## Runs", "", "| | run | date | host | revision |", "|---|---|---|---|---|"]
-    lines += [_run_line(numbers[found.id], found) for found in runs]
+    for one in runs:
+        lines.append(table_line(str(numbers[one.id]), one.id, f"{one.started:%Y-%m-%d}", one.host, one.revision))
     return "\n".join(lines) + "\n"
 
 
@@ -117,8 +108,8 @@ def _answer(store: Store, cell: Cell, past: Past) -> _Answer | None:
     return _Answer(f"fails: {past.summary.kind or 'test'}: {reason}", applied)
 
 
-def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:
-    """Rows of consecutive releases of transformers with the same properties; within those of Python; within those of torch."""
+def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[list[Cell]]:
+    """The cells of each row: of consecutive releases of transformers with the same properties; within those of Python; within those of torch."""
     releases, pythons, torches = (
         common.by_version(getattr(cell, axis) for cell in answers) for axis in ("transformers", "python", "torch")
     )
@@ -129,9 +120,8 @@ def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[_Row]:
         for some_pythons in alike(pythons, [[given.get((tf, py, t)) for t in torches] for py in pythons]):
             py = some_pythons[0]
             for some_torches in alike(torches, [given.get((tf, py, t)) for t in torches]):
-                if answer := given.get((tf, py, some_torches[0])):
-                    cells = [there[one] for one in product(some, some_pythons, some_torches)]
-                    yield _Row(some, some_torches, some_pythons, answer, cells)
+                if (tf, py, some_torches[0]) in there:
+                    yield [there[one] for one in product(some, some_pythons, some_torches)]
 
 
 def alike(values: Sequence[str], answers: Sequence[object]) -> list[list[str]]:
@@ -139,26 +129,26 @@ def alike(values: Sequence[str], answers: Sequence[object]) -> list[list[str]]:
     return [[value for value, _ in group] for _, group in groupby(zip(values, answers, strict=True), key=itemgetter(1))]
 
 
-def _line(row: _Row, current: Mapping[Cell, Past], numbers: Mapping[str, int], releases: Sequence[Releases]) -> str:
-    versions = [write(some) for write, some in zip(releases, (row.transformers, row.torch, row.python), strict=True)]
-    shims = ", ".join(f"`{name}`" for name in row.answer.shims) or "none"
-    counts = sorted({current[cell].summary.passed for cell in row.cells})
+def _line(
+    cells: Sequence[Cell],
+    answers: Mapping[Cell, _Answer],
+    current: Mapping[Cell, Past],
+    numbers: Mapping[str, int],
+    releases: Mapping[str, Releases],
+) -> str:
+    versions = [write(common.by_version(getattr(cell, axis) for cell in cells)) for axis, write in releases.items()]
+    answer = answers[cells[0]]
+    shims = ", ".join(f"`{name}`" for name in answer.shims) or "none"
+    counts = sorted({current[cell].summary.passed for cell in cells})
     passed = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-    runs = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in row.cells})))
-    return table_line(*versions, row.answer.works, shims, passed, runs)
-
-
-def _run_line(number: int, found: Run) -> str:
-    return table_line(str(number), found.id, f"{found.started:%Y-%m-%d}", found.host, found.revision)
+    runs = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in cells})))
+    return table_line(*versions, answer.works, shims, passed, runs)
 
 
 def table_line(*fields: str) -> str:
     """A row of a Markdown table."""
-    return f"| {' | '.join(_escaped(field) for field in fields)} |"
-
-
-def _escaped(text: str) -> str:
-    return common.one_line(text, 10_000).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    shown = (common.one_line(text, 10_000).replace("\\", "\\\\").replace("|", "\\|") for text in fields)
+    return f"| {' | '.join(text.replace('<', '&lt;') for text in shown)} |"
 
 
 class Releases:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED, Figure
 from ..store import Store, Summary
 from . import common, trend
+
+T = TypeVar("T")
 
 #: The number of runs, up to the old one, from which the noise of figures is known.
 _RUNS = 50
@@ -82,26 +84,22 @@ def compare(store: Store, old: str, new: str) -> Diff:
     if suites[0][1] != suites[1][1]:
         said = " and ".join(f"{run} (suite {common.one_line(suite, 60)})" for run, suite in suites)
         raise MatrixError(f"{said} ran different tests and can't be compared")
-    diff = Diff([], [], [], [], [], {}, {}, *_compare_figures(store, old, new))
-    both_failed = []
-    ends = store.compare(old, new)
-    for cell in common.ordered(ends):
-        was, now = ends[cell]
-        change = Change(cell, was, now)
+    ends, tests_broke, tests_mended = store.compare(old, new)
+    diff = Diff([], [], [], [], [], _in_order(tests_broke), _in_order(tests_mended), *_compare_figures(store, old, new))
+    for cell, (was, now) in _in_order(ends).items():
         before, after = _ended(was), _ended(now)
         if before is None or after is None:
-            if after:
-                diff.new.append(change)
-            elif before:
-                diff.gone.append(change)
-        elif before == after == "failed":
-            both_failed.append(cell)
-            if was and now and was.kind != now.kind:
-                diff.changed.append(change)
-        elif before != after:
-            {"failed": diff.broke, "passed": diff.mended}.get(after, diff.changed).append(change)
-    _compare_tests(store, old, new, both_failed, diff)
+            into = diff.new if after else diff.gone if before else []
+        elif before == after:
+            into = diff.changed if before == "failed" else []
+        else:
+            into = {"failed": diff.broke, "passed": diff.mended}.get(after, diff.changed)
+        into.append(Change(cell, was, now))
     return diff
+
+
+def _in_order(found: Mapping[Cell, T]) -> dict[Cell, T]:
+    return {cell: found[cell] for cell in common.ordered(found)}
 
 
 def _ended(summary: Summary | None) -> str | None:
@@ -118,9 +116,9 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
     past = [one for one in runs[place : place + _RUNS] if one != new]
     changes, too_few = [], 0
     measured = store.measured(runs=[*past, new])
-    for cell in common.ordered(measured):
-        now = {one.figure.name: one for one in measured[cell] if one.run.whole == new}
-        earlier = [one for one in measured[cell] if one.run.whole != new]
+    for cell, every in _in_order(measured).items():
+        now = {one.figure.name: one for one in every if one.run.whole == new}
+        earlier = [one for one in every if one.run.whole != new]
         for _, one in sorted(now.items()):
             found = trend.level([each.figure.value for each in trend.comparable(earlier, one)])
             expected = trend.noise(found.values)
@@ -131,17 +129,6 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
             if side and side not in map(expected.side, found.outside):  # else an earlier run was the first
                 changes.append(FigureChange(cell, one.figure, expected))
     return changes, too_few
-
-
-def _compare_tests(store: Store, old: str, new: str, cells: list[Cell], diff: Diff) -> None:
-    failed = {run: store.outcomes(run, cells, failed_only=True) for run in (old, new)}
-    for run, other, into in ((new, old, diff.tests_broke), (old, new, diff.tests_mended)):
-        # A test that failed only once may not have run the other time. The other tests are queried for those cells only.
-        once = {cell: tests for cell in cells if (tests := failed[run][cell].keys() - failed[other][cell])}
-        ran = store.outcomes(other, once)
-        for cell, tests in once.items():
-            if both := sorted(test for test in tests if ran[cell].get(test, "skipped") != "skipped"):
-                into[cell] = both
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,49 +155,36 @@ def _lines(diff: Diff) -> Iterator[common.Line]:
     lists: dict[str, list[Change]] = {name: getattr(diff, name) for name in TITLES}
     width = max((len(change.cell.name) for changes in lists.values() for change in changes), default=0)
     for name, changes in lists.items():
-        if changes:
-            yield common.Line()
-            yield common.Line(f"{TITLES[name]}: {len(changes)}", "bold")
-        for change in changes:
-            line = common.Line(f"  {change.cell.name.ljust(width)}  ")
-            line.add(*_state(change.old)).add(" -> ").add(*_state(change.new))
-            after = change.new or change.old
-            if after and after.reason:
-                line.add(f"  {common.one_line(after.reason)}")
-            yield line
-    yield from _test_lines("Tests that broke in cells that failed both times", diff.tests_broke)
-    yield from _test_lines("Tests that were mended in cells that failed both times", diff.tests_mended)
-    yield from _figure_lines(diff)
+        yield from common.section(f"{TITLES[name]}: {len(changes)}", (_change_line(one, width) for one in changes))
+    for word, tests in (("broke", diff.tests_broke), ("were mended", diff.tests_mended)):
+        names: list[str | common.Line] = []
+        for cell, own in tests.items():
+            names += [common.Line(f"  {cell}"), *map(common.one_line, own)]
+        count = sum(map(len, tests.values()))
+        yield from common.section(f"Tests that {word} in cells that failed both times: {count}", names)
+    title = f"Figures beyond the noise of earlier runs: {len(diff.figures)}"
+    yield from common.section(title, map(_figure_line, diff.figures))
+    if diff.too_few:
+        yield common.Line()
+        yield common.Line(f"figures with too few earlier runs to know their noise: {diff.too_few}", "dim")
     if not any([*lists.values(), diff.tests_broke, diff.tests_mended, diff.figures]):
         yield common.Line("nothing changed")
 
 
-def _state(summary: Summary | None) -> tuple[str, str]:
-    return (common.word(summary), common.style(summary)) if summary else ("not there", "dim")
+def _change_line(change: Change, width: int) -> common.Line:
+    was, now = (common.look(one) if one else ("not there", "dim") for one in (change.old, change.new))
+    after = change.new or change.old
+    line = common.Line(f"  {change.cell.name:{width}}  ").add(*was).add(" -> ").add(*now)
+    return line.add(f"  {common.one_line(after.reason)}") if after and after.reason else line
 
 
-def _test_lines(title: str, tests: Mapping[Cell, list[str]]) -> Iterator[common.Line]:
-    if tests:
-        yield common.Line()
-        yield common.Line(f"{title}: {sum(map(len, tests.values()))}", "bold")
-    for cell, names in tests.items():
-        yield common.Line(f"  {cell.name}")
-        yield from (common.Line(f"    {common.one_line(name)}") for name in names)
-
-
-def _figure_lines(diff: Diff) -> Iterator[common.Line]:
-    if diff.figures:
-        yield common.Line()
-        yield common.Line(f"Figures beyond the noise of earlier runs: {len(diff.figures)}", "bold")
-    for cell, figure, noise in diff.figures:
-        value, usual = trend.number(figure.value, figure.unit), trend.number(noise.usual, figure.unit)
-        yield common.Line(
-            f"  {cell.name}  {common.one_line(figure.name)}: {trend.changed(noise.usual, figure.value, figure.better)}, "
-            f"{value}; usual is {usual}, from {trend.number(noise.low)} to {trend.number(noise.high)}"
-        )
-    if diff.too_few:
-        yield common.Line()
-        yield common.Line(f"figures with too few earlier runs to know their noise: {diff.too_few}", "dim")
+def _figure_line(found: FigureChange) -> common.Line:
+    cell, figure, noise = found
+    value, usual = trend.number(figure.value, figure.unit), trend.number(noise.usual, figure.unit)
+    return common.Line(
+        f"  {cell.name}  {common.one_line(figure.name)}: {trend.changed(noise.usual, figure.value, figure.better)}, "
+        f"{value}; usual is {usual}, from {trend.number(noise.low)} to {trend.number(noise.high)}"
+    )
 
 
 def _as_json(diff: Diff) -> dict[str, Any]:

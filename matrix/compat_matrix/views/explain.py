@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         measured = store.measured(cell=cell).get(cell, [])
         run = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
         lines = [*_explained(store, cell, run, history, arguments)] if run else [*_without(store, cell)]
-    common.show([*lines, *_figures(measured), *_history(history)])
+    lines += common.section("figures", common.aligned(figures(measured)))
+    common.show([*lines, *common.section("history", _history(history))])
     return 0
 
 
@@ -65,7 +66,7 @@ def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
     """The output for a cell without a result in any run."""
     planned = store.current().get(cell)
     if planned is None:
-        raise common.unknown(cell, store)
+        raise MatrixError(f"the store {store.name} has no cell {cell}: no run has planned it")
     yield common.Line(f"{cell}: ", "bold").add(*_state(planned))
     if planned.summary.reason:
         yield common.Line(common.clean(planned.summary.reason))
@@ -96,11 +97,13 @@ def _explained(
     yield from _environment(found.cell, found.environment, arguments.full)
     yield from _shims(found.environment.get("shims", {}))
     if arguments.pins:
-        yield from _section("pins", common.clean(found.pins).splitlines() or ["none"])
+        yield from common.section("pins", common.clean(found.pins).splitlines() or ["none"])
     if arguments.full:
-        yield from _section("log", common.clean(found.log).splitlines() or ["empty"])
+        yield from common.section("log", common.clean(found.log).splitlines() or ["empty"])
     elif found.verdict == "failed" and not _bad(found):
-        yield from _section("the end of the log (--full has all of it)", common.clean(found.log).splitlines()[-15:])
+        yield from common.section(
+            "the end of the log (--full has all of it)", common.clean(found.log).splitlines()[-15:]
+        )
 
 
 def _tests(found: CellResult, full: bool) -> Iterator[common.Line]:
@@ -128,12 +131,11 @@ def _shortened(lines: Sequence[str]) -> list[str]:
     return kept if len(kept) == len(lines) else [*kept, f"({plural(len(lines) - len(kept), 'more line')}: --full)"]
 
 
-def _environment(cell: Cell, environment: Mapping[str, Any], full: bool) -> Iterator[common.Line]:
-    lines = [f"{name}: {value}" for name, value in facts(environment).items()]
+def _environment(cell: Cell, environment: Mapping[str, Any], full: bool) -> list[common.Line]:
     packages = {name: v for name, v in environment.get("packages", {}).items() if full or matters(name, cell)}
+    lines = [f"{name}: {value}" for name, value in facts(environment).items()]
     lines += [f"{name} {version}" for name, version in packages.items()]
-    if lines:
-        yield from _section("environment", [common.one_line(line, 1000) for line in lines])
+    return common.section("environment", [common.one_line(line, 1000) for line in lines])
 
 
 def matters(package: str, cell: Cell) -> bool:
@@ -162,20 +164,8 @@ def shims(found: Mapping[str, Any]) -> list[tuple[str, str, str, list[str]]]:
     return sorted(entries, key=lambda entry: (place.get(entry[1], len(place)), entry[0]))
 
 
-def _shims(found: Mapping[str, Any]) -> Iterator[common.Line]:
-    entries = shims(found)
-    width = max((len(name) for name, *_ in entries), default=0)
-    if entries:
-        said = [f"{name.ljust(width)}  {state.ljust(10)}  {reason}" for name, state, reason, _ in entries]
-        yield from _section("shims", [common.clean(line) for line in said])
-
-
-def _figures(measured: Sequence[Measured]) -> Iterator[common.Line]:
-    rows = figures(measured)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if lines:
-        yield from _section("figures", lines)
+def _shims(found: Mapping[str, Any]) -> list[common.Line]:
+    return common.section("shims", common.aligned([tuple(map(common.clean, one[:3])) for one in shims(found)]))
 
 
 def figures(measured: Sequence[Measured]) -> list[tuple[str, str, str, str]]:
@@ -210,21 +200,12 @@ def _trend(series: Sequence[Measured], values: Sequence[float]) -> str:
 
 
 def _history(history: Sequence[Past]) -> Iterator[common.Line]:
-    if not history:
-        return
-    yield common.Line()
-    yield common.Line("history", "bold")
     for past in history:
         line = common.Line(f"    {common.moment(past.summary.started)}  {past.run.id}  ").add(*_state(past))
         yield line.add(f"  {common.one_line(past.summary.reason, 100)}" if past.summary.reason else "")
 
 
 def _state(past: Past) -> tuple[str, str]:
+    word, style = common.look(past.summary)
     state = past.summary.state
-    return state if state != "failed" else f"failed, {common.word(past.summary)}", common.style(past.summary)
-
-
-def _section(title: str, lines: Sequence[str]) -> Iterator[common.Line]:
-    yield common.Line()
-    yield common.Line(title, "bold")
-    yield from (common.Line(f"    {line}") for line in lines)
+    return f"failed, {word}" if state == "failed" else state, style

@@ -11,15 +11,14 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
-from sqlalchemy import Select, select
+from sqlalchemy import Select, func, select
 
 from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD, Cell
 from ..errors import MatrixError
 from ..results import ENDED, FINE
 from ..store import Newest, Store
 from ..store import queries as stored
-from ..store.inserts import chunks
-from ..store.models import CELL, RESULT, RUN, TEXT
+from ..store.models import CELL, RESULT, RUN
 from ..versions import checked, exact, parsed, related, release, same
 from .common import clean
 from .explain import shims
@@ -278,45 +277,35 @@ def _passed(found: Newest) -> bool:
 
 def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> list[Newest]:
     """The newest result of each of these cells with exactly the requested versions, in whole runs."""
-    own = (RESULT.c.cell_id, RESULT.c.environment_id, RESULT.c.pins_id)
-    found = []
+    origin = (RESULT.c.environment_id, RESULT.c.pins_id)
+    best: Select[Any] = select(func.max(RESULT.c.id)).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
+    best = best.where(RUN.c.partial.is_(False), stored.HAS_ENDED, stored.IS_LAST)
+    rows: list[Any] = []
     with store.reading() as connection:
-        for names in chunks(cell.name for cell in cells):
-            query: Select[Any] = select(*stored.CELL_FIELDS, *own).distinct()
-            query = query.join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
-            query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(CELL.c.name.in_(names), stored.HAS_ENDED)
-            rows = connection.execute(query.where(RUN.c.partial.is_(False))).all()
-            texts: dict[int | None, str] = {}
-            for some in chunks({key for row in rows for key in row[-2:] if key is not None}):
-                query = select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(some))
-                texts |= {row[0]: row[1] for row in connection.execute(query)}
-            for row in rows:
-                cell, (cell_key, environment, pins) = stored.cell_of(row), row[-3:]
-                versions = exact(cell, stored.environment_of(texts.get(environment)), texts.get(pins, ""))
-                if all(same(text, versions.get(axis) or cell.axes.get(axis, "")) for axis, text in asked.items()):
-                    query = stored.summary(*stored.RUN_FIELDS).where(RESULT.c.cell_id == cell_key, stored.HAS_ENDED)
-                    query = query.where(RESULT.c.environment_id.is_not_distinct_from(environment))
-                    query = query.where(RESULT.c.pins_id.is_not_distinct_from(pins), RUN.c.partial.is_(False))
-                    newest = connection.execute(query.order_by(*stored.NEWEST_FIRST).limit(1)).first()
-                    if newest is not None:  # else a later attempt has replaced it
-                        found.append(Newest(cell, stored.past_of(newest), versions))
-    return found
+        for names in stored.chunks(cell.name for cell in cells):
+            keys = best.where(RESULT.c.cell_id.in_(select(CELL.c.id).where(CELL.c.name.in_(names))))
+            newest = RESULT.c.id.in_(keys.group_by(RESULT.c.cell_id, *origin))
+            rows += connection.execute(stored.results(*origin, *stored.RUN_FIELDS).where(newest)).all()
+        texts = stored.texts_of(connection, (key for row in rows for key in row[stored.SUMMARY : stored.SUMMARY + 2]))
+    found = []
+    for row in rows:
+        cell, (environment, pins) = stored.cell_of(row), row[stored.SUMMARY : stored.SUMMARY + 2]
+        versions = exact(cell, stored.environment_of(texts.get(environment)), texts.get(pins, ""))
+        found.append(Newest(cell, stored.past_of(row), versions))
+    return [one for one in found if not differs(one, asked)]
 
 
 def _texts(store: Store, of: Iterable[Newest]) -> list[tuple[Mapping[str, Any], str]]:
     """The environments that these results report, and their pins."""
-    found = []
-    environment, pins = TEXT.alias(), TEXT.alias()
-    query = select(environment.c.content, pins.c.content).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
-    query = query.join(CELL, CELL.c.id == RESULT.c.cell_id)
-    query = query.outerjoin(environment, environment.c.id == RESULT.c.environment_id)
-    query = query.outerjoin(pins, pins.c.id == RESULT.c.pins_id)
+    query = select(RESULT.c.environment_id, RESULT.c.pins_id)
     with store.reading() as connection:
-        for one in of:
-            own = (RUN.c.name == one.past.run.id, CELL.c.name == one.cell.name)
-            row = connection.execute(query.where(*own, RESULT.c.attempt == one.past.summary.attempt)).first()
-            found.append((stored.environment_of(row[0]), row[1] or "") if row else ({}, ""))
-    return found
+        keys = [
+            connection.execute(stored.of_cell(query, one.past.run.id, one.cell, one.past.summary.attempt)).first()
+            or (None, None)
+            for one in of
+        ]
+        texts = stored.texts_of(connection, (key for pair in keys for key in pair))
+    return [(stored.environment_of(texts.get(environment)), texts.get(pins, "")) for environment, pins in keys]
 
 
 def _tested(found: Newest, environment: Mapping[str, Any], asked: Mapping[str, str]) -> Tested:

@@ -12,17 +12,16 @@ down_revision = "0008"
 def upgrade() -> None:
     """Create the table ``figure``, and add ``result.flaky`` and ``result.known``; 0 for existing results."""
     for outcome in ("flaky", "known"):
-        op.add_column("result", sa.Column(outcome, sa.Integer(), nullable=False, server_default="0"))
+        op.add_column("result", sa.Column(outcome, sa.Integer, nullable=False, server_default="0"))
     op.create_table(
         "figure",
-        sa.Column("result_id", sa.Integer(), nullable=False),
-        sa.Column("name", sa.String(length=100), nullable=False),
-        sa.Column("nodeid_id", sa.Integer(), nullable=False),
-        sa.Column("value", sa.Float(), nullable=False),
-        sa.Column("unit", sa.String(length=40), nullable=False),
-        sa.Column("better", sa.String(length=6), nullable=True),
-        sa.ForeignKeyConstraint(["nodeid_id"], ["nodeid.id"], name=op.f("fk_figure_nodeid_id_nodeid")),
-        sa.ForeignKeyConstraint(["result_id"], ["result.id"], name=op.f("fk_figure_result_id_result")),
-        sa.PrimaryKeyConstraint("result_id", "name", name=op.f("pk_figure")),
+        sa.Column("result_id", sa.Integer, primary_key=True),
+        sa.Column("name", sa.String(100), primary_key=True),
+        sa.Column("nodeid_id", sa.Integer, nullable=False),
+        sa.Column("value", sa.Float, nullable=False),
+        sa.Column("unit", sa.String(40), nullable=False),
+        sa.Column("better", sa.String(6)),
+        sa.ForeignKeyConstraint(["nodeid_id"], ["nodeid.id"]),
+        sa.ForeignKeyConstraint(["result_id"], ["result.id"]),
         sqlite_with_rowid=False,
     )
