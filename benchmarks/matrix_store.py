@@ -83,7 +83,7 @@ def fill(store: Store, planned: Sequence[Cell], tests: int, seed: int) -> float:
 
 def copy_runs(path: Path, times: int) -> None:
     """Copy the newest two runs of a store within it, which is faster than storing new ones."""
-    columns = _columns(RESULT, "id", "run_id", "cell_id")
+    shared = _columns(RESULT, "id", "run_id", "cell_id")
     with sqlite3.connect(path) as connection:
         ids = [key for (key,) in connection.execute("SELECT id FROM run ORDER BY id DESC LIMIT 2")]
         (results,) = connection.execute("SELECT max(id) FROM result").fetchone()
@@ -100,8 +100,8 @@ def copy_runs(path: Path, times: int) -> None:
                     (new, key),
                 )
                 connection.execute(
-                    f"INSERT INTO result (id, run_id, cell_id, {columns})"
-                    f" SELECT id + ?, ?, cell_id, {columns} FROM result WHERE run_id = ?",
+                    f"INSERT INTO result (id, run_id, cell_id, {shared})"
+                    f" SELECT id + ?, ?, cell_id, {shared} FROM result WHERE run_id = ?",
                     (n * results, new, key),
                 )
             for table, columns in (("test", "position, nodeid_id, outcome, seconds, message_id"), ("log", "content")):

@@ -160,8 +160,8 @@ def measure(url: str, axes: Axes, seconds: float, think: float, uploads: Sequenc
                 before = _ended(store)
                 asyncio.run(load.run(seconds))
                 load.show(f"cells run, {_ended(store) - before} results were stored")
-                (waits,) = submissions.waiting(store)
-                submissions.cancel(store, waits.run)
+                for one in submissions.waiting(store):
+                    submissions.cancel(store, one.run)
             time.sleep(5)
             done = asyncio.run(load.run(seconds, uploads))
             load.show(f"{done} stores of {len(axes.cells)} results were uploaded")
