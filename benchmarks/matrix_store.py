@@ -7,6 +7,7 @@ work of the machine.
 
 from __future__ import annotations
 
+import gc
 import io
 import random
 import sqlite3
@@ -174,6 +175,7 @@ def measure(path: Path, old: str = "latest~1", new: str = "latest") -> None:
 
 
 def main() -> None:
+    gc.set_threshold(100_000)  # as the commands do
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one.db")
         print("two runs of 168 cells with 700 tests, every tenth cell failed", flush=True)
