@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import decode_source
@@ -32,6 +33,20 @@ _ALL = re.compile(rb"^__all__[ \t]*=[ \t]*([\[(][^\])]*[\])])[ \t]*(?:#.*)?$", r
 #: Only one thread parses at a time: on Python 3.11, a thread switch within a parse (possible if the garbage collector runs a
 #: finalizer) makes both threads fail with "AST constructor recursion depth mismatch".
 _PARSING = threading.Lock()
+
+
+def _parse(source: str) -> ast.Module:
+    """Parse a module.
+
+    Python 3.11 fails if two threads parse at a time. Other code may do so all the same, as the formatting of a traceback does: then it is
+    repeated.
+    """
+    for _ in range(9):
+        with _PARSING, suppress(SystemError):
+            return ast.parse(source)
+    with _PARSING:
+        return ast.parse(source)
+
 
 #: Identifies this module and the versions it depends on: cached results are valid as long as it stays the same.
 FINGERPRINT = hashlib.sha256(
@@ -66,8 +81,7 @@ class Found:
         """The signature; None if it isn't known."""
         if self.signature is None:
             return None
-        with _PARSING:
-            (function,) = ast.parse(f"def f{self.signature}: ...").body
+        (function,) = _parse(f"def f{self.signature}: ...").body
         assert isinstance(function, ast.FunctionDef)
         return signature_of(function)
 
@@ -241,8 +255,9 @@ class Sources:
         if literal is None or source.count(b"__all__") != 1:
             return None
         try:
-            with _PARSING:
-                return frozenset(ast.literal_eval(literal[1].decode()))
+            (assignment,) = _parse(f"__all__ = {literal[1].decode()}").body
+            assert isinstance(assignment, ast.Assign)
+            return frozenset(ast.literal_eval(assignment.value))
         except (ValueError, SyntaxError, TypeError):
             return None
 
@@ -289,8 +304,7 @@ class Sources:
         if name not in self._modules:
             file = self._file(name)
             code = decode_source(self._published.read(file)) if file else ""
-            with _PARSING:
-                tree = ast.parse(code)
+            tree = _parse(code)
             package = name.rpartition(".")[0] if file and not file.endswith("/__init__.py") else name
             self._modules[name] = _Module(Scope(name, tree, package), _REPLACED.search(code) is not None)
         return self._modules[name]
