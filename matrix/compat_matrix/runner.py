@@ -98,6 +98,7 @@ def execute(
     progress: Progress,
     *,
     patience: float = 0.0,
+    finish: bool = True,
 ) -> Counter[str]:
     """Run the jobs and store each result; returns the number of cells with each verdict.
 
@@ -105,6 +106,7 @@ def execute(
 
     Args:
         patience: the seconds for which storing a result is tried again, for a database that is restarted.
+        finish: set the state of the run to ``finished`` at the end; else the caller does so.
 
     Raises:
         MatrixError: a result can't be stored; earlier results stay stored.
@@ -130,7 +132,8 @@ def execute(
                 store.add(run, future.result())
         store.finish(run, "interrupted")
         raise
-    store.finish(run, "finished")
+    if finish:
+        store.finish(run, "finished")
     return progress.counts
 
 

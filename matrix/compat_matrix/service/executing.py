@@ -301,11 +301,11 @@ def execute(options: argparse.Namespace, axes: Axes, store: Store, run: str, cla
         raise
     executor = executor_of(options, options.ray is not None)
     with Progress(len(cells), executor.jobs, console) as progress, _beating(store, row.run_id, claim, progress):
-        counts = runner.execute(run, jobs, store, executor, progress, patience=_PATIENCE)
+        counts = runner.execute(run, jobs, store, executor, progress, patience=_PATIENCE, finish=False)
     with store.writing() as connection:
         mine = and_(SUBMISSION.c.run_id == row.run_id, SUBMISSION.c.claim == claim)
+        # In one transaction: a run that is finished can be retried and deleted.
         if connection.execute(delete(SUBMISSION).where(mine)).rowcount:
-            # Again: the last beat may have come later.
             ended = {"state": "finished", "finished": datetime.now(timezone.utc)}
             connection.execute(update(RUN).where(RUN.c.id == row.run_id).values(ended))
     return 0 if set(counts) <= {"passed"} else 1
