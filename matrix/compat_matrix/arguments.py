@@ -91,6 +91,15 @@ STORE: Arguments = {
         "a file, or any SQLAlchemy URL (default: $KERNEL_COMPAT_MATRIX_STORE, else matrix.sqlite)", metavar="URL"
     ),
 }
+JSON: Arguments = {"--json": flag("print JSON")}
+#: The name of a run, in a help text.
+A_RUN = "a run: an id, a label, latest~1"
+#: Which runs' results; every run's by default.
+OF_RUNS: Arguments = {
+    "--run": option(
+        "only results of this run (repeatable; default: all runs)", dest="runs", metavar="RUN", action="append"
+    ),
+}
 
 
 def add(parser: argparse.ArgumentParser | argparse._ArgumentGroup, arguments: Arguments) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
-from .arguments import STORE, add
+from .arguments import add
 from .errors import MatrixError
 
 #: The module of each command, with `run` and either `ARGUMENTS` or `add_arguments`, and a line of help. A module is imported when
@@ -21,7 +21,7 @@ COMMANDS = {
     "list": ("commands.listing", "list the cells"),
     "pin": ("commands.pin", "resolve the cells and write their pins"),
     "fetch": ("commands.fetch", "write a folder from which `run --offline` installs without a network"),
-    "unpack": ("commands.unpack", "put the parts of such a folder together"),
+    "unpack": ("commands.unpack", "assemble the folder from the parts that `fetch --parts` wrote"),
     "run": ("commands.run", "run cells and store their results"),
     "runs": ("views.runs", "list the runs in the store"),
     "show": ("views.show", "show the results of a run as a grid"),
@@ -96,8 +96,6 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             add(command, implementation.ARGUMENTS)
         else:
             implementation.add_arguments(command)
-        if module.startswith(("views", "pages")):
-            add(command, STORE)
         command.set_defaults(do=implementation.run, name=name)
     return parser
 

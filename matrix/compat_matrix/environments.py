@@ -20,6 +20,7 @@ from uv import find_uv_bin
 from .base_python import BasePython
 from .errors import MatrixError
 from .pins import Part
+from .unpack import sha256
 from .wheelhouse import Wheelhouse
 
 #: Packages that must be built against the environment's torch.
@@ -84,7 +85,7 @@ class Environments:
         """
         wheel = self.wheelhouse and self.wheelhouse.project
         described = f"{part.key}\n{self.project}"
-        described += hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else ""
+        described += sha256(wheel) if wheel else ""
         described += self.below.key if self.below else ""
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
@@ -105,7 +106,7 @@ class Environments:
 
         _whole(folder, make)
         # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
-        metadata = hashlib.sha256((self.project / "pyproject.toml").read_bytes()).hexdigest()
+        metadata = sha256(self.project / "pyproject.toml")
         _once(folder, "project", metadata, add_project)
         return python
 

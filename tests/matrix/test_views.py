@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pytest
 from stored import SHIMS, cells, failed, not_run, passed, stored
 
+from compat_matrix.arguments import add
 from compat_matrix.cells import Cell
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
@@ -47,7 +48,7 @@ def call(url: str) -> Command:
 
     def call(view: ModuleType, *arguments: str) -> int:
         parser = argparse.ArgumentParser()
-        view.add_arguments(parser)
+        add(parser, view.ARGUMENTS)
         options = parser.parse_args(arguments)
         options.store = url
         code: int = view.run(options)

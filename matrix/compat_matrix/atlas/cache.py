@@ -29,7 +29,7 @@ class Cache:
         self._unwritable = False
 
     def load(self, path: str) -> bytes | None:
-        """The content of a file; None if there is none. The caller must check that it is undamaged."""
+        """The content of a cached file; None if it isn't cached. The caller checks that it is undamaged."""
         try:
             return (self._folder / path).read_bytes()
         except OSError:

@@ -154,7 +154,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, str | None]:
 def _releases(
     arguments: argparse.Namespace, shims: Sequence[Shim], index: Index, used: Iterable[str]
 ) -> dict[str, list[Release]]:
-    """The releases of the arguments; else, of each distribution that is used, those that the shims claim, or the newest."""
+    """The releases given as arguments; without any, those that the shims claim of each distribution in use, or its newest one."""
     given = {distribution: text for distribution, text in _given(arguments).items() if text is not None}
     if given:
         return {

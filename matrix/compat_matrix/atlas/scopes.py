@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -20,13 +22,30 @@ Loop = ast.For | ast.AsyncFor | ast.comprehension
 _PARTIAL = ("overload", "getter", "setter", "deleter")
 
 
+_PARSING = threading.Lock()
+
+
+def parse(source: str | bytes) -> ast.Module:
+    """Parse a module, one thread at a time.
+
+    On Python 3.11 a thread switch within a parse, possible if the garbage collector runs a finalizer, makes both threads fail with
+    "AST constructor recursion depth mismatch". Threads of other code parse without this lock, for example to format a traceback, so
+    such a failure is tried again.
+    """
+    for _ in range(9):
+        with _PARSING, suppress(SystemError):
+            return ast.parse(source)
+    with _PARSING:
+        return ast.parse(source)
+
+
 class Element(ast.Subscript):
     """An element of a value that an assignment unpacks."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """One definition of a name. With none of the first three attributes, the source doesn't show what it is.
+    """One definition of a name. If path, definition and expression are None, the source doesn't show what the name is.
 
     Attributes:
         path: of an imported object; of the first parameter of a method, that of the class.

@@ -7,8 +7,6 @@ import hashlib
 import inspect
 import re
 import sys
-import threading
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import decode_source
@@ -17,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from . import scopes
 from .published import Published
-from .scopes import Binding, Element, Scope, decorators, last_name, signature_of
+from .scopes import Binding, Element, Scope, decorators, last_name, parse, signature_of
 
 #: Methods that are class methods without a decorator.
 _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
@@ -29,24 +27,6 @@ _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _REPLACED = re.compile(r"^\s*sys\.modules\[__name__\] = (?!_LazyModule\b)", re.MULTILINE)
 #: An ``__all__`` that is one literal list or tuple.
 _ALL = re.compile(rb"^__all__[ \t]*=[ \t]*([\[(][^\])]*[\])])[ \t]*(?:#.*)?$", re.MULTILINE)
-
-#: Only one thread parses at a time: on Python 3.11, a thread switch within a parse (possible if the garbage collector runs a
-#: finalizer) makes both threads fail with "AST constructor recursion depth mismatch".
-_PARSING = threading.Lock()
-
-
-def _parse(source: str) -> ast.Module:
-    """Parse a module.
-
-    Python 3.11 fails if two threads parse at a time. Other code may do so all the same, as the formatting of a traceback does: then it is
-    repeated.
-    """
-    for _ in range(9):
-        with _PARSING, suppress(SystemError):
-            return ast.parse(source)
-    with _PARSING:
-        return ast.parse(source)
-
 
 #: Identifies this module and the versions it depends on: cached results are valid as long as it stays the same.
 FINGERPRINT = hashlib.sha256(
@@ -81,7 +61,7 @@ class Found:
         """The signature; None if it isn't known."""
         if self.signature is None:
             return None
-        (function,) = _parse(f"def f{self.signature}: ...").body
+        (function,) = parse(f"def f{self.signature}: ...").body
         assert isinstance(function, ast.FunctionDef)
         return signature_of(function)
 
@@ -248,14 +228,14 @@ class Sources:
         return any(not isinstance(one, (list, tuple)) or name in one for one in exported)
 
     def _literal_all(self, module: str) -> frozenset[str] | None:
-        """The ``__all__`` of a module if it is one literal: it isn't parsed, as there are thousands of such modules."""
+        """The ``__all__`` of a module that assigns one literal; else None. Parsing whole modules, of which there are thousands, takes long."""
         file = self._file(module)
         source = self._published.read(file) if file else b""
         literal = _ALL.search(source)
         if literal is None or source.count(b"__all__") != 1:
             return None
         try:
-            (assignment,) = _parse(f"__all__ = {literal[1].decode()}").body
+            (assignment,) = parse(f"__all__ = {literal[1].decode()}").body
             assert isinstance(assignment, ast.Assign)
             return frozenset(ast.literal_eval(assignment.value))
         except (ValueError, SyntaxError, TypeError):
@@ -304,7 +284,7 @@ class Sources:
         if name not in self._modules:
             file = self._file(name)
             code = decode_source(self._published.read(file)) if file else ""
-            tree = _parse(code)
+            tree = parse(code)
             package = name.rpartition(".")[0] if file and not file.endswith("/__init__.py") else name
             self._modules[name] = _Module(Scope(name, tree, package), _REPLACED.search(code) is not None)
         return self._modules[name]

@@ -1,4 +1,4 @@
-"""The names of other projects that the atlas knows: those that the library relies on, and those that it makes unnecessary to patch."""
+"""Names in other projects, from ``upstream.toml``: the seams that the library relies on, and the patches that it makes unnecessary."""
 
 from __future__ import annotations
 

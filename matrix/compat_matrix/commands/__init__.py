@@ -1,1 +1,1 @@
-"""The commands other than views, a module each with `add_arguments` and `run`."""
+"""The commands other than views, a module each with `run`, and `ARGUMENTS` or `add_arguments`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from datetime import timedelta
 
-from ..arguments import STORE, Arguments, add, days, flag, option
+from ..arguments import A_RUN, STORE, Arguments, add, days, flag, option
 from ..store import Store, removal, submissions
 from ..views.common import moment, named
 from ..words import plural
 
-_RUNS: Arguments = {"runs": option("a run: an id, a label, latest~1", metavar="RUN", nargs="+")}
+_RUNS: Arguments = {"runs": option(A_RUN, metavar="RUN", nargs="+")}
 _OLD: Arguments = {
     "--keep": option("how long runs are kept, such as 90d", type=days, required=True, metavar="DAYS"),
     "--dry-run": flag("list the runs that would be deleted; delete nothing"),

@@ -13,7 +13,7 @@ _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 class Links:
-    """The addresses of a service's pages, or of those that a report has as files.
+    """The addresses of pages: those of a service, or the files of a report.
 
     Args:
         root: the path at which a proxy serves the service, such as /matrix; or the way from a page to the report's folder.

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..arguments import OF_RUNS, STORE, Arguments, option
 from ..axes import load
 from ..errors import MatrixError
 from ..options import AXES, axes_in
 from ..results import ENDED
 from ..store import Newest, Store
 from ..views import architectures, common
-from ..views.compatibility import add_run_argument
 from ..views.verdicts import ORDER, in_order, value, verdict_of, why_unknown
 from ..views.verdicts import newest as newest_of
 from . import ask, grid, runs, seams
@@ -33,13 +33,12 @@ MANIFEST = ".kernel-compat-matrix-report"
 _OF_SERVICE = ("htmx-4.0.1.min.js",)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument("folder", metavar="DIR", type=Path, help="the folder to write: a new one, or an older report's")
-    parser.add_argument(
-        "--axes", type=Path, metavar="FILE", help=f"the axes file of the project whose name the pages have ({AXES})"
-    )
-    add_run_argument(parser)
+ARGUMENTS: Arguments = {
+    "folder": option("the folder to write: a new one, or an older report's", metavar="DIR", type=Path),
+    "--axes": option(f"the axes file of the project whose name the pages have ({AXES})", type=Path, metavar="FILE"),
+    **OF_RUNS,
+    **STORE,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -92,7 +92,7 @@ class _WithOwn(BaseModel):
         """The own axes.
 
         Raises:
-            RequestValidationError: a parameter is none that the project has.
+            RequestValidationError: a parameter isn't one of the project's own axes.
         """
         given: dict[str, str] = self.model_extra or {}
         known = site.own_axes() if given else {}

@@ -181,7 +181,7 @@ def _result(request: Request, site: Site, name: str) -> tuple[Cell, Past | None,
     """The cell in a page's address, the result if it has one, and the newest entries of the cell's history.
 
     Raises:
-        HTTPException: there is none.
+        HTTPException: 404 if there is no such cell or result, 422 if a parameter isn't valid.
     """
     cell, given = site.cell(name), request.query_params
     for unknown in given.keys() - {"run", "attempt", "live"}:

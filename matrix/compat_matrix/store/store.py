@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -290,7 +289,7 @@ class Store:
         query = select(TEXT.c.content).select_from(RESULT).outerjoin(TEXT, RESULT.c.environment_id == TEXT.c.id)
         with self.reading() as connection:
             found = connection.scalar(queries.of_cell(query, run, cell))
-        return dict(json.loads(found or "{}"))
+        return dict(queries.environment_of(found))
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
         """The figures of a run, by cell, sorted by name: those of the results that count."""

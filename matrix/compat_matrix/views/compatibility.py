@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from ..arguments import OF_RUNS, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED
@@ -25,21 +26,11 @@ class _Answer(NamedTuple):
     shims: tuple[str, ...]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument("path", metavar="PATH", type=Path, help="the file to write, such as docs/compatibility.md")
-    add_run_argument(parser)
-
-
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the runs."""
-    parser.add_argument(
-        "--run",
-        dest="runs",
-        metavar="RUN",
-        action="append",
-        help="only results of this run (repeatable; default: all runs)",
-    )
+ARGUMENTS: Arguments = {
+    "path": option("the file to write, such as docs/compatibility.md", metavar="PATH", type=Path),
+    **OF_RUNS,
+    **STORE,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

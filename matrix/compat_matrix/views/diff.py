@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from ..arguments import A_RUN, JSON, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED, Figure
@@ -131,11 +132,12 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
     return changes, too_few
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument("old", metavar="OLD", help="a run: an id, a label, latest~1")
-    parser.add_argument("new", metavar="NEW", help="the other run, such as latest")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS: Arguments = {
+    "old": option(A_RUN, metavar="OLD"),
+    "new": option("the other run, such as latest", metavar="NEW"),
+    **JSON,
+    **STORE,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

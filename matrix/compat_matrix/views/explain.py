@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
+from ..arguments import STORE, Arguments, flag, option
 from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult, Test
@@ -26,14 +27,13 @@ _TELLING = re.compile(
 _STATES = ("failed", "applied", "pending", "skipped", "not needed")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument("cell", metavar="CELL", help="the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")
-    parser.add_argument(
-        "--run", dest="chosen", metavar="RUN", help="the result in this run (default: the newest result)"
-    )
-    parser.add_argument("--full", action="store_true", help="show whole messages, every package, and the log")
-    parser.add_argument("--pins", action="store_true", help="show the requirement files that it was installed from")
+ARGUMENTS: Arguments = {
+    "cell": option("the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda", metavar="CELL"),
+    "--run": option("the result in this run (default: the newest result)", dest="chosen", metavar="RUN"),
+    "--full": flag("show whole messages, every package, and the log"),
+    "--pins": flag("show the requirement files that it was installed from"),
+    **STORE,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

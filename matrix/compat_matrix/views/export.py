@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from ..arguments import A_RUN, STORE, Arguments, option
 from . import common
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run: an id, a label, latest~1")
-    parser.add_argument("path", metavar="PATH", help="the file to write; it must not exist")
+ARGUMENTS: Arguments = {
+    "runs": option(A_RUN, metavar="RUN", nargs="+"),
+    "path": option("the file to write; it must not exist", metavar="PATH"),
+    **STORE,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from ..arguments import STORE, Arguments, option
 from ..store import Store
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument(
-        "stores", metavar="FROM", nargs="+", help="a store, as a file or URL, whose runs this one lacks"
-    )
+ARGUMENTS: Arguments = {
+    "stores": option("a store, as a file or URL, whose runs this one lacks", metavar="FROM", nargs="+"),
+    **STORE,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

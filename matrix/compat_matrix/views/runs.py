@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..arguments import JSON, STORE, Arguments
 from ..store import Run
 from . import common
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument("--json", action="store_true")
+ARGUMENTS: Arguments = {**JSON, **STORE}
 
 
 def run(arguments: argparse.Namespace) -> int:

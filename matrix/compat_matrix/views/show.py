@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..arguments import A_RUN, JSON, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import Figure
@@ -14,14 +15,12 @@ from ..store import Summary
 from ..words import plural
 from . import common, trend
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
-    parser.add_argument(
-        "chosen", metavar="RUN", nargs="?", default="latest", help="a run: an id, a label, latest~1 (default: latest)"
-    )
-    parser.add_argument("--figure", metavar="NAME", help="show a figure that tests recorded, instead of the states")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS: Arguments = {
+    "chosen": option(f"{A_RUN} (default: latest)", metavar="RUN", nargs="?", default="latest"),
+    "--figure": option("show a figure that tests recorded, instead of the states", metavar="NAME"),
+    **JSON,
+    **STORE,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +81,7 @@ def _chosen(name: str, run: str, figures: Mapping[Cell, Sequence[Figure]]) -> di
 
 
 def _blocks(summary: Mapping[Cell, Summary]) -> list[list[tuple[Cell, Summary]]]:
-    """The cells by Python, FlashAttention, device and own axes, in order; without those that exclude every cell."""
+    """The cells grouped by Python, FlashAttention, device and own axes, in order; without groups whose cells are all excluded."""
     grouped: dict[tuple[str, common.Kind], list[tuple[Cell, Summary]]] = {}
     for cell, one in summary.items():
         grouped.setdefault((cell.python, common.kind(cell)), []).append((cell, one))

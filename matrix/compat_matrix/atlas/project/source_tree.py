@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from importlib.util import decode_source
 from pathlib import Path
 
 from ...errors import MatrixError
-from ..scopes import Scope
+from ..scopes import Scope, parse
 from .resolver import Resolver
 from .walker import Context, Effects, Use, Walker
 
@@ -58,7 +57,7 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
                 source = decode_source(file.read_bytes())
                 name = _module_name(file, folder)
                 package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-                parsed[path] = source, Scope(name, ast.parse(source), package)
+                parsed[path] = source, Scope(name, parse(source), package)
                 resolver.modules.setdefault(name, parsed[path][1])
             except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
                 unread[path] = getattr(error, "strerror", None) or str(error) or type(error).__name__

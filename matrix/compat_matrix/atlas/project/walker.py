@@ -39,8 +39,8 @@ class Use:
         column: from 1.
         name: ``package.module.Class.attribute``; of an entry in a table, the table.
         kind: ``call`` is reported for the functions that a scan looks for.
-        how: the syntax: ``import``, ``assignment``, ``setattr``, ``mock.patch``, ``item`` and the like; of a function of the project
-            that patches what it is given, its name with ``()``.
+        how: the syntax: ``import``, ``assignment``, ``setattr``, ``mock.patch``, ``item`` and the like; or the name of the project's
+            own function that patches its arguments, with ``()``.
         guard: ``try``, if the code goes on where the name is missing; ``check``, if it runs under a condition on versions or on what
             there is; ``typing``, if only type checkers read it.
         deferred: whether it is in a function: it runs when that is called.
