@@ -4,11 +4,13 @@ import json
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 from small import TAG, Small
 from sqlalchemy import text
 
+from compat_matrix.arguments import COMMANDS
 from compat_matrix.axes import OWN, load
 from compat_matrix.service.executing import Queue
 from compat_matrix.service.submission import Submission
@@ -71,10 +73,11 @@ because = "no kernel on a CPU"
         ("run --all --store nosuch://host/db", "the store nosuch://host/db: "),
         ("run --all --offline nowhere", "nowhere"),
         ("run --all --cache test_it.py", "test_it.py"),
-        ("run --all --pytest 'unbalanced", '--pytest "\'unbalanced": No closing quotation'),
+        ("run --all --pytest 'unbalanced", 'argument --pytest: arguments as in a shell, not "\'unbalanced"'),
         ("run -j 0", "a number from 1 on, not '0'"),
         ("run -j many", "a number from 1 on, not 'many'"),
         ("walk", "invalid choice: 'walk'"),
+        ("--fast list", "the following arguments are required: COMMAND"),
         ("", "the following arguments are required: COMMAND"),
         ("show", "the store matrix.sqlite"),
         ("explain nonsense", ""),
@@ -89,6 +92,27 @@ def test_bad_input_is_told_in_a_line_or_two(project: Small, arguments: str, says
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) < 12
     assert not (project.folder / "matrix.sqlite").exists()
+
+
+def test_help_and_bad_arguments_import_nothing_of_a_command() -> None:
+    own = [name for name, command in COMMANDS.items() if command.arguments is None]
+    assert own == ["atlas", "token"]
+    code = f"""
+import sys
+from compat_matrix.arguments import COMMANDS
+from compat_matrix.cli import main
+for words in ([name, word] for name in COMMANDS if name not in {own} for word in ("--help", "--nonsense")):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert ended.code == (0 if words[1] == "--help" else 2), words
+    else:
+        raise AssertionError(words)
+assert not {{"jinja2", "packaging", "pydantic", "requests", "rich", "sqlalchemy"}} & {{*sys.modules}}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[CELL ...] DIR" in done.stdout
 
 
 def test_a_project_that_is_none_is_told(project: Small) -> None:
