@@ -58,7 +58,3 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.store = os.environ.get("KERNEL_COMPAT_MATRIX_STORE") or "matrix.sqlite"
     options.command, options.words = name, words
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -144,8 +144,7 @@ def _known(options: argparse.Namespace, axes: Axes, store: Store, cells: Mapping
         pins = _job(options, axes, cell).pins if past else ""
         for run, attempt in past:
             result = store.result(run, cell, attempt)
-            answer = _judged(options, result)
-            if result.pins == pins and answer.state != "unknown":
+            if result.pins == pins and (answer := _judged(options, result)).state != "unknown":
                 found[value] = answer
                 break
     return found
