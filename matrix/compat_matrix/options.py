@@ -1,4 +1,4 @@
-"""Options that several commands share, and the values they are parsed to."""
+"""What the values of options mean: axes, cells, their jobs, the executor, and the run."""
 
 from __future__ import annotations
 

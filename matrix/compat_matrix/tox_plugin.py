@@ -58,11 +58,8 @@ class CellEnv(RunToxEnv):
 
 @impl
 def tox_register_tox_env(register: ToxEnvRegister) -> None:
-    """Register the environments of cells; the default of other environments stays."""
-    default = register.default_env_runner
+    """Register the environments of cells."""
     register.add_run_env(CellEnv)
-    if default:
-        register.default_env_runner = default
 
 
 @impl

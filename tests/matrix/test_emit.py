@@ -84,14 +84,3 @@ def test_the_jobs_together_run_every_cell(project: Small) -> None:
     with project.store as store:
         states = {cell.name: past.summary.state for cell, past in store.current().items() if cell.device == "cpu"}
     assert states == dict.fromkeys(project.run("list", "--only", "device==cpu").stdout.split(), "passed")
-
-
-def test_bad_input_is_told(project: Small) -> None:
-    for arguments, says in {
-        "emit": "the following arguments are required",
-        "emit gitlab": "invalid choice: 'gitlab'",
-        "emit github --only torch==3": "no cell of axes.toml matches",
-    }.items():
-        done = project.run(*arguments.split())
-        assert (done.returncode, done.stdout) == (2, "")
-        assert says in done.stderr
