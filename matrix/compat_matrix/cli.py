@@ -51,9 +51,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options = parser.parse_args(rest)
     else:
         add(parser, command.arguments)
-        options = parser.parse_intermixed_args(
-            rest
-        )  # options may stand between the others: `fetch CELL --pins DIR FOLDER`
+        # Options may stand between the other arguments: `fetch CELL --without-torch FOLDER`.
+        options = parser.parse_intermixed_args(rest)
     if getattr(options, "store", "") is None:
         options.store = os.environ.get("KERNEL_COMPAT_MATRIX_STORE") or "matrix.sqlite"
     options.command, options.words = name, words

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from math import ceil, log2
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,20 +36,6 @@ def test_a_search_is_right_and_asks_log2_times(data: st.DataObject) -> None:
     assert set(range(good + 1, bad)) <= unknown
     assert len(asked) == len(set(asked))
     assert len(asked) <= 2 + ceil(log2(count)) + len(unknown)
-
-
-@pytest.mark.parametrize(
-    ("states", "says"),
-    [
-        (["bad", "bad"], "5.0 should be good, but it is bad: because"),
-        (["good", "good"], "5.1 should be bad, but it is good: because"),
-        (["good", "unknown"], "5.1 should be bad, but its state is unknown: because"),
-    ],
-)
-def test_ends_that_are_not_as_they_should_be_are_told(states: list[Any], says: str) -> None:
-    values = ["5.0", "5.1"]
-    with pytest.raises(MatrixError, match=says):
-        search(values, lambda value: Answer(states[values.index(value)], "because"), {})
 
 
 def test_an_axis_that_no_cell_has_is_told() -> None:
@@ -224,6 +209,7 @@ def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
     ("arguments", "says"),
     [
         ("--test test_it.py::test_other", "5.10 should be bad, but it is good"),
+        ("--test test_it.py::test_it --good 5.3 --bad 5.4", "5.4 should be bad, but its state is unknown: "),
         (
             "--test test_it.py::test_nowhere --good 5.0 --bad 5.1",
             "5.0 should be good, but its state is unknown: it has no such test",
