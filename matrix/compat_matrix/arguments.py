@@ -119,6 +119,8 @@ STORE: Arguments = {
         "a file, or any SQLAlchemy URL (default: $KERNEL_COMPAT_MATRIX_STORE, else matrix.sqlite)", metavar="URL"
     ),
 }
+#: What a new run of cells takes besides their selection.
+OF_A_RUN: Arguments = {**STORE, **TESTS, **LATEST, **ENVIRONMENTS}
 JSON: Arguments = {"--json": flag("print JSON")}
 #: The name of a run, in a help text.
 A_RUN = "a run: an id, a label, latest~1"
@@ -169,10 +171,7 @@ COMMANDS = {
         {
             **SELECTION,
             "--all": flag("run every cell: without a selection this is needed"),
-            **STORE,
-            **TESTS,
-            **LATEST,
-            **ENVIRONMENTS,
+            **OF_A_RUN,
             "--label": option("a name for the run", default=""),
             "--resume": option(
                 "continue a run (default: the latest whole run)", nargs="?", const="latest", metavar="RUN"
@@ -339,10 +338,7 @@ COMMANDS = {
             "--good": option("a good value (default: the oldest)", metavar="VERSION"),
             "--bad": option("a bad value (default: the newest)", metavar="VERSION"),
             **SELECTION,
-            **STORE,
-            **TESTS,
-            **LATEST,
-            **ENVIRONMENTS,
+            **OF_A_RUN,
         },
     ),
 }
