@@ -15,9 +15,8 @@ from urllib.parse import unquote
 import pytest
 from stored import SHIMS, cells, failed, not_run, passed, stored
 
-from compat_matrix.arguments import add
 from compat_matrix.cells import Cell
-from compat_matrix.cli import main
+from compat_matrix.cli import main, parse
 from compat_matrix.errors import MatrixError
 from compat_matrix.pages import report
 from compat_matrix.results import CellResult, Figure, Test
@@ -47,9 +46,7 @@ def call(url: str) -> Command:
     """Run a view with a command line."""
 
     def call(view: ModuleType, *arguments: str) -> int:
-        parser = argparse.ArgumentParser()
-        add(parser, view.ARGUMENTS)
-        options = parser.parse_args(arguments)
+        options = parse([view.__name__.rpartition(".")[2], *arguments])
         options.store = url
         code: int = view.run(options)
         return code

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..arguments import OF_RUNS, STORE, Arguments, option
 from ..axes import load
 from ..errors import MatrixError
-from ..options import AXES, axes_in
+from ..options import axes_in
 from ..results import ENDED
 from ..store import Newest, Store
 from ..views import architectures, common
@@ -31,14 +30,6 @@ MANIFEST = ".kernel-compat-matrix-report"
 
 #: The files of the templates that only a service needs.
 _OF_SERVICE = ("htmx-4.0.1.min.js",)
-
-
-ARGUMENTS: Arguments = {
-    "folder": option("the folder to write: a new one, or an older report's", metavar="DIR", type=Path),
-    "--axes": option(f"the axes file of the project whose name the pages have ({AXES})", type=Path, metavar="FILE"),
-    **OF_RUNS,
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from ..arguments import OF_RUNS, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED
@@ -24,13 +23,6 @@ class _Answer(NamedTuple):
 
     works: str
     shims: tuple[str, ...]
-
-
-ARGUMENTS: Arguments = {
-    "path": option("the file to write, such as docs/compatibility.md", metavar="PATH", type=Path),
-    **OF_RUNS,
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

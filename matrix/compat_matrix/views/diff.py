@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from ..arguments import A_RUN, JSON, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED, Figure
@@ -130,14 +129,6 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
             if side and side not in map(expected.side, found.outside):  # else an earlier run was the first
                 changes.append(FigureChange(cell, one.figure, expected))
     return changes, too_few
-
-
-ARGUMENTS: Arguments = {
-    "old": option(A_RUN, metavar="OLD"),
-    "new": option("the other run, such as latest", metavar="NEW"),
-    **JSON,
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

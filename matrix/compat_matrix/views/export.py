@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import A_RUN, STORE, Arguments, option
 from . import common
-
-ARGUMENTS: Arguments = {
-    "runs": option(A_RUN, metavar="RUN", nargs="+"),
-    "path": option("the file to write; it must not exist", metavar="PATH"),
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

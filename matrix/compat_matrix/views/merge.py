@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import STORE, Arguments, option
 from ..store import Store
-
-ARGUMENTS: Arguments = {
-    "stores": option("a store, as a file or URL, whose runs this one lacks", metavar="FROM", nargs="+"),
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..arguments import JSON, STORE, Arguments
 from ..store import Run
 from . import common
-
-ARGUMENTS: Arguments = {**JSON, **STORE}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,20 +7,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..arguments import A_RUN, JSON, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import Figure
 from ..store import Summary
 from ..words import plural
 from . import common, trend
-
-ARGUMENTS: Arguments = {
-    "chosen": option(f"{A_RUN} (default: latest)", metavar="RUN", nargs="?", default="latest"),
-    "--figure": option("show a figure that tests recorded, instead of the states", metavar="NAME"),
-    **JSON,
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:
