@@ -313,14 +313,8 @@ COMMANDS = {
             **AXES_FILE,
             **FILTER,
             **STORE,
-            "--index": option("the package index (default: the one that pip or uv would use)", metavar="URL"),
             "--dry-run": flag("list the releases and the cells; store nothing"),
-            "--submit": option("submit the cells to this service, which runs them", metavar="URL", type=address),
-            "--token-file": option(
-                "a file with the token (default: $KERNEL_COMPAT_MATRIX_TOKEN)", type=Path, metavar="FILE"
-            ),
             "--webhook": option("POST the report to this address, as JSON", metavar="URL", type=address),
-            "--every": option("repeat at this interval", type=positive, metavar="MINUTES"),
             **TESTS,
             **JOBS,
             **ENVIRONMENTS,

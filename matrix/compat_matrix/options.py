@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from .work import Job
 
 AXES = Path("matrix") / "axes.toml"
-#: The environment variable with the token of a service.
-TOKEN = "KERNEL_COMPAT_MATRIX_TOKEN"
 
 
 def executor_of(options: argparse.Namespace, ray: bool) -> Local | RayExecutor:
@@ -40,23 +38,6 @@ def executor_of(options: argparse.Namespace, ray: bool) -> Local | RayExecutor:
 
         return RayExecutor(options.jobs, options.cache, fork=not options.no_fork)
     return Local(options.jobs or os.cpu_count() or 1, gpus.visible(), not options.no_fork)
-
-
-def token_of(options: argparse.Namespace, scope: str) -> str:
-    """The token for a service. It is removed from the environment, so that cells can't read it.
-
-    Raises:
-        MatrixError: there is no token.
-    """
-    found = os.environ.pop(TOKEN, "").strip()
-    if options.token_file is not None:
-        try:
-            found = options.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise MatrixError(f"--token-file {options.token_file}: {error}") from None
-    if not found or not found.isascii() or not found.isprintable():
-        raise MatrixError(f"this needs a token with the scope {scope}: --token-file or ${TOKEN}")
-    return found
 
 
 def axes_of(options: argparse.Namespace) -> Axes:

@@ -31,7 +31,7 @@ from .results import CellResult, Kind, Verdict
 #: and cells must not know where the runner may write.
 _NOT_INHERITED = (
     *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
-    *("KERNEL_COMPAT_MATRIX_TOKEN", "KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+    *("KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
 )
 
 #: Seconds for a process to end by itself.

@@ -10,8 +10,8 @@ from packaging.version import Version
 
 from compat_matrix.axes import OWN, Axes, load
 from compat_matrix.cells import Cell
+from compat_matrix.commands import watch
 from compat_matrix.errors import MatrixError
-from compat_matrix.service import watch
 from kernel_compat import releases
 
 GOOD = """\

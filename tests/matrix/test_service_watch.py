@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -14,17 +13,12 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from fastapi.testclient import TestClient
-from network import ended, until
 from small import PYTHON, Small
 
 from compat_matrix.atlas import command
 from compat_matrix.cells import Cell
-from compat_matrix.errors import MatrixError
-from compat_matrix.service import feed, tokens, watch
-from compat_matrix.service.app import create_app
-from compat_matrix.service.settings import Settings
-from compat_matrix.store import Store
+from compat_matrix.commands import watch
+from compat_matrix.service import feed
 from compat_matrix.store.documents import NEWS, kept, seen
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
@@ -68,7 +62,7 @@ def send(handler: BaseHTTPRequestHandler, status: int, content: bytes = b"", kin
 
 
 class Listener(Local):
-    """A webhook or service that records its requests and gives its `answers` in order, repeating the last one."""
+    """A webhook that records its requests and gives its `answers` in order, repeating the last one."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any, dict[str, str]]] = []
@@ -139,9 +133,9 @@ class Watched(Local):
     def watch(self, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return self.small.run(
             "watch",
-            *(("--index", f"{self.url}/simple") if "--index" not in options else ()),
             *options,
             **{
+                "UV_DEFAULT_INDEX": f"{self.url}/simple",
                 "UV_FIND_LINKS": "",
                 "UV_OFFLINE": "0",
                 "PIP_CONFIG_FILE": os.devnull,
@@ -327,18 +321,6 @@ def test_a_suite_runs_in_the_last_cell_of_each_release_that_it_watches_for(
     assert watched.report["title"] == "torch 2.12.0: no cell broke, 1 of 1 passed"
 
 
-def test_suites_are_submitted_as_runs_of_their_own(watched: Watched, listener: Listener) -> None:
-    watched.small.axes(("5.0", "5.1"), ("2.11",), more=WATCHING)
-    watched.watch()
-    watched.publish("transformers", "5.2.0")
-    listener.answers = [(201, b'{"run": "20261121-000000-abcd", "cells": 1, "excluded": 0}')]
-    assert watched.watch("--submit", listener.url, KERNEL_COMPAT_MATRIX_TOKEN="secret").returncode == 0
-    assert [(body["suite"], body["cells"]) for _, body, _ in listener.told] == [
-        ("default", [name("5.2.0")]),
-        ("types", [name("5.2.0")]),
-    ]
-
-
 def test_a_webhook_that_fails_is_told_and_not_fatal(watched: Watched, listener: Listener) -> None:
     watched.watch()
     watched.publish("transformers", "5.2.0")
@@ -408,63 +390,15 @@ def test_what_was_interrupted_is_new_the_next_time(watched: Watched) -> None:
     assert watched.report["passed"] == 1
 
 
-def test_cells_are_submitted_to_a_service(watched: Watched, listener: Listener) -> None:
-    watched.watch()
-    watched.publish("transformers", "5.2.0")
-    assert "needs a token" in watched.watch("--submit", listener.url).stderr
-    listener.answers = [(422, b'{"detail": "there is no such cell"}')]
-    secret = {"KERNEL_COMPAT_MATRIX_TOKEN": "secret"}
-    refused = watched.watch("--submit", listener.url, **secret)
-    assert refused.returncode == 2
-    assert "refuses the run: it responds with 422: there is no such cell" in refused.stderr
-    listener.answers = [(201, b'{"run": "20261121-000000-abcd", "cells": 1, "excluded": 0}')]
-    assert watched.watch("--submit", listener.url, **secret).returncode == 0
-    path, body, headers = listener.told[-1]
-    assert (path, body["cells"], headers["Authorization"]) == ("/api/v1/runs", [name("5.2.0")], "Bearer secret")
-    assert (watched.report["run"], watched.report["submitted"]) == ("20261121-000000-abcd", listener.url)
-    assert watched.watch("--submit", listener.url, **secret).stdout.splitlines()[-1] == "no release is new"
-
-
-def test_a_run_of_watch_is_submitted_to_the_real_service(watched: Watched) -> None:
-    """The service accepts the run if its axes file has the release, and otherwise says that it doesn't."""
-    with Store.open(str(watched.small.folder / "matrix.sqlite")) as store:
-        axes = watched.small.axes(("5.0", "5.1", "5.2.0"), ("2.11",))
-        secret = tokens.add(store, "watch", ["submit"])
-        with TestClient(create_app(store, axes, Settings())) as client:
-
-            def bridge(handler: BaseHTTPRequestHandler) -> None:
-                body = handler.rfile.read(int(handler.headers["Content-Length"]))
-                headers = {name: handler.headers[name] for name in ("Authorization", "Content-Type")}
-                found = client.post(handler.path, content=body, headers=headers)
-                send(handler, found.status_code, found.content)
-
-            service = Local(bridge)
-            try:
-                run = watch.submit(service.url, secret, [Cell(PYTHON, "5.2.0", "2.11")], "default", "watch")
-                assert [cell.name for cell in store.summary(run)] == [name("5.2.0")]
-                with pytest.raises(MatrixError, match=r"refuses the run: it responds with 4\d\d: .*5.9.0"):
-                    watch.submit(service.url, secret, [Cell(PYTHON, "5.9.0", "2.11")], "default", "watch")
-            finally:
-                service.stop()
-
-
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "index", "says"),
     [
-        (("--webhook", "hook"), "argument --webhook: an address such as"),
-        (("--submit", "file:///x"), "argument --submit: an address such as"),
-        (("--only", "transformers=5"), "this isn't a condition on cells"),
-        (("--index", "http://127.0.0.1:1/simple"), "can't be queried for transformers: no connection"),
+        (("--webhook", "hook"), "", "argument --webhook: an address such as"),
+        (("--only", "transformers=5"), "", "this isn't a condition on cells"),
+        ((), "http://127.0.0.1:1/simple", "can't be queried for transformers: no connection"),
     ],
 )
-def test_bad_input(watched: Watched, options: tuple[str, ...], says: str) -> None:
-    done = watched.watch(*options)
+def test_bad_input(watched: Watched, options: tuple[str, ...], index: str, says: str) -> None:
+    done = watched.watch(*options, **({"UV_DEFAULT_INDEX": index} if index else {}))
     assert done.returncode == 2
     assert says in done.stderr
-
-
-def test_it_looks_again_and_again(watched: Watched) -> None:
-    environment = {"UV_DEFAULT_INDEX": f"{watched.url}/simple", "XDG_CACHE_HOME": str(watched.small.folder / "x")}
-    process = watched.small.fork("watch", "--every", "1", **environment, UV_FIND_LINKS="", UV_OFFLINE="0")
-    until(lambda: "no release is new" in process.said() or process.poll() is not None, "a look")
-    assert ended(process, signal.SIGINT) == 130, process.said()
