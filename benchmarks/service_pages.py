@@ -21,7 +21,7 @@ from playwright.sync_api import sync_playwright
 
 from compat_matrix.pages import report
 from compat_matrix.service.app import create_app
-from compat_matrix.service.settings import Settings
+from compat_matrix.service.guard import Settings
 from compat_matrix.store import Store
 
 TIMES = 9

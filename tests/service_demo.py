@@ -15,8 +15,7 @@ from compat_matrix.axes import Axes, load
 from compat_matrix.cells import Cell
 from compat_matrix.expressions import Expression
 from compat_matrix.results import CellResult, Kind, Test, Verdict
-from compat_matrix.service.executing import Queue
-from compat_matrix.service.submission import Submission
+from compat_matrix.service.submission import Queue, Submission
 from compat_matrix.store import Store, documents, inserts, submissions
 from compat_matrix.store.models import SUBMISSION
 

@@ -302,7 +302,9 @@ COMMANDS = {
             "--keep": option("delete runs this long after they have ended, such as 90d", type=days, metavar="DAYS"),
             **EXECUTOR,
             **ENVIRONMENTS,
-            "--execute": option(argparse.SUPPRESS, nargs=2),  # a run, in a process that the service starts
+            "--execute": option(
+                argparse.SUPPRESS
+            ),  # the runs, in a process that a service starts, which this identifies
         },
     ),
     "token": Command("commands.token:run", "manage the tokens of a service"),

@@ -12,8 +12,7 @@ from sqlalchemy import text
 
 from compat_matrix.arguments import COMMANDS
 from compat_matrix.axes import OWN, load
-from compat_matrix.service.executing import Queue
-from compat_matrix.service.submission import Submission
+from compat_matrix.service.submission import Queue, Submission
 from compat_matrix.store import Store, submissions
 
 

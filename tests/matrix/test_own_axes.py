@@ -18,9 +18,8 @@ from compat_matrix.commands.cells import jobs
 from compat_matrix.pages import report
 from compat_matrix.pins import Part
 from compat_matrix.service.app import create_app
-from compat_matrix.service.executing import Queue
-from compat_matrix.service.settings import Settings
-from compat_matrix.service.submission import Submission
+from compat_matrix.service.guard import Settings
+from compat_matrix.service.submission import Queue, Submission
 from compat_matrix.store import Store
 
 AXES = 'peft = ["0.16", "0.17", "0.18"]\nbackend = ["gloo", "nccl"]'

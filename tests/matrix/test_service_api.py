@@ -22,8 +22,7 @@ from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
 from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
-from compat_matrix.service.guard import HEADERS, REQUEST_BYTES
-from compat_matrix.service.settings import Settings
+from compat_matrix.service.guard import HEADERS, REQUEST_BYTES, Settings
 from compat_matrix.store import Store, database, submissions
 from compat_matrix.store.models import SUBMISSION
 

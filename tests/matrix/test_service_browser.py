@@ -33,7 +33,7 @@ from compat_matrix.axes import load
 from compat_matrix.pages import report
 from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
-from compat_matrix.service.settings import Settings
+from compat_matrix.service.guard import Settings
 from compat_matrix.store import Store, submissions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -21,8 +21,8 @@ from sqlalchemy import create_engine, text
 
 from compat_matrix.cells import parse
 from compat_matrix.results import CellResult
-from compat_matrix.service.executing import Queue
-from compat_matrix.service.submission import Submission
+from compat_matrix.service.executing import Executor
+from compat_matrix.service.submission import Queue, Submission
 from compat_matrix.store import Store, database, submissions
 
 MINORS = ("5.0", "5.1", "5.2", "5.3")
@@ -155,7 +155,7 @@ def test_cancelling_ends_the_cells_and_retrying_runs_them_and_the_failed_ones(ne
     assert network.ask("DELETE", f"/runs/{run}").status_code == 409
     assert network.ask("POST", f"/runs/{run}/retry").status_code == 409
     assert network.ask("POST", f"/runs/{run}/cancel").status_code == 204
-    until(lambda: len(small.processes()) == 1, "an end of the cells")
+    until(lambda: len(small.processes()) == 2, "an end of the cells")  # the service and the process that executes runs
     assert network.state(run) == "interrupted"
     assert "it has ended" in network.ask("POST", f"/runs/{run}/cancel").json()["detail"].replace("the run " + run, "it")
     (small.folder / "mended").touch()
@@ -208,7 +208,6 @@ def test_a_run_whose_execution_fails_is_tried_again_and_one_that_can_not_be_run_
     network.go()
     finished(network, run)
     (small.folder / "go").unlink()
-    until(lambda: not [one for one in small.processes() if "--execute" in one.cmdline()], "an end of the runner")
     changed = network.submit(cells=[name("5.1")])
     until(network.running, "a running cell")
     waits = network.submit(cells=[name("5.2")])
@@ -286,39 +285,38 @@ def test_old_runs_are_deleted(network: Network) -> None:
 # Claims.
 
 
-def queued(url: str, small: Small) -> tuple[Store, list[Queue], str]:
-    axes = small.axes(MINORS)
-    store = Store.open(url)
-    queues = [Queue(store, axes) for _ in range(2)]
-    return store, queues, queues[0].submit(Submission(all=True)).run
+def taken(executor: Executor) -> str | None:
+    row = executor.take()
+    return None if row is None else str(row.name)
 
 
 def test_two_services_never_execute_the_same_run(url: str, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, (one, other), run = queued(url, small)
-    with store:
-        assert one.take() == run
-        assert other.take() is None
-        assert one.take() == run, "its own claim, after its process has died"
-        second = other.submit(Submission(only="transformers==5.0")).run
-        assert other.take() == second
+    with Store.open(url) as store:
+        queue, one, other = Queue(store, small.axes(MINORS)), Executor(store, "one"), Executor(store, "other")
+        run = queue.submit(Submission(all=True)).run
+        assert taken(one) == run
+        assert taken(other) is None
+        assert taken(one) == run, "its own claim, after its process has died"
+        second = queue.submit(Submission(only="transformers==5.0")).run
+        assert taken(other) == second
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 29)
-        assert other.take() == second
-        assert one.take() == run  # a sign of life
+        assert taken(other) == second
+        assert taken(one) == run  # a sign of life
         monkeypatch.setattr(time, "monotonic", lambda: now + 58)
-        third = Queue(store, one.axes)
-        assert third.take() is None
+        third = Executor(store, "third")
+        assert taken(third) is None
         monkeypatch.setattr(time, "monotonic", lambda: now + 89)
-        assert third.take() == run, "a service that is silent for 30 seconds is gone"
+        assert taken(third) == run, "a service that is silent for 30 seconds is gone"
         assert [waiting.run for waiting in submissions.waiting(store)] == [run, second]
 
 
 def test_a_run_that_ends_its_service_each_time_is_given_up(
     store: Store, small: Small, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = Queue(store, small.axes(MINORS))
-    run = queue.submit(Submission(all=True)).run
-    assert [queue.take() for _ in range(11)] == [run] * 10 + [None]
+    executor = Executor(store, "one")
+    run = Queue(store, small.axes(MINORS)).submit(Submission(all=True)).run
+    assert [taken(executor) for _ in range(11)] == [run] * 10 + [None]
     assert store.run(run).state == "interrupted"
     assert "its execution began 10 times without a result" in caplog.text
 
@@ -354,7 +352,8 @@ def test_a_service_says_what_is_wrong_and_what_is_next(small: Small) -> None:
     port = str(listening.getsockname()[1])
     done = small.run("serve", "--port", port)
     listening.close()
-    assert (done.returncode, done.stderr) == (2, f"kernel-compat-matrix: 127.0.0.1:{port}: Address already in use\n")
+    assert done.returncode == 2
+    assert re.match(rf"kernel-compat-matrix: 127\.0\.0\.1:{port}: .*Address already in use.*\n$", done.stderr)
     process = small.start("serve", "--port", "0")
     assert process.stdout is not None
     first, second = process.stdout.readline(), process.stdout.readline()

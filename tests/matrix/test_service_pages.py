@@ -30,7 +30,7 @@ from compat_matrix.pages.filters import STATES
 from compat_matrix.pages.links import Links
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
-from compat_matrix.service.settings import Settings
+from compat_matrix.service.guard import Settings
 from compat_matrix.store import Run, Store, documents, inserts, submissions
 from compat_matrix.store.models import SUBMISSION
 from compat_matrix.views import common
@@ -534,7 +534,7 @@ def test_the_form_needs_a_token_where_reading_does(store: Store) -> None:
     with served(create_app(store, None, Settings(read="token"))) as address:
         form = {"tf": "5.9", "pt": "", "fa": "", "py": "", "text": ""}
         assert requests.post(f"{address}/check", data=form, timeout=30).status_code == 401
-    with served(create_app(store, None, Settings(root_path="/matrix")), "/matrix") as address:
+    with served(create_app(store, None, Settings()), "/matrix") as address:
         moved = requests.post(f"{address}/check", data=form, timeout=30, allow_redirects=False)
         assert moved.headers["location"] == "/matrix/?tf=5.9"
 

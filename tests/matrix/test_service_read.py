@@ -27,11 +27,11 @@ from stored import cells, failed, not_run, passed, stored
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Figure, Test
-from compat_matrix.service import api_read, feed, refusals
+from compat_matrix.service import api_read, feed, guard
 from compat_matrix.service.app import create_app
-from compat_matrix.service.executing import Queue
-from compat_matrix.service.settings import Settings
+from compat_matrix.service.guard import Settings
 from compat_matrix.service.site import Site
+from compat_matrix.service.submission import Queue
 from compat_matrix.store import Store
 from compat_matrix.store.documents import NEWS, keep
 from compat_matrix.views import verdicts
@@ -694,7 +694,7 @@ def test_the_answers_that_the_unit_tests_recorded_have_the_form_of_the_real_ones
 
 APP = FastAPI()
 for error in (HTTPException, RequestValidationError, MatrixError):
-    APP.add_exception_handler(error, refusals.refuse)
+    APP.add_exception_handler(error, guard.refuse)
 APP.include_router(api_read.router, prefix="/api/v1")
 OPERATIONS = documented.operations(APP, "/openapi.json")
 #: Path parameters of things that exist.

@@ -35,10 +35,8 @@ from compat_matrix.cells import parse
 from compat_matrix.results import CellResult
 from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
-from compat_matrix.service.executing import Queue
-from compat_matrix.service.guard import HEADERS
-from compat_matrix.service.settings import Settings
-from compat_matrix.service.submission import Submission
+from compat_matrix.service.guard import HEADERS, Settings
+from compat_matrix.service.submission import Queue, Submission
 from compat_matrix.store import Store
 from compat_matrix.store.models import TOKEN, metadata
 

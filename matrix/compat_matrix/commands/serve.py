@@ -6,24 +6,20 @@ import argparse
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from ..axes import Axes
 from ..cells import Cell
 from ..errors import MatrixError
 from ..options import AXES, axes_of, jobs_of
-from ..service.background import beside
 from ..store import Store, removal
-
-if TYPE_CHECKING:
-    from ..service.executing import Queue
 
 #: Seconds for open requests to end at shutdown.
 _GRACE = 10
@@ -43,36 +39,33 @@ def run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
     from ..service import executing, tokens
-    from ..service.settings import Settings
+    from ..service.guard import Settings
 
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", options.root_path):
         raise MatrixError(f"--root-path takes a path such as /matrix, not {options.root_path!r}")
-    axes = _axes(options)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if options.ray is not None:
         from ..ray_executor import check_private
 
         check_private(options.ray)
         os.environ["RAY_ADDRESS"] = options.ray
     if options.execute is not None:
-        assert axes is not None
-        with Store.open(options.store, create=False) as store:
-            return executing.execute(options, axes, store, *options.execute)
-    settings = Settings(read=options.read, runs=not options.no_run, root_path=options.root_path.rstrip("/"))
+        return executing.execute_all(options, options.execute)
+    axes = _axes(options)
 
     def check(cells: Sequence[Cell], suite: str) -> None:
         assert axes is not None
         jobs_of(executing.for_suite(options, suite), axes, cells, {})
 
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
-        app = create_app(store, axes, settings, check)
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), check)
         config = uvicorn.Config(
             app,
             http="h11",
             log_config=None,
             access_log=False,
             server_header=False,
-            root_path=settings.root_path,
+            root_path=options.root_path.rstrip("/"),
             timeout_graceful_shutdown=_GRACE,
         )
         sys.setswitchinterval(_SWITCH)
@@ -80,21 +73,22 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stack.enter_context(suppress(KeyboardInterrupt))
-        queue: Queue = app.state.queue
-        if queue.axes is not None:
-            command = lambda run: [*options.words, "--execute", run, queue.id]  # noqa: E731
-            stack.enter_context(beside(lambda over: queue.execute_all(command, over), "runs"))
-        if options.keep is not None:
-            stack.enter_context(beside(lambda over: _prune(store, timedelta(days=options.keep), over), "prune"))
         host, port = listening.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
+        runs = axes is not None and not options.no_run
         if axes is None:
             print(f"there is no {AXES} here and no --axes: stored results are shown, and runs are refused", flush=True)
-        elif not options.no_run and not tokens.every(store):
+        elif runs and not tokens.every(store):
             print(
                 "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit` creates one",
                 flush=True,
             )
+        if runs:
+            command = [sys.executable, "-m", "compat_matrix", *options.words, "--execute", secrets.token_hex(16)]
+            stack.enter_context(executing.beside(lambda over: executing.supervise(command, over), "runs"))
+        if options.keep is not None:
+            keep = timedelta(days=options.keep)
+            stack.enter_context(executing.beside(lambda over: _prune(store, keep, over), "prune"))
         uvicorn.Server(config).run(sockets=[listening])
     return 0
 
@@ -109,8 +103,7 @@ def _axes(options: argparse.Namespace) -> Axes | None:
         return None
 
 
-@contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def _listening(host: str, port: int) -> socket.socket:
     """A socket that listens at this address.
 
     Raises:
@@ -120,15 +113,11 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     try:
         found = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        # A name lookup's error numbers are not errno's.
-        number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
-        raise MatrixError(f"{host}:{port}: {reason}") from None
+        raise MatrixError(f"{host}:{port}: {error}") from None
     # Accepted connections inherit it. asyncio sets it only on sockets created with proto=TCP, which this one isn't; without it the
     # second packet of a response waits 40 ms for the acknowledgement of the first.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with found:
-        yield found
+    return found
 
 
 def _prune(store: Store, keep: timedelta, over: threading.Event) -> None:

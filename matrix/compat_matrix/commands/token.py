@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
@@ -45,48 +44,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Add, list or revoke tokens; returns the exit code."""
     with Store.open(options.store, create=options.verb == "add") as store:
-        if options.verb == "add":
-            _add(store, options)
-        elif options.verb == "revoke":
+        if options.verb == "revoke":
             tokens.revoke(store, options.name)
             print(f"{options.name} is revoked")
-        elif found := tokens.every(store):
-            _list(found)
+        elif options.verb == "list":
+            _list(store)
+        elif options.file is None:
+            print(tokens.add(store, options.name, options.scope, options.days), flush=True)
+            print("keep it: only its digest is stored", file=sys.stderr)
         else:
-            print("no tokens")
+            _add_to_file(store, options)
     return 0
 
 
-def _add(store: Store, options: argparse.Namespace) -> None:
-    """Create a token and print it, or write it into a file.
+def _add_to_file(store: Store, options: argparse.Namespace) -> None:
+    """Write a new token into a new file.
 
     Raises:
         MatrixError: the file exists or can't be created, or the name is taken. Then there is no new token, and no new file.
     """
-    if options.file is None:
-        print(tokens.add(store, options.name, options.scope, options.days), flush=True)
-        print("keep it: only its digest is stored", file=sys.stderr)
-        return
     try:
-        descriptor = os.open(options.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        options.file.touch(0o600, exist_ok=False)
     except OSError as error:
         raise MatrixError(f"--file {options.file} can't be created: {error.strerror}") from None
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"{tokens.add(store, options.name, options.scope, options.days)}\n")
+        secret = tokens.add(store, options.name, options.scope, options.days)
+        options.file.write_text(f"{secret}\n", encoding="utf-8")
     except BaseException:
-        options.file.unlink(missing_ok=True)
+        options.file.unlink()
         raise
     print(f"{options.name}: {options.file}")
 
 
-def _list(found: list[tokens.Token]) -> None:
+def _list(store: Store) -> None:
     now = datetime.now(timezone.utc)
     table = Table("name", "scopes", "state", "made", "used", box=None, pad_edge=False, header_style="")
-    for one in found:
-        state = "valid" if one.valid(now) else "expired"
-        state += f"{' until' * one.valid(now)} {one.expires:%Y-%m-%d}" if one.expires else ""
+    for one in tokens.every(store):
+        state = (
+            "valid"
+            if one.expires is None
+            else f"{'valid until' if now < one.expires else 'expired'} {one.expires:%Y-%m-%d}"
+        )
         state = f"revoked {one.revoked:%Y-%m-%d}" if one.revoked else state
         used = f"{one.used:%Y-%m-%d %H:%M}" if one.used else "never"
-        table.add_row(one.name, " ".join(sorted(one.scopes)), state, f"{one.created:%Y-%m-%d}", used)
+        table.add_row(one.name, one.scopes, state, f"{one.created:%Y-%m-%d}", used)
     Console(soft_wrap=True).print(table)

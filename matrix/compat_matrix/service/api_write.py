@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from sqlalchemy import select
 from starlette.exceptions import HTTPException
 
@@ -24,11 +24,20 @@ from ..store import Store, removal, submissions
 from ..store.models import RUN
 from ..views.merge import merge
 from .api_models import Error
-from .executing import NICE, Queue
-from .guard import STORE, is_store
-from .submission import Merged, Submission, Submitted
+from .executing import NICE
+from .guard import body, pieces
+from .submission import Queue, Submission, Submitted
 
 T = TypeVar("T")
+
+#: The media type of a store as a file.
+STORE = "application/vnd.sqlite3"
+
+
+class Merged(BaseModel):
+    """The runs of a store that were copied; none if all of them were there already."""
+
+    merged: list[str]
 
 
 def _answers(*codes: int) -> dict[int | str, dict[str, Any]]:
@@ -77,13 +86,13 @@ def known(store: Store, run: str) -> str:
 )
 async def submit(request: Request) -> Submitted | Merged:
     """Create a run of cells of the served axes, or copy the runs of a store that was written by `run --export`."""
-    if is_store(request.headers):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == STORE:
         return await _merge(request)
-    body = await request.body()
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if kind != "application/json":
         raise HTTPException(422, f"the request needs the header Content-Type: application/json, or {STORE}")
     try:
-        wanted = Submission.model_validate_json(body)
+        wanted = Submission.model_validate_json(await body(request))
     except ValidationError as error:
         found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
@@ -115,8 +124,8 @@ async def _merge(request: Request) -> Merged:
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as folder:
         path = Path(folder) / "upload.sqlite"
         async with await anyio.open_file(path, "wb") as file:
-            async for chunk in request.stream():
-                await file.write(chunk)
+            async for piece in pieces(request, request.app.state.settings.upload_bytes):
+                await file.write(piece)
         copied = await anyio.to_process.run_sync(_copied, store.url, str(path), limiter=request.app.state.writers)
     return Merged(merged=copied)
 

@@ -9,23 +9,20 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 
 from .. import __version__
 from ..axes import Axes
 from ..cells import Cell
-from ..errors import MatrixError
 from ..store import Store
 from . import api_read, api_write, pages
-from .executing import Queue
-from .guard import Guard
-from .refusals import refuse
-from .settings import Settings
+from .guard import Guard, Settings, refuse
 from .site import Site
+from .submission import Queue
 
-#: Threads that read, and that write (SQLite has one writer). More of them would wait longer for Python's lock than they work.
+#: Threads that read. More of them would wait longer for Python's lock than they work.
 _READERS = 3
-_WRITERS = {"sqlite": 1}
 
 
 def create_app(
@@ -57,12 +54,13 @@ def create_app(
         openapi_url="/api/v1/openapi.json",
     )
     app.state.queue = Queue(store, axes if settings.runs else None, check)
-    app.state.writers = CapacityLimiter(_WRITERS.get(store.dialect, 3))
+    app.state.writers = CapacityLimiter(1 if store.dialect == "sqlite" else 3)  # SQLite has one writer
+    app.state.settings = settings
     app.state.site = Site(store, app.state.queue, axes)
     app.add_middleware(GZipMiddleware, compresslevel=1)
-    app.add_middleware(Guard, store=store, settings=settings)
-    for error in (HTTPException, RequestValidationError, MatrixError):
+    for error in (HTTPException, RequestValidationError):  # `Guard` handles the others
         app.add_exception_handler(error, refuse)
+    app.add_middleware(BaseHTTPMiddleware, dispatch=Guard(store, settings, app.state.writers))
     for router, prefix in ((api_write.router, "/api/v1"), (api_read.router, "/api/v1"), (pages.router, "")):
         app.include_router(router, prefix=prefix)
     return app

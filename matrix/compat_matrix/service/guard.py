@@ -1,25 +1,39 @@
-"""Middleware: authentication, rate limits and size limits of requests, and headers of responses."""
+"""Which requests are refused and how, and the headers of responses."""
 
 from __future__ import annotations
 
 import base64
-import binascii
+import logging
+import secrets
 import time
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
 
-import anyio
-from fastapi import Request
+import anyio.to_thread
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.security.utils import get_authorization_scheme_param
 from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import FixedWindowRateLimiter
-from starlette.datastructures import Headers, MutableHeaders
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import RequestResponseEndpoint
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import MatrixError
+from ..pages.links import Links
+from ..pages.render import render
 from ..store import Store
+from ..store.submissions import StateError
+from ..views.common import clean
 from . import tokens
-from .refusals import of_api, path_of, refuse
-from .settings import Settings
 
 #: Nothing is loaded from other hosts, and inline scripts and styles are disabled.
 HEADERS = {
@@ -32,61 +46,71 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 
-#: The media type of a store as a file.
-STORE = "application/vnd.sqlite3"
 #: The largest request except a store, in bytes.
 REQUEST_BYTES = 2**20
 
-_READING = ("GET", "HEAD", "OPTIONS")
+_TITLES = {401: "A token is needed", 404: "Not found", 500: "Internal error", 503: "Not available"}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one service. Rate limits are counted in each process separately.
+
+    Attributes:
+        read: who may read: everyone, or only holders of a token of any scope.
+        runs: whether runs can be submitted; they are executed by this service or another one on the same database.
+        upload_bytes: the size of the largest store that may be uploaded.
+        writes_per_minute: a limit for each token.
+        failures_per_minute: wrong tokens from one address that get a 401; further ones get a 429.
+    """
+
+    read: Literal["open", "token"] = "open"
+    runs: bool = True
+    upload_bytes: int = 2**30
+    writes_per_minute: int = 120
+    failures_per_minute: int = 30
 
 
 class Guard:
-    """Checks tokens, rates and sizes, sets headers, and turns internal errors into responses that reveal nothing internal."""
+    """Middleware that checks tokens and rates, sets headers, and turns errors into responses that reveal nothing internal.
 
-    def __init__(self, app: ASGIApp, store: Store, settings: Settings) -> None:
-        self._app, self._store, self._settings = app, store, settings
+    Args:
+        writers: limits the threads that write, so that writers don't wait for readers.
+    """
+
+    def __init__(self, store: Store, settings: Settings, writers: anyio.CapacityLimiter) -> None:
+        self._store, self._settings, self._writers = store, settings, writers
         self._limiter = FixedWindowRateLimiter(MemoryStorage())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request; anything but HTTP passes unchecked."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begun = False
-
-        async def guarded_send(message: Message) -> None:
-            nonlocal begun
-            if message["type"] == "http.response.start":
-                begun = True
-                headers = MutableHeaders(scope=message)
-                own = {"etag": f'W/"{tag}"', "cache-control": "no-cache"} if (tag := scope["state"].get("tag")) else {}
-                for name, value in (HEADERS | (own if message["status"] < 400 else {})).items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        scope = {**scope, "state": {**scope.get("state", {})}}
-        if scope["method"] == "HEAD":  # the server omits the body
-            scope["method"] = "GET"
+    async def __call__(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        """The response to a request."""
+        method = request.scope["method"]
+        if method == "HEAD":  # the server omits the body
+            request.scope["method"] = "GET"
         try:
-            scope["state"]["token"] = await self._checked(scope)
-            await self._app(scope, self._limited(scope, receive), guarded_send)
-        except ClientDisconnect:
-            return
+            await self._check(request)
+            response = await call_next(request)
         except Exception as error:
-            if begun:
-                raise
-            await refuse(Request(scope), error)(scope, receive, guarded_send)
+            response = refuse(request, error)
+        request.scope["method"] = method
+        tag = getattr(request.state, "tag", None) if response.status_code < 400 else None
+        own = {"etag": f'W/"{tag}"', "cache-control": "no-cache"} if tag else {}
+        for name, value in (HEADERS | own).items():
+            response.headers.setdefault(name, value)
+        return response
 
-    async def _checked(self, scope: Scope) -> tokens.Token | None:
-        """The token of a request.
+    async def _check(self, request: Request) -> None:
+        """Check the token of a request.
 
         Raises:
             HTTPException: it is refused.
         """
-        headers = Headers(scope=scope)
+        headers = request.headers
         # The form of the first page is sent by POST, as a lock file is too long for an address, and writes nothing.
-        reading = scope["method"] in _READING or path_of(scope) == "/check"
-        form = not reading and not of_api(scope)
+        reading = request.method in ("GET", "OPTIONS") or _path(request) == "/check"
+        form = not reading and not _of_api(request)
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy may disagree with this server on where the body ends.
             raise HTTPException(
@@ -96,16 +120,17 @@ class Guard:
             raise HTTPException(
                 403, "this form was sent by another site, or by something that isn't a browser: use the API"
             )
-        secret = _secret(headers, reading or form)
         token: tokens.Token | None = None
         challenge = {"www-authenticate": 'Basic realm="kernel-compat-matrix"' if reading or form else "Bearer"}
-        if secret is not None:
-            limiter = None if reading else scope["app"].state.writers  # writers don't wait for readers
+        if "authorization" in headers:
+            secret = _secret(headers, reading or form)
+            limiter = None if reading else self._writers
             token = await anyio.to_thread.run_sync(tokens.find, self._store, secret, limiter=limiter)
             if token is None:
-                self._count(self._settings.failures_per_minute, "wrong tokens", (scope.get("client") or [""])[0])
+                address = request.client.host if request.client else ""
+                self._count(self._settings.failures_per_minute, "wrong tokens", address)
                 raise HTTPException(401, "this token is wrong, has expired or was revoked", challenge)
-        if token is None and (not reading or self._settings.read == "token"):
+        elif not reading or self._settings.read == "token":
             raise HTTPException(401, "this needs a token", challenge)
         if token is not None and not reading:
             if "submit" not in token.scopes:  # a browser asks for another password after a 401 only
@@ -113,12 +138,6 @@ class Guard:
             self._count(self._settings.writes_per_minute, "writes", token.name)
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HTTPException(415, "the body must not be compressed")
-        length = headers.get("content-length") or "0"
-        if not length.isdecimal():
-            raise HTTPException(400, "Content-Length isn't a number")
-        if int(length) > (most := self._most(scope)):
-            raise HTTPException(413, f"more than {most} bytes")
-        return token
 
     def _count(self, per_minute: int, what: str, who: str) -> None:
         """Count a request of somebody; too many of them are refused."""
@@ -127,41 +146,93 @@ class Guard:
             wait = max(1, round(self._limiter.get_window_stats(limit, what, who).reset_time - time.time()))
             raise HTTPException(429, f"too many {what}: wait {wait} s", {"retry-after": str(wait)})
 
-    def _most(self, scope: Scope) -> int:
-        return self._settings.upload_bytes if is_store(Headers(scope=scope)) else REQUEST_BYTES
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """The body of a request up to a number of bytes, counted as it arrives, whatever Content-Length says."""
-        most = left = self._most(scope)
+async def pieces(request: Request, most: int = REQUEST_BYTES) -> AsyncIterator[bytes]:
+    """The body of a request as it arrives.
 
-        async def limited() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise HTTPException(413, f"more than {most} bytes")
-            return message
+    Raises:
+        HTTPException: 413, it has more bytes, whatever Content-Length says.
+    """
+    too_large = HTTPException(413, f"more than {most} bytes")
+    if int(request.headers.get("content-length", "0")) > most:
+        raise too_large
+    left = most
+    async for piece in request.stream():
+        left -= len(piece)
+        if left < 0:
+            raise too_large
+        yield piece
 
-        return limited
+
+async def body(request: Request) -> bytes:
+    """The body of a request that isn't a store."""
+    return b"".join([piece async for piece in pieces(request)])
 
 
-def _secret(headers: Headers, basic: bool) -> str | None:
+def refuse(request: Request, error: Exception) -> Response:
+    """The response to an error: JSON for the API, else a page."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=400)
+    if isinstance(error, HTTPException):
+        if error.status_code in (204, 304):
+            return Response(status_code=error.status_code, headers=error.headers)
+        return _told(request, error.status_code, error.detail, error.headers)
+    if isinstance(error, RequestValidationError):  # without the text of the request
+        found = [
+            {"loc": [clean(str(part)) for part in one["loc"]], "msg": clean(one["msg"])} for one in error.errors()[:20]
+        ]
+        return _told(request, 422, found)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, (DBAPIError, PoolTimeout, UnicodeError, zlib.error)):
+        cause = cause.__cause__
+    if isinstance(cause, (DataError, UnicodeEncodeError)):
+        return _told(request, 422, "it contains a character that the database can't store")
+    if isinstance(error, MatrixError) and cause is None:
+        internal = f"the store {request.app.state.site.store.name}"
+        said = str(error).replace(internal, "the store").removeprefix("the store: ")
+        return _told(request, 409 if isinstance(error, StateError) else 422, said)
+    number = secrets.token_hex(6)  # identifies the error in the log
+    # The database is gone or broken, unless it is a mistake in a statement.
+    if cause is not None and not isinstance(cause, (IntegrityError, ProgrammingError)):
+        log.error("%s: the database doesn't answer: %s", number, " ".join(str(error).split())[:500])
+        return _told(request, 503, "the database doesn't answer", {"retry-after": "5"}, number)
+    log.error("%s: internal error", number, exc_info=error)
+    return _told(request, 500, "internal error of the service; its log has the details", None, number)
+
+
+def _told(
+    request: Request, status: int, detail: object, headers: Mapping[str, str] | None = None, number: str = ""
+) -> Response:
+    if _of_api(request):
+        return JSONResponse({"detail": detail} | ({"id": number} if number else {}), status, headers)
+    text = f"{detail} ({number})" if number else str(detail)
+    links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
+    page = render("error.html", links, project, title=_TITLES.get(status, "Refused"), text=text)
+    return HTMLResponse(page, status, headers)
+
+
+def _path(request: Request) -> str:
+    """The path of a request below the service's root path."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", "").rstrip("/"))
+
+
+def _of_api(request: Request) -> bool:
+    return _path(request).startswith("/api/")
+
+
+def _secret(headers: Headers, basic: bool) -> str:
     """The token of a request; empty if it is malformed. A browser sends it as a password, with any name.
 
     Args:
         basic: whether a password is accepted.
     """
-    given = headers.get("authorization")
-    if given is None:
-        return None
-    kind, _, value = given.partition(" ")
+    kind, value = get_authorization_scheme_param(headers["authorization"])
     if kind.lower() == "bearer":
         return value.strip()
     if kind.lower() == "basic" and basic:
-        try:
+        with suppress(ValueError):
             return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
-            pass
     return ""
 
 
@@ -171,8 +242,3 @@ def _same_origin(headers: Headers) -> bool:
         return site == "same-origin"
     named = headers.get("origin", "").partition("://")[2]
     return bool(named) and named == headers.get("host")
-
-
-def is_store(headers: Headers) -> bool:
-    """Whether a request's body is a store."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower() == STORE

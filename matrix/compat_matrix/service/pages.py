@@ -26,6 +26,7 @@ from ..store import Newest, Past, Run, submissions
 from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from .api_write import in_turn, known
+from .guard import body
 from .site import Site, current
 from .submission import Submission
 
@@ -62,7 +63,7 @@ async def _form(request: Request, *names: str) -> dict[str, str]:
         HTTPException: 400.
     """
     try:
-        found = dict(parse_qsl((await request.body()).decode(), keep_blank_values=True, max_num_fields=50))
+        found = dict(parse_qsl((await body(request)).decode(), keep_blank_values=True, max_num_fields=50))
     except (UnicodeDecodeError, ValueError):
         raise HTTPException(400, "This isn't a form of this service.") from None
     return {name: found.get(name, "").strip() for name in names}

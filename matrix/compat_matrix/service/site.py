@@ -21,7 +21,7 @@ from ..store import Run, Store
 from ..store import queries as stored
 from ..store.models import CELL, DOCUMENT, NEWEST, PLANNED, RESULT, RUN, SUBMISSION
 from ..views.common import one_line
-from .executing import Queue
+from .submission import Queue
 
 #: The number of recent results that are counted, to notice one that was committed after a later one.
 _RECENT = 1000

@@ -1,12 +1,23 @@
-"""The request for a run, and the response to it."""
+"""The runs that clients submit: the requests, and the responses to them. `executing` executes them."""
 
 from __future__ import annotations
 
+import platform
+import shlex
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from sqlalchemy import and_, update
 
-from ..cells import LONGEST, NAME
+from .. import runner
+from ..axes import Axes
+from ..cells import LONGEST, NAME, Cell
+from ..errors import MatrixError
+from ..fingerprint import of_axes
+from ..options import revision
+from ..store import Provenance, Store, inserts, submissions
+from ..store.models import RUN
 
 CellName = Annotated[str, StringConstraints(pattern=f"^{NAME}$", max_length=LONGEST)]
 
@@ -39,7 +50,92 @@ class Submitted(BaseModel):
     excluded: int
 
 
-class Merged(BaseModel):
-    """The runs of a store that were copied; none if all of them were there already."""
+class Queue:
+    """The runs of a store that wait for this service or another one on the same database. Thread-safe.
 
-    merged: list[str]
+    Args:
+        axes: the axes whose cells can be run; None if the service runs none.
+        check: raises a `MatrixError` if cells can't be run in a suite, such as for a lack of pins.
+    """
+
+    def __init__(
+        self, store: Store, axes: Axes | None, check: Callable[[Sequence[Cell], str], object] | None = None
+    ) -> None:
+        self.store, self.axes, self._check = store, axes, check
+
+    @property
+    def suites(self) -> list[str]:
+        """The suites that can be run."""
+        return sorted({tests.suite for tests in self.axes.tests}) if self.axes else []
+
+    def submit(self, wanted: Submission) -> Submitted:
+        """Create a run of cells of the axes.
+
+        Raises:
+            MatrixError: it selects no cells or unknown ones, a cell has no tests or no pins, or nothing is run here.
+        """
+        axes = self._axes()
+        if not (wanted.cells or wanted.only or wanted.all):
+            raise MatrixError(
+                f'no cells are selected: "all": true selects every one that {axes.path.name} has ({len(axes.cells):,})'
+            )
+        if wanted.all and (wanted.cells or wanted.only):
+            raise MatrixError('"all" can\'t be combined with a selection of cells')
+        cells = axes.select(wanted.only, wanted.cells)
+        excluded = {} if wanted.cells else axes.excluded(wanted.only)
+        self._runnable(axes, cells, wanted.suite)
+        words = ["run", *wanted.cells, *([f"--only={wanted.only}"] if wanted.only else [])]
+        words += ["--all"] if wanted.all else []
+        words += [f"--suite={wanted.suite}"] if wanted.suite != "default" else []
+        given = Provenance(
+            axes=axes.path.read_text(encoding="utf-8"),
+            command=shlex.join(words),
+            label=wanted.label,
+            host=platform.node(),
+            revision=revision(axes.folder),
+            partial=wanted.suite != "default",
+        )
+        tested = of_axes(axes)
+        with self.store.writing() as connection:
+            key, name = inserts.begin(connection, cells, excluded, given)
+            submissions.insert(connection, key, wanted.suite, tested, {})
+        return Submitted(run=name, cells=len(cells), excluded=len(excluded))
+
+    def retry(self, run: str) -> Submitted:
+        """Run the failed and the unfinished cells of a run that has ended.
+
+        Raises:
+            StateError: it hasn't ended, all its cells passed, or it tested something else than this service would.
+            MatrixError: it doesn't exist, or a cell can't be run here.
+        """
+        axes, found = self._axes(), self.store.run(run)
+        if found.revision != (here := revision(axes.folder)):
+            raise submissions.StateError(f"the run {run} tested {found.revision or 'no commit'}, and here is {here}")
+        if other := next((one for one in ("--pytest", "--latest") if one in found.command), None):
+            raise submissions.StateError(f"the run {run} was made with {other}: resume it with the command line")
+        again = runner.failed(self.store, run)
+        cells, _ = runner.left(self.store, run, axes, again)
+        if not cells:
+            raise submissions.StateError(f"the run {run} has no cell that failed or is unfinished")
+        self._runnable(axes, cells, found.suite)
+        tested = of_axes(axes)
+        with self.store.writing() as connection:
+            key = inserts.key(connection, run)
+            ended = and_(RUN.c.id == key, RUN.c.state != "running")
+            taken = connection.execute(update(RUN).where(ended).values(state="running", finished=None)).rowcount
+            if taken:
+                submissions.insert(connection, key, found.suite, tested, again)
+        if not taken:
+            raise submissions.StateError(f"the run {run} hasn't ended: cancel it first")
+        return Submitted(run=run, cells=len(cells), excluded=0)
+
+    def _axes(self) -> Axes:
+        if self.axes is None:
+            raise MatrixError("this service runs no cells: it was started with --no-run or without an axes file")
+        return self.axes
+
+    def _runnable(self, axes: Axes, cells: Sequence[Cell], suite: str) -> None:
+        if without := next((cell for cell in cells if axes.tests_of(cell, suite) is None), None):
+            raise MatrixError(f"{axes.path.name} has no tests for {without} in the suite {suite!r}")
+        if self._check is not None:
+            self._check(cells, suite)

@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import Row, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ..errors import MatrixError
@@ -18,8 +18,7 @@ from ..store import Store
 from ..store.models import TOKEN
 
 #: ``submit`` allows every request that writes, ``read`` none: with `Settings.read` any token allows reading.
-Scope = Literal["submit", "read"]
-SCOPES: tuple[Scope, ...] = ("submit", "read")
+SCOPES = ("submit", "read")
 
 #: The precision of the time at which a token was last used.
 _USED = timedelta(minutes=1)
@@ -27,22 +26,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Token(NamedTuple):
-    """A token, without its text."""
+    """What a request's token allows."""
 
     name: str
     scopes: frozenset[str]
-    created: datetime
-    expires: datetime | None
-    revoked: datetime | None
-    used: datetime | None
-
-    def valid(self, now: datetime) -> bool:
-        """Whether it is neither revoked nor expired at this time."""
-        return self.revoked is None and (self.expires is None or now < self.expires)
-
-
-_COLUMNS = (TOKEN.c.name, TOKEN.c.scopes, TOKEN.c.created, TOKEN.c.expires, TOKEN.c.revoked, TOKEN.c.used)
-_FIND = select(*_COLUMNS).where(TOKEN.c.digest == bindparam("digest"))
 
 
 def add(store: Store, name: str, scopes: Iterable[str], days: float | None = None) -> str:
@@ -60,7 +47,7 @@ def add(store: Store, name: str, scopes: Iterable[str], days: float | None = Non
     row = {
         "name": name,
         "digest": _digest(secret),
-        "scopes": " ".join(scope for scope in SCOPES if scope in set(scopes)),
+        "scopes": " ".join(sorted({*scopes})),
         "created": now,
         "expires": None if days is None else now + timedelta(days=days),
     }
@@ -72,41 +59,37 @@ def add(store: Store, name: str, scopes: Iterable[str], days: float | None = Non
     return secret
 
 
-def every(store: Store) -> list[Token]:
-    """All tokens by name, including revoked ones."""
+def every(store: Store) -> list[Row[Any]]:
+    """The rows of all tokens by name, including revoked ones."""
     with store.reading() as connection:
-        return [_token(row) for row in connection.execute(select(*_COLUMNS).order_by(TOKEN.c.name))]
+        return [*connection.execute(select(TOKEN).order_by(TOKEN.c.name))]
 
 
 def revoke(store: Store, name: str) -> None:
     """Make a token invalid.
 
     Raises:
-        MatrixError: there is no token of that name.
+        MatrixError: there is no valid token of that name.
     """
+    own = (TOKEN.c.name == name) & TOKEN.c.revoked.is_(None)
     with store.writing() as connection:
-        known = connection.scalar(select(TOKEN.c.id).where(TOKEN.c.name == name))
-        if known is None:
-            raise MatrixError(f"there is no token {name!r}")
-        own = (TOKEN.c.id == known) & TOKEN.c.revoked.is_(None)
-        connection.execute(update(TOKEN).where(own).values(revoked=datetime.now(timezone.utc)))
+        found = connection.execute(update(TOKEN).where(own).values(revoked=datetime.now(timezone.utc))).rowcount
+    if not found:
+        raise MatrixError(f"there is no token {name!r} that could be revoked")
 
 
 def find(store: Store, secret: str) -> Token | None:
     """The valid token with this text, or None. Digests are compared, so that the time taken reveals nothing."""
-    now, digest = datetime.now(timezone.utc), _digest(secret)
+    now, own = datetime.now(timezone.utc), TOKEN.c.digest == _digest(secret)
+    valid = own & TOKEN.c.revoked.is_(None) & or_(TOKEN.c.expires.is_(None), TOKEN.c.expires > now)
     with store.reading() as connection:
-        row = connection.execute(_FIND, {"digest": digest}).one_or_none()
-    if row is None or not (token := _token(row)).valid(now):
+        row = connection.execute(select(TOKEN.c.name, TOKEN.c.scopes, TOKEN.c.used).where(valid)).one_or_none()
+    if row is None:
         return None
-    if token.used is None or now - token.used > _USED:
+    if row.used is None or now - row.used > _USED:
         with suppress(MatrixError), store.writing() as connection:  # it is valid anyway
-            connection.execute(update(TOKEN).where(TOKEN.c.digest == digest).values(used=now))
-    return token
-
-
-def _token(row: tuple[str, str, datetime, datetime | None, datetime | None, datetime | None]) -> Token:
-    return Token(row[0], frozenset(row[1].split()), *row[2:])
+            connection.execute(update(TOKEN).where(own).values(used=now))
+    return Token(row.name, frozenset(row.scopes.split()))
 
 
 def _digest(secret: str) -> str:
