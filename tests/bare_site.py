@@ -8,7 +8,8 @@ from pathlib import Path
 
 def make(site: Path) -> None:
     site.mkdir()
-    for name in ("packaging", "elftools", "pynvml", "rich", "markdown_it", "mdurl", "pygments", "typing_extensions"):
+    names = ["packaging", "elftools", "pynvml", "rich", "markdown_it", "mdurl", "pygments", "typing_extensions"]
+    for name in [*names, "requests", "urllib3", "certifi", "charset_normalizer", "idna"]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             origin = Path(spec.origin)

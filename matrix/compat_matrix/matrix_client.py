@@ -1,4 +1,4 @@
-"""The client of a matrix service: ask for the verdict on an environment. Needs the standard library and kernel-compat only.
+"""The client of a matrix service: ask for the verdict on an environment.
 
 Environment variables:
     KERNEL_COMPAT_SERVICE_TOKEN: the token, for a service that requires one for reading.
@@ -6,16 +6,16 @@ Environment variables:
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
+
+import requests
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from kernel_compat.environment import Environment
 
@@ -94,9 +94,9 @@ def ask(url: str, environment: Environment | None = None, *, timeout: float = TI
         ServiceError: `url` isn't an address, the service can't be reached or gives no usable answer, or the version of torch
             or transformers isn't known.
     """
-    base = _base(url)
     environment = Environment.detect() if environment is None else environment
-    return ServiceReport(base, environment, tuple(_ask(base, question, timeout) for question in questions(environment)))
+    answers = [_ask(url.rstrip("/"), question, timeout) for question in questions(environment)]
+    return ServiceReport(url.rstrip("/"), environment, tuple(answers))
 
 
 def questions(environment: Environment) -> list[dict[str, str]]:
@@ -130,20 +130,14 @@ def describe(answer: ServiceAnswer) -> Iterator[str]:
     yield f"{asked}: {answer.verdict}{reason}"
     for one in answer.tested:
         found = {name: line(one.get(name)) for name in ("cell", "verdict", "run", "started")}
-        differs = one.get("differs")
-        others = [
-            f"{line(other.get('axis'))} {line(other.get('tested'))}"
-            for other in (differs if isinstance(differs, list) else ())
-            if isinstance(other, dict)
-        ]
+        others = [f"{line(other.get('axis'))} {line(other.get('tested'))}" for other in _objects(one.get("differs"))]
         near = f", with {', '.join(others)}" if others else ""
         yield f"  {found['verdict']}: {found['cell']}{near}, in run {found['run']} of {found['started'][:10] or 'unknown date'}"
 
 
 def shims_of(answer: ServiceAnswer) -> Iterator[str]:
     """The shims in the first piece of evidence, as lines of text."""
-    found = answer.tested[0].get("shims") if answer.tested else ()
-    for shim in (one for one in (found if isinstance(found, list) else ()) if isinstance(one, dict)):
+    for shim in _objects(answer.tested[0].get("shims") if answer.tested else ()):
         if shim.get("state") != "not needed":
             name, state, reason = (line(shim.get(field)) for field in ("name", "state", "reason"))
             yield f"  shim {name} {state}: {reason}"
@@ -154,69 +148,56 @@ def line(text: object) -> str:
     return "".join(character if character.isprintable() else " " for character in str(text or ""))[:500]
 
 
-def _base(url: str) -> str:
+def _objects(found: object) -> list[Mapping[str, Any]]:
+    """The objects in a list that the service sent; none if it is something else."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _ask(url: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer:
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        valid = False
-    if not valid or any(ord(character) <= 32 or ord(character) == 127 for character in url):
-        raise ServiceError(f"{url!r} isn't the address of a service, such as https://matrix.example")
-    return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
-
-
-def _ask(base: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer:
-    url = f"{base}/api/v1/compat?{urlencode(question)}"
+        shown = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))  # without credentials
+        status, body = _get(f"{url}/api/v1/compat", question, timeout)
+    except ValueError:  # what `requests` raises for an address is one
+        raise ServiceError(f"{url!r} isn't the address of a service, such as https://matrix.example") from None
+    except (requests.Timeout, ReadTimeoutError):
+        raise ServiceError(f"{shown} can't be reached: it didn't respond in time") from None
+    except (OSError, HTTPError) as error:
+        cause: BaseException = error
+        while cause.__context__ is not None:  # the outer messages have the whole address
+            cause = cause.__context__
+        raise ServiceError(f"{shown} can't be reached: {line(cause) or type(cause).__name__}") from None
     try:
-        request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "kernel-compat"})
-        if token := os.environ.get("KERNEL_COMPAT_SERVICE_TOKEN"):
-            request.add_unredirected_header("Authorization", f"Bearer {token}")
-        found = json.loads(_read(request, timeout))
-    except urllib.error.HTTPError as error:
-        raise ServiceError(f"{_shown(base)} responds with {error.code}{_detail(error)}") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise ServiceError(f"{_shown(base)} can't be reached: {_why(error)}") from None
+        found = json.loads(body)
     except ValueError:
-        raise ServiceError(f"{_shown(base)} doesn't respond with JSON: it isn't a matrix service") from None
+        found = None
+    if status != 200:
+        detail = found.get("detail") if isinstance(found, dict) else ""
+        said = detail if isinstance(detail, str) else "; ".join(line(one.get("msg")) for one in _objects(detail))
+        raise ServiceError(f"{shown} responds with {status}{f': {line(said)}' if said else ''}")
     verdict: Any = found.get("verdict") if isinstance(found, dict) else None
     if verdict not in get_args(KnownVerdict):
-        raise ServiceError(f"{_shown(base)} responds without a verdict: it isn't a matrix service, or is a newer one")
-    tested = found.get("tested")
-    evidence = tuple(one for one in (tested if isinstance(tested, list) else ()) if isinstance(one, dict))
+        raise ServiceError(f"{shown} responds without a verdict: it isn't a matrix service, or is a newer one")
+    evidence = tuple(_objects(found.get("tested")))
     return ServiceAnswer(question, verdict, str(found.get("match")), str(found.get("reason") or ""), evidence)
 
 
-def _read(request: urllib.request.Request, timeout: float) -> bytes:
-    """The body of the response. The time limit holds for all of it, however slowly the server sends."""
-    end = time.monotonic() + timeout
-    with urllib.request.urlopen(request, timeout=timeout) as response:
-        body = b""
-        while piece := response.read1(65536):
+def _get(url: str, question: Mapping[str, str], timeout: float) -> tuple[int, bytes]:
+    """The status and the body of the response. The time limit holds for all of it, however slowly the server sends."""
+    end, body = time.monotonic() + timeout, b""
+    headers = {"Accept": "application/json", "User-Agent": "kernel-compat"}
+    with requests.get(url, question, headers=headers, auth=_authorize, timeout=timeout, stream=True) as response:
+        while piece := response.raw.read1(65536, decode_content=True):
             body += piece
             if len(body) > _MAX_BYTES:
                 raise OSError(f"its response is longer than {_MAX_BYTES} bytes")
             if time.monotonic() > end:
-                raise TimeoutError
-        return body
+                raise requests.Timeout
+        return response.status_code, body
 
 
-def _why(error: Exception) -> str:
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, TimeoutError):
-        return "it didn't respond in time"
-    return str(reason) or type(reason).__name__
-
-
-def _detail(error: urllib.error.HTTPError) -> str:
-    """The service's message in an error response."""
-    try:
-        detail = json.loads(error.read(65536))["detail"]
-        return f": {line(detail if isinstance(detail, str) else '; '.join(one['msg'] for one in detail))}"
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        return ""
-
-
-def _shown(url: str) -> str:
-    """A URL without its credentials."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Add the token; instead of an entry for the host in ~/.netrc."""
+    if token := os.environ.get("KERNEL_COMPAT_SERVICE_TOKEN"):
+        request.headers["Authorization"] = f"Bearer {token}"
+    return request
