@@ -118,7 +118,9 @@ def execute(
             pending.add(executor.submit(job, progress.started))
         while pending:
             done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in done:
+            for future in sorted(
+                done, key=lambda one: one.exception() is not None
+            ):  # an error ends the run: it comes last
                 result = future.result()
                 if result.verdict != "not run" or result.attempt == 1:  # it would hide the cell's earlier result
                     _add(store, run, result, patience)

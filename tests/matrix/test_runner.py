@@ -10,17 +10,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from forked import Forked
+from rich.console import Console
 from small import PYTHON, TAG, Small
+from stored import passed
 
 from compat_matrix import gpus
+from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
-from compat_matrix.results import Figure
+from compat_matrix.progress import Progress
+from compat_matrix.results import CellResult, Figure
+from compat_matrix.runner import execute
 from compat_matrix.store import Store
 
 #: Records in files which cells began and which ended, and sleeps for the given time.
@@ -612,3 +618,24 @@ def test_a_downstream_project_reads_its_results_as_json(small: Small) -> None:
     small.run("run", "--all", "--label", "mine")
     found = json.loads(small.run("show", "mine", "--json").stdout)
     assert [cell["state"] for cell in found["cells"]] == ["passed", "passed"]
+
+
+def test_what_has_ended_is_stored_before_an_error_ends_the_run(store: Store) -> None:
+    """As with a node of a Ray cluster on which the project differs."""
+    cells = [Cell("3.12", f"5.{minor}", "2.11") for minor in range(20)]
+
+    class Ended:
+        def submit(self, job: Any, started: object) -> Future[CellResult]:
+            future: Future[CellResult] = Future()
+            if job is cells[0]:
+                future.set_exception(MatrixError("it differs"))
+            else:
+                future.set_result(passed(job))
+            return future
+
+        def cancel(self) -> None: ...
+
+    run, jobs, executor = store.new_run(cells), cast(Any, cells), cast(Any, Ended())
+    with pytest.raises(MatrixError, match="it differs"):
+        execute(run, jobs, store, executor, Progress(len(cells), 1, Console(quiet=True)))
+    assert Counter(one.verdict for one in store.summary(run).values()) == {None: 1, "passed": 19}

@@ -266,6 +266,8 @@ def test_no_write_is_taken_without_its_token(target: Target, url: str) -> None:
                 continue
             answer = sent(url, method, address, kind | ({} if given is None else {"authorization": given}), body)
             assert (method, path, given, answer.status) == (method, path, given, 401)
+            if (method, path) not in pages:
+                assert (answer.headers["www-authenticate"], {*json.loads(answer.body)}) == ("Bearer", {"detail"})
         for query in (f"token={secret}", f"access_token={secret}", f"authorization=Bearer%20{secret}"):
             assert sent(url, method, f"{address}?{query}", kind | {"cookie": query}, body).status == 401
         for name in ("read", "none"):
@@ -555,6 +557,7 @@ BODIES = {
     "deep": b"[" * 100_000,
     "deep and closed": b'{"a":' * 20_000 + b"1" + b"}" * 20_000,
     "a long number": b'{"now": ' + b"9" * 100_000 + b', "result": 1}',
+    "NaN alone": b"NaN",
     "a large number": b'{"now": 1e999, "machine": {"memory": 1e999}, "free_memory": -1e999}',
     "no number": b'{"now": NaN, "free_memory": Infinity}',
     "NUL": rb'{"label": "\u0000", "only": "\u0000", "result": "\u0000"}',
