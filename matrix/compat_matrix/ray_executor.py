@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
 import os
@@ -57,11 +58,10 @@ class RayExecutor:
 
     def __init__(self, jobs: int | None, cache: Path | None, *, fork: bool = True) -> None:
         self._cache, self._fork = cache and cache.absolute(), fork
-        self._refs: dict[Cell, Any] = {}
-        self._fingerprint: dict[Path, str] = {}
+        self._refs: list[Any] = []
+        self._fingerprint = functools.cache(fingerprint)
         address = os.environ.get("RAY_ADDRESS", "")
-        check_private(address)
-        host, port = _host(address)
+        host, port = check_private(address)
         if host and port is not None:  # Ray itself would wait, and then end this process
             with _joining(address):
                 socket.create_connection((host, port), timeout=10).close()
@@ -101,23 +101,19 @@ class RayExecutor:
             max_retries=RETRIES,
             retry_exceptions=False,
         )
-        project = job.environments.project
-        if project not in self._fingerprint:
-            self._fingerprint[project] = fingerprint(project)
-        ref = task.remote(job, self._fingerprint[project], self._cache, self._fork, self._begun)
-        self._refs[job.cell] = ref
+        expected = self._fingerprint(job.environments.project)
+        ref = task.remote(job, expected, self._cache, self._fork, self._begun)
+        self._refs.append(ref)
         ref.future().add_done_callback(lambda done: _hand_over(done, future, job))
         return future
 
     def cancel(self) -> None:
         """Cancel running tasks, by force those that don't end in time, and leave the cluster."""
-        refs = list(self._refs.values())
+        left = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)[1] if self._refs else []
         for force in (False, True):
-            left = ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
             for ref in left:
                 ray.cancel(ref, force=force)
-            if left:
-                ray.wait(left, num_returns=len(left), timeout=_GRACE)
+            left = ray.wait(left, num_returns=len(left), timeout=_GRACE)[1] if left else []
         self.close()
 
     def close(self) -> None:
@@ -153,22 +149,27 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
     return work.run(job, devices, lambda: begun.put_nowait(job.cell.name), hosts=_hosts if fork else None)
 
 
-def check_private(address: str) -> None:
-    """Check that a cluster isn't one that everybody on its network can use.
+def check_private(address: str) -> tuple[str, int | None]:
+    """Check that a cluster isn't one that everybody on its network can use; returns its host and port.
+
+    A cluster that was started on this machine has no host.
 
     Raises:
         MatrixError: it isn't at a loopback address, and Ray's token authentication is off; or its host isn't known.
     """
-    host, _ = _host(address)
-    if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
-        return
     with _joining(address):
+        place = address.rpartition("://")[2]
+        parts = urlsplit(f"//{place}")
+        host, port = "" if place in ("", "auto", "local") else parts.hostname or "", parts.port
+        if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+            return host, port
         found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
     if not all(ipaddress.ip_address(one).is_loopback for one in found):
         raise MatrixError(
             f"the Ray cluster at {address} isn't on this machine, and whoever reaches it can run commands on it: "
             "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on its nodes and here"
         )
+    return host, port
 
 
 @contextmanager
@@ -177,14 +178,6 @@ def _joining(address: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, OverflowError) as error:
         raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
-
-
-def _host(address: str) -> tuple[str, int | None]:
-    """The host and the port in an address of Ray; no host for a cluster that was started on this machine."""
-    place = address.rpartition("://")[2]
-    with _joining(address):
-        parts = urlsplit(f"//{place}")
-        return ("" if place in ("", "auto", "local") else parts.hostname or ""), parts.port
 
 
 def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:

@@ -9,7 +9,6 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 
 from .. import __version__
@@ -60,7 +59,7 @@ def create_app(
     app.add_middleware(GZipMiddleware, compresslevel=1)
     for error in (HTTPException, RequestValidationError):  # `Guard` handles the others
         app.add_exception_handler(error, refuse)
-    app.add_middleware(BaseHTTPMiddleware, dispatch=Guard(store, settings, app.state.writers))
+    app.add_middleware(Guard, store=store, settings=settings, writers=app.state.writers)
     for router, prefix in ((api_write.router, "/api/v1"), (api_read.router, "/api/v1"), (pages.router, "")):
         app.include_router(router, prefix=prefix)
     return app
