@@ -14,8 +14,7 @@ from ..releases import Release
 from ..scan import Event, Findings, claims, history
 from ..sources import Found
 from ..upstream import SERVED, Replacement, distribution_of, replacements
-from .source_tree import Scan
-from .walker import Use
+from .uses import Scan, Use
 
 #: The top-level packages of the distributions that the atlas reads.
 PACKAGES = ("transformers", "torch", "flash_attn")

@@ -22,8 +22,7 @@ from ..scan import Findings
 from ..tables import heading, history_table, when
 from ..upstream import REPLACEMENTS, Replacement
 from .names import PACKAGES, Name, names_of, targets_of
-from .source_tree import Scan, scan
-from .walker import Use
+from .uses import Scan, Use, scan
 
 _GUARDS = {"try": "in a try", "check": "behind a check", "typing": "for type checkers"}
 #: The rules of SARIF results and what they find.
