@@ -20,9 +20,9 @@ from kernel_compat.patching.shim import Shim, discover
 
 from ..errors import MatrixError
 from ..words import plural
-from .cache import Cache, default_folder
 from .index import Index
 from .project.report import scan_project, show_project
+from .published import Cache
 from .releases import Release, covered, newest, select
 from .scan import Disagreement, Event, Findings, check, claims, history, read
 from .tables import heading, history_table
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         errors.print(f"note: {text}", markup=False, soft_wrap=True)
 
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
-    cache, index = Cache(arguments.cache or default_folder(), note), Index()
+    cache, index = Cache(arguments.cache, note), Index()
     shims, broken = discover()
     for name, why in broken.items():
         text = f"the shims of the entry point {name} can't be loaded: {why}"

@@ -13,9 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from kernel_compat.patching.seam import Seam, parameter_problem
 from kernel_compat.patching.shim import Shim
 
-from .cache import Cache
 from .index import THREADS, Index
-from .published import Published
+from .published import Cache, Published
 from .releases import Release
 from .sources import FINGERPRINT, Found, Sources
 
