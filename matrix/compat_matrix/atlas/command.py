@@ -13,7 +13,6 @@ from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 from kernel_compat.patching.shim import Shim, discover
@@ -21,12 +20,13 @@ from kernel_compat.patching.shim import Shim, discover
 from ..errors import MatrixError
 from ..words import plural
 from .index import Index
-from .project.report import scan_project, show_project
+from .project.names import names_of, targets_of
+from .project.report import show_project
+from .project.uses import scan
 from .published import Cache
 from .releases import Release, covered, newest, select
-from .scan import Disagreement, Event, Findings, check, claims, history, read
-from .tables import heading, history_table
-from .upstream import SEAMS, distribution_of
+from .scan import Disagreement, Event, Findings, check, claims, heading, history, history_table, read
+from .upstream import PACKAGES, REPLACEMENTS, SEAMS, distribution_of
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -115,14 +115,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     def read_all(targets: Mapping[str, Sequence[str]], releases: _Releases) -> Findings:
         wanted = {one: targets.get(distribution, ()) for distribution in releases for one in releases[distribution]}
-        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-            task = progress.add_task("Reading", total=len(wanted))
-            return read(wanted, index, cache, note, lambda: progress.advance(task))
+        return read(wanted, index, cache, note)
 
     if arguments.project is not None:
-        scan, targets = scan_project(arguments)
-        releases = _releases(arguments, shims, index, [one for one in SEAMS if targets.get(one)])
-        return show_project(arguments, scan, releases, read_all(targets, releases), shims, notes)
+        calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
+        found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
+        targets = targets_of(found)
+        releases = _releases(arguments, shims, index, [one for one in SEAMS if one in targets])
+        names = names_of(found, releases, read_all(targets, releases), shims)
+        return show_project(arguments, found, names, releases, notes)
     if not shims and not any(_given(arguments).values()):
         raise MatrixError("no installed shim claims releases: name the releases to read")
     releases = _releases(arguments, shims, index, dict.fromkeys(shim.distribution for shim in shims))

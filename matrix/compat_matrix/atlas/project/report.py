@@ -13,16 +13,13 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.text import Text
 
-from kernel_compat.patching.shim import Shim
-
 from ... import __version__
 from ...words import plural
 from ..releases import Release
-from ..scan import Findings
-from ..tables import heading, history_table, when
-from ..upstream import REPLACEMENTS, Replacement
-from .names import PACKAGES, Name, names_of, targets_of
-from .uses import Scan, Use, scan
+from ..scan import heading, history_table
+from ..upstream import PACKAGES, Replacement
+from .names import Name
+from .uses import Scan, Use
 
 _GUARDS = {"try": "in a try", "check": "behind a check", "typing": "for type checkers"}
 #: The rules of SARIF results and what they find.
@@ -43,27 +40,14 @@ class _Finding(NamedTuple):
     use: Use
 
 
-def scan_project(arguments: argparse.Namespace) -> tuple[Scan, dict[str, list[str]]]:
-    """Scan the project of the arguments; returns also the names to look up in each release, by distribution.
-
-    Raises:
-        MatrixError: it isn't a folder with Python files.
-    """
-    calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
-    found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
-    return found, targets_of(found)
-
-
 def show_project(
     arguments: argparse.Namespace,
     found: Scan,
+    names: Sequence[Name],
     releases: Mapping[str, Sequence[Release]],
-    findings: Findings,
-    shims: Sequence[Shim],
     notes: Sequence[str],
 ) -> int:
     """Print what was found; returns the exit code: 1 if a release lacks a name that is used without a guard."""
-    names = names_of(found, releases, findings, shims)
     if arguments.sarif:
         print(json.dumps(_as_sarif(found, names), indent=2))
     elif arguments.json:
@@ -189,7 +173,7 @@ def _as_sarif(found: Scan, names: Sequence[Name]) -> dict[str, Any]:
 def _findings(name: Name) -> Iterator[_Finding]:
     """The findings about a name, one for each place."""
     missing = f"{name.distribution}: {name.name} is missing: {name.state}"
-    forms = "; ".join(f"{when(event)} {event.found}" for event in name.history if event.what != "vanished")
+    forms = "; ".join(f"{event.when} {event.found}" for event in name.history if event.what != "vanished")
     changed = f"{name.name} is patched, and has other parameters: {forms}"
     calls = "; ".join(f"{one.call} {one.gives}" for one in name.replacements)
     unnecessary = f"kernel-compat makes this patch of {name.name} unnecessary: {calls}"
