@@ -31,11 +31,11 @@ class Value(NamedTuple):
     """What an expression may be: an object, with its path, or a text."""
 
     text: str
-    is_object: bool
+    is_object: bool = True
 
     def attribute(self, name: str) -> Value:
         """An attribute of the object."""
-        return Value(f"{self.text}.{name}", is_object=True)
+        return Value(f"{self.text}.{name}")
 
 
 class Env(NamedTuple):
@@ -213,7 +213,7 @@ class Resolver:
             if name in scope.names:
                 return self._bound(name, scope, env)
         if starred := self.foreign_star(name, env.scope):
-            return (Value(starred, is_object=True),)
+            return (Value(starred),)
         module = env.scope.outermost
         values: tuple[Value, ...] = ()
         for star, _ in module.stars:
@@ -245,9 +245,9 @@ class Resolver:
 
     def _of_binding(self, binding: Binding, env: Env) -> Iterator[Value]:
         if binding.path is not None:
-            yield from self.canonical(Value(binding.path, is_object=True))
+            yield from self.canonical(Value(binding.path))
         elif binding.definition is not None:
-            yield Value(f"{env.scope.path}.{binding.definition.name}", is_object=True)
+            yield Value(f"{env.scope.path}.{binding.definition.name}")
         else:
             known = {name for scope, name in env.frame if scope is env.scope}
             loops = [one for one in binding.loops if known.isdisjoint(name for name, _ in columns(one.target))]
@@ -348,7 +348,7 @@ class Resolver:
 
     def _imported(self, name: ast.expr, env: Env) -> Iterator[Value]:
         """The modules that a text may name."""
-        return self._followed(Value(text, is_object=True) for text in self.texts(name, env))
+        return self._followed(Value(text) for text in self.texts(name, env))
 
     def _followed(self, values: Iterable[Value]) -> Iterator[Value]:
         return (one for value in values for one in self.canonical(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,8 @@ from .resolver import IMPORTERS, Env, Resolver, Value, table_owner
 _SKIPPED = ("__pycache__", "node_modules", "site-packages")
 #: Methods that change the table they belong to.
 _TABLE_METHODS = ("register", "update", "setdefault", "pop")
+#: Names of tables, and of classes that are used as one.
+_TABLE = re.compile(r"(^|\.)([^a-z.]*[A-Z][^a-z.]*|\w*Interface)$")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
@@ -97,27 +98,21 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
     parsed: dict[str, tuple[str, Scope]] = {}
     unread: dict[str, str] = {}
     uses: set[Use] = set()
-    collecting = gc.isenabled()
-    gc.disable()  # the trees have no circles that could be freed, and looking for some takes half of the time
-    try:
-        for path, file in files.items():
-            try:
-                source = decode_source(file.read_bytes())
-                name = _module_name(file, folder)
-                package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-                parsed[path] = source, Scope(name, Place(parse(source)), package)
-                resolver.modules.setdefault(name, parsed[path][1])
-            except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
-                unread[path] = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        finder = _Finder(resolver, calls)
-        for path, (source, scope) in parsed.items():
-            try:
-                uses.update([*finder.uses(path, source, scope)])
-            except RecursionError as error:
-                unread[path] = str(error)
-    finally:
-        if collecting:
-            gc.enable()
+    for path, file in files.items():
+        try:
+            source = decode_source(file.read_bytes())
+            name = _module_name(file, folder)
+            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+            parsed[path] = source, Scope(name, Place(parse(source)), package)
+            resolver.modules.setdefault(name, parsed[path][1])
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
+            unread[path] = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    finder = _Finder(resolver, calls)
+    for path, (source, scope) in parsed.items():
+        try:
+            uses.update([*finder.uses(path, source, scope)])
+        except RecursionError as error:
+            unread[path] = str(error)
     return Scan(tuple(sorted(uses)), unread, len(files))
 
 
@@ -200,11 +195,9 @@ class _Finder:
         in_attribute = isinstance(parent, ast.Attribute) and isinstance(parent.ctx, ast.Load)
         match node, parent:
             case ast.alias(name=name), ast.Import() | ast.ImportFrom(level=0):
-                module = parent.module if isinstance(parent, ast.ImportFrom) else None
-                star = name == "*"
-                path = ".".join(filter(None, (module, "" if star else name)))
+                path = f"{parent.module}.{name}" if isinstance(parent, ast.ImportFrom) else name
                 if self._resolver.is_foreign(path):
-                    yield "import", path, "star import" if star else "import"
+                    yield "import", path.removesuffix(".*"), "star import" if name == "*" else "import"
             case ast.Attribute(ctx=ast.Load()), _ if not in_attribute:
                 for one in self._resolver.objects(node, env):
                     parts = [*takewhile(lambda part: part[:2] != "__" or part == "__version__", one.text.split("."))]
@@ -213,90 +206,74 @@ class _Finder:
             case ast.Name(ctx=ast.Load()), _ if not in_attribute:
                 if starred := self._resolver.foreign_star(node.id, env.scope):
                     yield "access", starred, "name"
-            case _, ast.AnnAssign(value=None):  # it assigns nothing
-                pass
-            case ((ast.Attribute() | ast.Subscript()), _) if not isinstance(node.ctx, ast.Load):
-                for target, how in self._assigned(node, env):
-                    yield from self._patch(target, how)
             case ast.Call(), _:
-                for target, how in self._patched_by(node, env):
-                    yield from self._patch(target, how)
                 yield from self._called(node, env)
+        if not (isinstance(parent, ast.AnnAssign) and parent.value is None):  # it assigns nothing
+            for target, how in self._patched(node, env):
+                paths = [one.text for one in self._resolver.canonical(target)]
+                yield from (("patch", path, how) for path in paths if self._resolver.is_foreign(path))
 
-    def _patch(self, target: Value, how: str) -> Iterator[_Found]:
-        for one in self._resolver.canonical(target):
-            if self._resolver.is_foreign(one.text):
-                yield "patch", one.text, how
-
-    def _assigned(self, node: ast.Attribute | ast.Subscript, env: Env) -> Iterator[tuple[Value, str]]:
-        how = "deletion" if isinstance(node.ctx, ast.Del) else "assignment"
-        owners = self._resolver.objects(node.value, env)
-        if isinstance(node, ast.Attribute):
-            yield from ((owner.attribute(node.attr), how) for owner in owners)
-        else:
-            yield from ((one, how) for one in self._resolver.objects(node, env))  # sys.modules and __dict__
-            yield from ((one, "item") for one in owners if table_owner(node.value) is None)
-
-    def _patched_by(self, node: ast.Call, env: Env) -> Iterator[tuple[Value, str]]:
-        """What a call patches as one of Python's own functions, or of a library for tests or tables."""
-        name = last_name(node.func)
-        of = node.func.value if isinstance(node.func, ast.Attribute) else None
-        arguments = [one for one in node.args if not isinstance(one, ast.Starred)]
-        how = ""
-        match name, arguments:
-            case "setattr" | "delattr", [target, *_] if of is not None:
-                how = f"monkeypatch.{name}"
-                yield from ((Value(text, is_object=True), how) for text in self._resolver.texts(target, env))
-            case "setattr" | "delattr" | "__setattr__", _:
-                how = name.strip("_")
-            case "patch", [target, *_]:
-                several = filter(_DOTTED.fullmatch, self._resolver.texts(target, env))
-                yield from ((Value(text, is_object=True), "mock.patch") for text in several)
-            case "object", _ if of is not None and last_name(of) == "patch":
-                how = "mock.patch"
-            case "multiple", [target, *_] if of is not None and last_name(of) == "patch":
-                for owner in self._resolver.objects(target, env):
-                    yield from ((owner.attribute(one.arg), "mock.patch") for one in node.keywords if one.arg)
-            case "dict", [target, *_] if of is not None and last_name(of) == "patch":
-                for value in self._resolver.evaluate(target, env):
-                    yield value._replace(is_object=True), "item"
-            case _ if name in _TABLE_METHODS and of is not None:
-                for owner in self._resolver.objects(of, env):
-                    last = owner.text.rpartition(".")[2]
-                    if last.isupper() or last.endswith("Interface"):
-                        yield owner, "item"
-        if how and len(arguments) > 1:
-            yield from ((one, how) for one in self._resolver.attributes(arguments[0], arguments[1], env))
+    def _patched(self, node: ast.AST, env: Env) -> Iterator[tuple[Value, str]]:
+        """What an assignment or a deletion patches, and a call of one of Python's own functions, or of a test's or a table's."""
+        resolver = self._resolver
+        match node:
+            case ast.Attribute(value=of, attr=name, ctx=ast.Store() | ast.Del() as ctx):
+                how = "deletion" if isinstance(ctx, ast.Del) else "assignment"
+                yield from ((owner.attribute(name), how) for owner in resolver.objects(of, env))
+            case ast.Subscript(value=of, ctx=ast.Store() | ast.Del() as ctx):
+                how = "deletion" if isinstance(ctx, ast.Del) else "assignment"
+                yield from ((one, how) for one in resolver.objects(node, env))  # sys.modules and __dict__
+                yield from ((one, "item") for one in resolver.objects(of, env) if table_owner(of) is None)
+            case ast.Call(func=ast.Attribute(attr="setattr" | "delattr" as name), args=[first, *others]):
+                yield from ((Value(text), f"monkeypatch.{name}") for text in resolver.texts(first, env))
+                if others:
+                    yield from ((one, f"monkeypatch.{name}") for one in resolver.attributes(first, others[0], env))
+            case ast.Call(args=[first, second, *_]) if last_name(node.func) in ("setattr", "delattr", "__setattr__"):
+                how = last_name(node.func).strip("_")
+                yield from ((one, how) for one in resolver.attributes(first, second, env))
+            case ast.Call(args=[first, *_]) if last_name(node.func) == "patch":
+                several = filter(_DOTTED.fullmatch, resolver.texts(first, env))
+                yield from ((Value(text), "mock.patch") for text in several)
+            case ast.Call(func=ast.Attribute(value=of, attr=name), args=[first, *others]) if last_name(of) == "patch":
+                if name == "object" and others:
+                    yield from ((one, "mock.patch") for one in resolver.attributes(first, others[0], env))
+                elif name == "multiple":
+                    names = [keyword.arg for keyword in node.keywords if keyword.arg]
+                    owners = resolver.objects(first, env)
+                    yield from ((owner.attribute(one), "mock.patch") for owner in owners for one in names)
+                elif name == "dict":
+                    yield from ((Value(one.text), "item") for one in resolver.evaluate(first, env))
+            case ast.Call(func=ast.Attribute(value=of, attr=name)) if name in _TABLE_METHODS:
+                owners = resolver.objects(of, env)
+                yield from ((owner, "item") for owner in owners if _TABLE.search(owner.text))
 
     def _called(self, node: ast.Call, env: Env) -> Iterator[_Found]:
         """What a call imports, calls and patches by functions of the project."""
         if last_name(node.func) in IMPORTERS:
-            for module in self._resolver.objects(node, env):
-                if self._resolver.is_foreign(module.text):
-                    yield "import", module.text, last_name(node.func)
-        for value in self._resolver.objects(node.func, env):
-            path = value.text
+            modules = [one.text for one in self._resolver.objects(node, env)]
+            yield from (("import", one, last_name(node.func)) for one in modules if self._resolver.is_foreign(one))
+        for path in (one.text for one in self._resolver.objects(node.func, env)):
             if any(fnmatchcase(path, pattern) for pattern in self._calls):
                 yield "call", path, "call"
             elif not self._resolver.is_foreign(path) and (function := self._resolver.function(path)) is not None:
-                for _, patched, how in self._patched_with(self._resolver.called(function, node, env)):
+                inside = self._resolver.called(function, node, env)
+                # What it patches because of the arguments.
+                patches = self._patches_in(inside) - self._patches_in(Env(function)) if inside.frame else ()
+                for _, patched, how in patches:
                     yield "patch", patched, "item" if how == "item" else f"{function.path.rpartition('.')[2]}()"
 
-    def _patched_with(self, env: Env) -> set[_Found]:
-        """What a function patches because of the arguments of a call."""
-        return self._patched(env) - self._patched(Env(env.scope)) if env.frame else set()
-
-    def _patched(self, env: Env) -> set[_Found]:
+    def _patches_in(self, env: Env) -> set[_Found]:
+        """What a function patches with these values of its parameters."""
         key = (env.scope, frozenset(env.frame.items()))
-        if key not in self._patches:
-            if self._depth >= _DEEP:
-                return set()
+        if key not in self._patches and self._depth < _DEEP:
             self._patches[key] = set()  # within a circle: nothing more
             self._depth += 1
-            found = (one for place, envs in self._places(env) for each in envs for one in self._at(place, each))
-            self._patches[key] = {one for one in found if one[0] == "patch"}
-            self._depth -= 1
-        return self._patches[key]
+            try:
+                found = (one for place, envs in self._places(env) for each in envs for one in self._at(place, each))
+                self._patches[key] = {one for one in found if one[0] == "patch"}
+            finally:
+                self._depth -= 1
+        return self._patches.get(key, set())
 
     def _guard(self, place: Place, scope: Scope, kind: Kind, how: str) -> tuple[Guard, bool]:
         """The guard of a use, and whether it is in a function."""
