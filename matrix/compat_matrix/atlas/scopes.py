@@ -117,6 +117,8 @@ class Scope:
         place: the module, class or function.
         package: the package for relative imports.
         parent: the scope around it; None for a module.
+        outermost: the module.
+        is_method: whether it is that of a function in a class, whose first parameter isn't passed by the caller.
         names: the definitions of each name, in order.
         stars: the modules of star imports, each with whether it is executed.
         returns: the expressions that a function returns.
@@ -127,6 +129,12 @@ class Scope:
         self.place = place
         self.package = package
         self.parent = parent
+        self.outermost: Scope = self if parent is None else parent.outermost
+        node = place.node
+        self.is_class = isinstance(node, ast.ClassDef)
+        self.is_function = isinstance(node, Function)
+        in_class = parent is not None and parent.is_class
+        self.is_method = in_class and isinstance(node, Function) and "staticmethod" not in decorators(node)
         self.names: dict[str, list[Binding]] = {}
         self.stars: list[tuple[str, Branch]] = []
         self.returns: list[ast.expr] = []
@@ -144,28 +152,6 @@ class Scope:
             if not isinstance(at.node, Definition):
                 inner = (ast.stmt, ast.excepthandler, ast.match_case)
                 todo += [one for one in at.children() if isinstance(one.node, inner)][::-1]
-
-    @property
-    def outermost(self) -> Scope:
-        """The module."""
-        return self if self.parent is None else self.parent.outermost
-
-    @property
-    def is_class(self) -> bool:
-        """Whether it is that of a class."""
-        return isinstance(self.place.node, ast.ClassDef)
-
-    @property
-    def is_function(self) -> bool:
-        """Whether it is that of a function."""
-        return isinstance(self.place.node, Function)
-
-    @property
-    def is_method(self) -> bool:
-        """Whether it is that of a function in a class, whose first parameter isn't passed by the caller."""
-        node = self.place.node
-        within = self.parent is not None and self.parent.is_class
-        return within and isinstance(node, Function) and "staticmethod" not in decorators(node)
 
     def inner(self, place: Place) -> Scope:
         """The scope of a class or function in this one."""

@@ -115,9 +115,11 @@ class Sources:
             found = list(dict.fromkeys(self._look(module, tuple(attribute.split(".")))))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
-        if not found and self._made_on_access(module, attribute.partition(".")[0]):
-            return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
         if not found:
+            source = self._module(module)
+            on_access = source.replaced or "__getattr__" in source.scope.names
+            if on_access and not self._look(module, (attribute.partition(".")[0],)):
+                return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
             owner = attribute.rpartition(".")[0]
             base_elsewhere = bool(owner) and self.find(f"{module}:{owner}").kind == "class"
             return Found("missing", text="nothing of that name", inherited=base_elsewhere)
@@ -231,11 +233,6 @@ class Sources:
             return not name.startswith("_")
         # An `__all__` that is computed from others can't be evaluated.
         return any(not isinstance(one, (list, tuple)) or name in one for one in exported)
-
-    def _made_on_access(self, module: str, name: str) -> bool:
-        """Whether a module that doesn't define a name may have it all the same."""
-        source = self._module(module)
-        return not self._look(module, (name,)) and ("__getattr__" in source.scope.names or source.replaced)
 
     @cached_property
     def _files(self) -> dict[str, str | None]:
