@@ -80,6 +80,9 @@ class Published(ExitStack):
 
     A wheel is read through HTTP ranges: its directory, then each requested member. From a server without ranges, for a
     source distribution, and for many members of a small wheel, the whole file is fetched. A small one is kept in the cache.
+
+    Raises:
+        MatrixError: by both members, if it can't be fetched or is damaged.
     """
 
     def __init__(self, file: File, index: Index, cache: Cache, note: Callable[[str], None]) -> None:
@@ -94,20 +97,12 @@ class Published(ExitStack):
 
     @property
     def members(self) -> Collection[str]:
-        """The installed paths of its modules.
-
-        Raises:
-            MatrixError: it can't be fetched, or is damaged.
-        """
+        """The installed paths of its modules."""
         with self._errors():
             return self._opened()
 
     def read(self, path: str) -> bytes:
-        """The content of one of its `members`.
-
-        Raises:
-            MatrixError: it can't be fetched, or is damaged.
-        """
+        """The content of one of its `members`."""
         with self._errors():
             read = self._opened()[path]
             if self._left:

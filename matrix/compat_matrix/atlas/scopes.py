@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import resolve_name
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
@@ -292,11 +293,11 @@ def exceptions_caught(node: ast.Try) -> frozenset[str]:
 
 
 def imported_module(node: ast.ImportFrom, package: str) -> str:
-    """The absolute name of the module of a ``from`` import in a package."""
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".") if package else []
-    return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+    """The absolute name of the module of a ``from`` import in a package; empty if that is outside of the outermost package."""
+    try:
+        return resolve_name("." * node.level + (node.module or ""), package)
+    except ImportError:
+        return ""
 
 
 def last_name(node: ast.AST) -> str:
