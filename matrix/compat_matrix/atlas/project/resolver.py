@@ -102,10 +102,8 @@ class Resolver:
         """The function of the tree at a path; of a class, its constructor."""
         scope, rest = self._located(path)
         for part in rest:
-            binding = (
-                next((one for one in reversed(scope.names.get(part, ())) if one.definition), None) if scope else None
-            )
-            scope = scope.inner(binding.place) if scope and binding else None
+            defined = [one.place for one in scope.names.get(part, ()) if one.definition] if scope else []
+            scope = scope.inner(defined[-1]) if scope and defined else None
         if scope is not None and scope.is_class:
             return self.function(f"{path}.__init__")
         return scope if scope is not None and scope.is_function else None
@@ -151,7 +149,10 @@ class Resolver:
 
     def canonical(self, value: Value) -> Iterator[Value]:
         """An object of the project, followed through its imports to the object of another package."""
-        scope, rest = (None, []) if self.is_foreign(value.text) or not value.is_object else self._located(value.text)
+        if self.is_foreign(value.text) or not value.is_object:
+            yield value
+            return
+        scope, rest = self._located(value.text)
         found: tuple[Value, ...] = ()
         if scope is not None and rest and (rest[0] in scope.names or scope.stars):
             found = self._once(("canonical", value.text), partial(self._lookup, rest[0], Env(scope)))
