@@ -94,7 +94,8 @@ class Resolver:
             return []
         self._depth += 1
         try:
-            return list(dict.fromkeys(islice(self._evaluate(node, env), _MANY)))
+            found = (one for value in self._evaluate(node, env) for one in self.canonical(value))
+            return list(dict.fromkeys(islice(found, _MANY)))
         finally:
             self._depth -= 1
 
@@ -291,7 +292,7 @@ class Resolver:
             case ast.Name():
                 yield from self._lookup(node.id, env)
             case ast.Attribute():
-                yield from self._followed(one.attribute(node.attr) for one in self.objects(node.value, env))
+                yield from (one.attribute(node.attr) for one in self.objects(node.value, env))
             case ast.IfExp(body=first, orelse=second):
                 yield from (*self.evaluate(first, env), *self.evaluate(second, env))
             case ast.BoolOp():
@@ -304,9 +305,9 @@ class Resolver:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 yield from self._concatenated([left, right], env)
             case ast.Subscript() if owner := table_owner(node.value):
-                yield from self._followed(self.attributes(owner, node.slice, env))
+                yield from self.attributes(owner, node.slice, env)
             case ast.Subscript() if _is_sys_modules(node.value):
-                yield from self._imported(node.slice, env)
+                yield from map(Value, self.texts(node.slice, env))
             case ast.Subscript(
                 value=ast.Call(
                     func=ast.Attribute(value=text, attr="rsplit" | "rpartition" | "split"), args=[ast.Constant("."), *_]
@@ -326,16 +327,14 @@ class Resolver:
     def _result(self, node: ast.Call, env: Env) -> Iterator[Value]:
         """The values of a call."""
         match node:
-            case ast.Call(args=[first, *others]) if last_name(node.func) == "__import__":
-                package = not others and not node.keywords
-                for module in self._imported(first, env) if package else ():
-                    yield module._replace(text=module.text.partition(".")[0])
-            case ast.Call(args=[first, *_]) if last_name(node.func) in IMPORTERS:
-                yield from self._imported(first, env)
-            case ast.Call(args=[owner, name, *_]) if last_name(node.func) == "getattr":
-                yield from self._followed(self.attributes(owner, name, env))
+            case ast.Call(args=[first], keywords=[]) if last_name(node.func) == "__import__":
+                yield from (Value(text.partition(".")[0]) for text in self.texts(first, env))
+            case ast.Call(args=[first, *_]) if last_name(node.func) in IMPORTERS[:2]:
+                yield from map(Value, self.texts(first, env))
             case ast.Call(func=ast.Attribute(attr="get", value=table), args=[first, *_]) if _is_sys_modules(table):
-                yield from self._imported(first, env)
+                yield from map(Value, self.texts(first, env))
+            case ast.Call(args=[owner, name, *_]) if last_name(node.func) == "getattr":
+                yield from self.attributes(owner, name, env)
             case _:
                 for one in self.objects(node.func, env):
                     yield from self._once(one.text, partial(self._returned, one.text, node, env))
@@ -346,13 +345,6 @@ class Resolver:
             inside = self.called(function, call, env)
             for one in function.returns:
                 yield from self.evaluate(one, inside)
-
-    def _imported(self, name: ast.expr, env: Env) -> Iterator[Value]:
-        """The modules that a text may name."""
-        return self._followed(Value(text) for text in self.texts(name, env))
-
-    def _followed(self, values: Iterable[Value]) -> Iterator[Value]:
-        return (one for value in values for one in self.canonical(value))
 
 
 def table_owner(node: ast.expr) -> ast.expr | None:
