@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import date
 from difflib import get_close_matches
 from functools import cached_property
@@ -11,9 +12,9 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import packaging.requirements
 import tomli
 from allpairspy import AllPairs
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import (
     AfterValidator,
@@ -38,39 +39,33 @@ from .expressions import Expression, is_release, release
 OWN = Path(__file__).parent.parent / "axes.toml"
 
 
-def _valid(check: Callable[[str], object]) -> AfterValidator:
+def _accepted_by(check: Callable[[str], object]) -> AfterValidator:
     """A text that a function accepts."""
 
-    def checked(text: str) -> str:
-        try:
-            check(text)
-        except MatrixError as error:
-            raise ValueError(str(error)) from None
+    def same(text: str) -> str:
+        check(text)
         return text
 
-    return AfterValidator(checked)
+    return AfterValidator(same)
 
 
-def _day(text: str) -> str:
+def _check_day(text: str) -> None:
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII):
         raise ValueError(f"a day such as 2026-11-15, not {text!r}")
     date.fromisoformat(text)
-    return text
 
 
 def _condition(given: Any, info: ValidationInfo) -> Expression:
-    if isinstance(given, Expression):
-        return given
-    if not isinstance(given, str):
-        raise ValueError("Input should be a valid string")
-    try:
+    if isinstance(given, str):
         return Expression(given, info.context)
-    except MatrixError as error:
-        raise ValueError(str(error)) from None
+    if not isinstance(given, Expression):
+        raise ValueError("Input should be a valid string")
+    return given
 
 
 def _day_or_condition(text: str, info: ValidationInfo) -> str:
-    return _day(text) if text[:1].isdecimal() else _condition(text, info).text
+    _check_day(text) if text[:1].isdecimal() else _condition(text, info)
+    return text
 
 
 def _distinct(values: list[str]) -> list[str]:
@@ -121,13 +116,12 @@ def _alike(values: list[str]) -> list[str]:
     return values
 
 
-Requirement = Annotated[str, _valid(packaging.requirements.Requirement)]
 Condition = Annotated[Expression, PlainValidator(_condition)]
 T = TypeVar("T", bound=str)
 Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
 Text = Annotated[str, Field(min_length=1)]
-Releases = Distinct[Annotated[str, _valid(release)]]
-OwnAxis = Annotated[str, _valid(_check_axis)]
+Releases = Distinct[Annotated[str, _accepted_by(release)]]
+OwnAxis = Annotated[str, _accepted_by(_check_axis)]
 OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
 
 
@@ -202,7 +196,7 @@ class Packages(_Table):
             one of these or on one of their requirements.
     """
 
-    requires: Annotated[list[Requirement], Field(min_length=1)]
+    requires: Annotated[list[Annotated[str, _accepted_by(Requirement)]], Field(min_length=1)]
     part: Literal["base", "layer"] = "base"
     when: Condition | None = None
 
@@ -308,7 +302,7 @@ class Axes(_Table):
     packages: list[Packages] = []
     known: list[Known] = []
     project: Project = Project()
-    exclude_newer: Annotated[str, AfterValidator(_day)] | None = None
+    exclude_newer: Annotated[str, _accepted_by(_check_day)] | None = None
     not_installed: list[str] = []
     path: Path = Field(default=OWN, exclude=True)
 
@@ -409,26 +403,12 @@ class Axes(_Table):
 
 def cover(cells: Sequence[Cell]) -> list[Cell]:
     """A small subset of the cells: every two values of different axes that share a cell also share one of the subset."""
-    if not cells:
-        return []
     axes = values_of(cells)
     rows_of = {cell: tuple(cell.axes.get(axis, "") for axis in axes) for cell in cells}
-    fields = [list(dict.fromkeys(values)) for values in zip(*rows_of.values(), strict=True)]
-    varied = [i for i, values in enumerate(fields) if len(values) > 1]
-    if len(varied) < 2:
-        return list(cells)  # each value needs its own cell
-    there = {*rows_of.values()}
-    fixed = tuple(values[0] for values in fields)
-
-    def complete(row: Sequence[str]) -> tuple[str, ...]:
-        whole = list(fixed)
-        for index, value in zip(varied, row, strict=True):
-            whole[index] = value
-        return tuple(whole)
-
-    prefixes = {tuple(cell[i] for i in varied)[:n] for cell in there for n in range(1, len(varied) + 1)}
-    rows = AllPairs([fields[i] for i in varied], filter_func=lambda row: tuple(row) in prefixes)
-    chosen = {complete(row.pairs if hasattr(row, "pairs") else row) for row in rows}
+    possible = {row[:length] for row in rows_of.values() for length in range(1, len(row) + 1)}
+    values = [[*dict.fromkeys(values)] for values in zip(*rows_of.values(), strict=True)]
+    rows = AllPairs(values, filter_func=lambda row: tuple(row) in possible) if cells else ()
+    chosen = {tuple(row) for row in rows}
     # allpairspy gives up on a pair if every third value that it tries is excluded.
     pairs = {cell: set(combinations(enumerate(rows_of[cell]), 2)) for cell in cells}
     missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if rows_of[cell] in chosen))
@@ -448,22 +428,21 @@ def load(path: Path) -> Axes:
     try:
         text = path.read_text(encoding="utf-8")
         found = tomli.loads(text)
-    except OSError as error:
-        raise MatrixError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise MatrixError(f"{path} isn't UTF-8 text: {error}") from None
-    except tomli.TOMLDecodeError as error:
-        raise MatrixError(f"{path}: {error}") from None
+    except (OSError, tomli.TOMLDecodeError) as error:
+        raise MatrixError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     try:
         return Axes.model_validate({**found, "path": path.resolve()}, context=_own_axes(found.get("axes")))
     except ValidationError as error:
         problems = []
         for problem in error.errors():
             place = problem["loc"]
-            single = place[:1] == ("axes",) and not isinstance(found.get("axes"), list)
-            where = ".".join(map(str, place[:1] + place[2:] if single else place))
+            if place[:1] == ("axes",) and not isinstance(found.get("axes"), list):
+                place = place[:1] + place[2:]
+            where = ".".join(map(str, place))
             message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{path}:{line_of(text, place)}: {where}{': ' if where else ''}{message}")
+            problems.append(f"{path}:{_line_of(text, place)}: {where}{': ' if where else ''}{message}")
         raise MatrixError("\n".join(problems)) from None
 
 
@@ -477,28 +456,28 @@ def _own_axes(given: Any) -> dict[str, list[str]]:
     return found
 
 
-def line_of(text: str, location: tuple[Any, ...]) -> int:
-    """The line, from 1, of a key path such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest existing parent."""
-    lines = text.splitlines()
-    table, *rest = location or ("",)
-    headers = [i for i, line in enumerate(lines) if re.match(rf"\s*\[\[?\s*{re.escape(str(table))}\s*\]", line)]
-    number = rest[0] if rest and isinstance(rest[0], int) else 0
-    if number < len(headers):
-        start = best = headers[number]
-        rest = rest[1:] if rest and isinstance(rest[0], int) else rest
-    else:
-        start, best, rest = -1, 0, [table, *rest]
-    end = next((i for i in range(start + 1, len(lines)) if re.match(r"\s*\[\[?\s*\w", lines[i])), len(lines))
-    if rest:
-        key = re.compile(rf"\s*{re.escape(str(rest[0]))}\s*=")
-        found = next((i for i in range(max(start, 0), end) if key.match(lines[i])), None)
-        best = best if found is None else found
-        if found is not None and len(rest) > 1 and isinstance(rest[1], int):
-            items = re.compile(r"\{[^}]*\}|\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?")
-            seen = 0
-            for i in range(found, end):
-                code = lines[i].partition("=")[2] if i == found else lines[i]
-                seen += len(items.findall(code.split("#")[0]))
-                if seen > rest[1]:
-                    return i + 1
-    return best + 1
+def _line_of(text: str, place: Sequence[int | str]) -> int:
+    """The line, from 1, of a path of keys such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest parent.
+
+    It is that of the shortest beginning of the text in which the path exists, with what is open at its end closed.
+    """
+    lines = text.splitlines(keepends=True)
+    best = depth = 0
+    for number in range(1, len(lines) + 1):
+        for closed in ("", "]", "}", "}]"):
+            with suppress(tomli.TOMLDecodeError):
+                reached = _reached(tomli.loads("".join(lines[:number]) + closed), place)
+                if reached > depth:
+                    best, depth = number, reached
+                break
+    return max(best, 1)
+
+
+def _reached(found: Any, place: Sequence[int | str]) -> int:
+    """The number of keys of a path that exist."""
+    for depth, key in enumerate(place):
+        try:
+            found = found[key]
+        except (KeyError, IndexError, TypeError):
+            return depth
+    return len(place)
