@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,20 +14,15 @@ from pathlib import Path
 import findpython
 import platformdirs
 from filelock import FileLock
-from uv import find_uv_bin
 
 from .base_python import BasePython
 from .errors import MatrixError
-from .pins import Part
+from .pins import Part, uv
 from .unpack import sha256
 from .wheelhouse import Wheelhouse
 
 #: Packages that must be built against the environment's torch.
 _AGAINST_TORCH = ("flash-attn",)
-
-
-class InstallationError(MatrixError):
-    """A part of a cell can't be installed; the message is that of the installer."""
 
 
 @lru_cache
@@ -81,19 +75,17 @@ class Environments:
         """The Python of a base, which is created if it doesn't exist.
 
         Raises:
-            InstallationError: it can't be made; nothing of it stays.
+            UvError: it can't be made; nothing of it stays.
         """
         wheel = self.wheelhouse and self.wheelhouse.project
-        described = f"{part.key}\n{self.project}"
-        described += sha256(wheel) if wheel else ""
-        described += self.below.key if self.below else ""
+        described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below.key if self.below else ''}"
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
 
         def make() -> None:
             made_of = self.below.executable if self.below else interpreter(part.python)
             offline = ["--offline", "--no-config"] if wheel else []
-            _uv(part, "venv", "--clear", *offline, "--python", str(made_of), str(folder))
+            uv("venv", "--clear", *offline, "--python", str(made_of), str(folder))
             if self.below is not None:
                 # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
                 packages = next(folder.glob("lib/python*/site-packages"))
@@ -102,7 +94,7 @@ class Environments:
 
         def add_project() -> None:
             source = ["--no-config", str(wheel)] if wheel else ["--editable", str(self.project)]
-            _uv(part, "pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
+            uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
 
         _whole(folder, make)
         # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
@@ -117,7 +109,7 @@ class Environments:
             python: the Python of a base of the same version.
 
         Raises:
-            InstallationError: it can't be made; nothing of it stays.
+            UvError: it can't be made; nothing of it stays.
         """
         # dill, for one, tells installed modules from a project's own by this word in their paths.
         folder = self.root / "site-packages" / f"{part.name}-{part.key}"
@@ -130,7 +122,7 @@ class Environments:
             if pins:
                 command = ["pip", "install", "--no-deps", "--require-hashes", "--no-config", "--python", str(python)]
                 command += [*self._source(), *(f"--no-build-isolation-package={pin.name}" for pin in late), *options]
-                _uv(part, *command, "--requirement", "-", text="".join(f"{pin}\n" for pin in pins))
+                uv(*command, "--requirement", "-", text="".join(f"{pin}\n" for pin in pins))
 
     def _source(self) -> list[str]:
         return ["--offline", "--no-index", "--find-links", str(self.wheelhouse.folder)] if self.wheelhouse else []
@@ -166,13 +158,3 @@ def _once(folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
             stamp.unlink(missing_ok=True)
             do()
             stamp.write_text(state, encoding="utf-8")
-
-
-def _uv(part: Part, *arguments: str, text: str = "") -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    command = [find_uv_bin(), *arguments, "--quiet"]
-    done = subprocess.run(
-        command, input=text, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False
-    )
-    if done.returncode:
-        raise InstallationError(f"{part.name}: {done.stderr.strip() or f'uv ended with {done.returncode}'}")

@@ -113,7 +113,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.
     """
     from . import pins
-    from .base_python import BasePython, torch_alone
+    from .base_python import BasePython
     from .environments import Environments, default_root
     from .wheelhouse import Wheelhouse
     from .work import Job
@@ -133,7 +133,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
     parts = pins.of_cells(axes, cells, folder, options.latest)
     if below is not None:
         parts |= below.without_installed(
-            parts, wheelhouse.torch_alone if wheelhouse else torch_alone(axes, cells, parts)
+            parts, wheelhouse.torch_alone if wheelhouse else pins.torch_alone(axes, cells, parts)
         )
     if wheelhouse is not None:
         parts |= wheelhouse.take(parts, cells)

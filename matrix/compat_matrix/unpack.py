@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import re
 import subprocess
 import sys
 import tarfile
 import venv
-from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 #: The hashes of the parts, in order, in the format of ``sha256sum``.
 SUMS = "SHA256SUMS"
@@ -53,9 +50,10 @@ def unpack(parts: Path, folder: Path) -> None:
             wrong.append(f"{name} is missing")
     if wrong:
         raise ValueError(f"{parts}: {', '.join(wrong)}")
-    with tarfile.open(fileobj=_Joined(paths), mode="r|") as archive:
+    with subprocess.Popen(["cat", *paths], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as joined:
         try:
-            archive.extractall(folder, filter="data")
+            with tarfile.open(fileobj=joined.stdout, mode="r|") as archive:
+                archive.extractall(folder, filter="data")
         except tarfile.TarError as error:
             raise ValueError(f"{parts} can't be unpacked: {error}") from error
 
@@ -67,25 +65,6 @@ def sha256(path: Path) -> str:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-class _Joined(io.RawIOBase):
-    """Several files, read one after the other."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = [*paths]
-        self._file: BinaryIO | None = None
-
-    def read(self, size: int = _BLOCK) -> bytes:
-        """At most `size` bytes, fewer at the end of a file; none at the end of the last."""
-        while self._file is not None or self._paths:
-            if self._file is None:
-                self._file = self._paths.pop(0).open("rb")
-            if block := self._file.read(size):
-                return block
-            self._file.close()
-            self._file = None
-        return b""
 
 
 def main() -> int:

@@ -19,11 +19,11 @@ from . import gpus
 from .axes import Known, Tests
 from .cell.kernel_compat_host import PRELOADED
 from .cells import Cell
-from .environments import Environments, InstallationError
+from .environments import Environments
 from .errors import MatrixError
 from .figures import distinct
 from .outcomes import judge, read_report_log, retried, tied
-from .pins import Part
+from .pins import Part, UvError
 from .processes import INSIDE, Hosts, Process, fresh
 from .results import CellResult, Kind, Verdict
 
@@ -125,7 +125,7 @@ def _run(job: Job, leased: Sequence[str], cancelled: threading.Event | None, hos
     try:
         python = job.environments.base(job.parts[0])
         layer = job.environments.layer(job.parts[1], python)
-    except InstallationError as error:
+    except UvError as error:
         return result("failed", "installation", _first(str(error)), log=str(error))
     except OSError as error:  # an error of the machine, which every cell would have
         raise MatrixError(

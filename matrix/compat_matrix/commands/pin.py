@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     changed = []
     parts = pins.resolve_parts(axes, cells, latest=options.latest)
     for name, part in sorted(parts.items()):
-        if isinstance(part, pins.ResolutionError):
+        if isinstance(part, pins.UvError):
             failed += 1
             print(f"{name}: {part}", file=sys.stderr)
         elif pins.write(part, folder):
