@@ -94,8 +94,7 @@ _RESERVED = {
 
 
 def _check_axis(name: str) -> None:
-    near = get_close_matches(name, AXES, 1, 0.9)
-    if near:
+    if near := get_close_matches(name, AXES, 1, 0.9):
         raise ValueError(f"there is no such axis; is it {near[0]}?")
     if not re.fullmatch(WORD, name) or name in _RESERVED:
         raise ValueError(
@@ -150,16 +149,11 @@ class Values(_Table):
     device: Distinct[Literal["cpu", "cuda"]] = ["cpu"]
 
     @property
-    def own(self) -> dict[str, list[str]]:
-        """The project's own axes and their values."""
-        return dict(sorted((self.model_extra or {}).items()))
-
-    @property
     def cells(self) -> Iterator[Cell]:
         """Every combination of the values."""
-        names = [*AXES, *self.own]
-        for combination in product(*(dict(self)[axis] for axis in names)):
-            yield Cell.of(dict(zip(names, combination, strict=True)))
+        values = {axis: dict(self)[axis] for axis in [*AXES, *sorted(self.model_extra or ())]}
+        for combination in product(*values.values()):
+            yield Cell.of(dict(zip(values, combination, strict=True)))
 
     @model_validator(mode="after")
     def _names_are_short(self) -> Values:
@@ -354,31 +348,28 @@ class Axes(_Table):
         Raises:
             MatrixError: the condition or a name is invalid, a named cell is excluded, or no cell remains.
         """
-        cells = self.cells
-        if names:
-            known = {cell.name: because for cell, because in self.all_cells.items()}
-            for name in names:
-                if name not in known:
-                    raise MatrixError(f"there is no cell {name!r} in {self.path.name}")
-                if known[name]:
-                    raise MatrixError(f"{name} is excluded: {known[name]}")
-            cells = [cell for cell in cells if cell.name in names]
-        if only is not None:
-            condition = Expression(only, self.own)
-            cells = [cell for cell in cells if condition(cell)]
-            if not cells:
-                refused = [because for cell, because in self.all_cells.items() if because and condition(cell)]
-                raise MatrixError(
-                    f"no cell of {self.path.name} matches {only!r}" + (f": {refused[0]}" if refused else "")
-                )
+        known = {cell.name: because for cell, because in self.all_cells.items()}
+        for name in names:
+            if name not in known:
+                raise MatrixError(f"there is no cell {name!r} in {self.path.name}")
+            if known[name]:
+                raise MatrixError(f"{name} is excluded: {known[name]}")
+        condition = self._condition(only)
+        cells = [cell for cell in self.cells if condition(cell) and (not names or cell.name in names)]
+        if not cells and only is not None:
+            refused = "".join([f": {because}" for because in self.excluded(only).values()][:1])
+            raise MatrixError(f"no cell of {self.path.name} matches {only!r}{refused}")
         if not cells:
             raise MatrixError(f"the rules of {self.path.name} exclude every cell")
         return cover(cells) if pairwise else cells
 
     def excluded(self, only: str | None = None) -> dict[Cell, str]:
         """The excluded cells of a selection, with the reasons."""
-        wanted = Expression(only, self.own) if only else None
-        return {cell: why for cell, why in self.all_cells.items() if why and (wanted is None or wanted(cell))}
+        condition = self._condition(only)
+        return {cell: because for cell, because in self.all_cells.items() if because and condition(cell)}
+
+    def _condition(self, only: str | None) -> Callable[[Cell], bool]:
+        return Expression(only, self.own) if only is not None else lambda cell: True
 
     def tests_of(self, cell: Cell, suite: str = "default") -> Tests | None:
         """The tests of a cell in a suite: the first entry that matches; None if none does.
@@ -462,22 +453,12 @@ def _line_of(text: str, place: Sequence[int | str]) -> int:
     It is that of the shortest beginning of the text in which the path exists, with what is open at its end closed.
     """
     lines = text.splitlines(keepends=True)
-    best = depth = 0
-    for number in range(1, len(lines) + 1):
-        for closed in ("", "]", "}", "}]"):
-            with suppress(tomli.TOMLDecodeError):
-                reached = _reached(tomli.loads("".join(lines[:number]) + closed), place)
-                if reached > depth:
-                    best, depth = number, reached
-                break
+    best = deepest = 0
+    for number, closing in product(range(1, len(lines) + 1), ("", "]", "}", "}]")):
+        with suppress(tomli.TOMLDecodeError, KeyError, IndexError, TypeError):
+            found: Any = tomli.loads("".join(lines[:number]) + closing)
+            for depth, key in enumerate(place, 1):
+                found = found[key]
+                if depth > deepest:
+                    best, deepest = number, depth
     return max(best, 1)
-
-
-def _reached(found: Any, place: Sequence[int | str]) -> int:
-    """The number of keys of a path that exist."""
-    for depth, key in enumerate(place):
-        try:
-            found = found[key]
-        except (KeyError, IndexError, TypeError):
-            return depth
-    return len(place)

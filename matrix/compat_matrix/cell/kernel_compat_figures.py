@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import pytest
 
 
-class RecordFigure(Protocol):
-    """Records a figure of a test."""
-
-    def __call__(self, name: str, value: Any, unit: str, better: Literal["lower", "higher"] | None = "lower") -> None:
-        """Record a figure.
-
-        Args:
-            name: its name, unique among the tests of a cell.
-            value: a finite number, or anything that `float` accepts, such as a tensor of one element.
-            unit: such as ``"ms"``.
-            better: which values are better; None if neither are.
-
-        Raises:
-            ValueError: `value` is infinite or not a number.
-        """
-        ...
-
-
 @pytest.fixture
-def figure(record_property: Callable[[str, object], None]) -> RecordFigure:
-    """Record a number that the test measured: ``figure("step time", 12.5, "ms")``."""
+def figure(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Record a number that the test measured: ``figure("step time", 12.5, "ms")``.
+
+    Its name is unique among the tests of a cell. The number is a finite one, or anything that `float` accepts, such as a tensor of
+    one element. ``better`` says which numbers are better: "lower", "higher", or None if neither are.
+    """
 
     def record(name: str, value: Any, unit: str, better: Literal["lower", "higher"] | None = "lower") -> None:
         number = float(value)
