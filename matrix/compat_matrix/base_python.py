@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -91,21 +91,17 @@ class BasePython:
                 f'select cells with --only "python=={self.python} and torch=={torch.major}.{torch.minor}"'
             )
 
-    def without_installed(self, parts: Parts, needless: Mapping[str, Collection[str]]) -> dict[str, Part]:
+    def without_installed(self, parts: Parts, needless: Mapping[str, frozenset[str]]) -> dict[str, Part]:
         """The bases without the pins that this Python provides: those only torch needs, and those it has in the pinned version.
 
         Args:
             needless: for each base, the names of the pins that only torch needs, as `pins.torch_alone` returns them.
         """
+        there = {name: version.public for name, version in self.there.items()}
         found = {}
         for name, alone in needless.items():
             part = parts.get(name)
             if alone and isinstance(part, Part):
-                there = {package: version.public for package, version in self.there.items()}
-                kept = (
-                    pin
-                    for pin in part.pins
-                    if pin.name not in alone and there.get(pin.name) != Version(pin.version).public
-                )
-                found[name] = replace(part, pins=tuple(kept))
+                same = {pin.name for pin in part.pins if there.get(pin.name) == Version(pin.version).public}
+                found[name] = part.without(alone | same)
         return found

@@ -16,7 +16,6 @@ import platformdirs
 from filelock import FileLock
 
 from .base_python import BasePython
-from .errors import MatrixError
 from .pins import Part, uv
 from .unpack import sha256
 from .wheelhouse import Wheelhouse
@@ -59,17 +58,6 @@ class Environments:
     project: Path
     wheelhouse: Wheelhouse | None = None
     below: BasePython | None = None
-
-    def make_root(self) -> None:
-        """Create the folder.
-
-        Raises:
-            MatrixError: it can't be created.
-        """
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MatrixError(f"environments can't be kept in {self.root}: {error.strerror}") from None
 
     def base(self, part: Part) -> Path:
         """The Python of a base, which is created if it doesn't exist.
@@ -146,15 +134,9 @@ def _whole(folder: Path, make: Callable[[], None]) -> None:
 def _once(folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
     """Do a step of creating a folder, unless it was done before with the same `state`."""
     stamp = folder / f".{step}"
-
-    def done() -> bool:
-        return stamp.exists() and stamp.read_text(encoding="utf-8") == state
-
-    if done():
-        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not done():
+        if not stamp.exists() or stamp.read_text(encoding="utf-8") != state:
             stamp.unlink(missing_ok=True)
             do()
             stamp.write_text(state, encoding="utf-8")

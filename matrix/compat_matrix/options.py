@@ -150,7 +150,10 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         arguments = tuple(_pytest_arguments(options))
         attempt = attempts.get(cell, 0) + 1
         jobs.append(Job(cell, both or reason, tests, environments, attempt, arguments, axes.known_of(cell)))
-    environments.make_root()
+    try:
+        environments.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
     return jobs
 
 

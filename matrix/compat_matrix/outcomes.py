@@ -10,10 +10,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from .axes import Known
 from .cells import Cell
-from .figures import with_figures
-from .results import Kind, Outcome, Test, Verdict
+from .results import Figure, Kind, Outcome, Recorded, Test, Verdict
 from .words import plural
 
 #: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts.
@@ -69,7 +70,7 @@ def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
     if outcome == "passed" and reruns:
         outcome, entry = "flaky", reruns[0]
     message = UNENDED if entry is None else message_of(entry)
-    return with_figures(Test(nodeid, outcome, seconds, message), entries[-1].get("user_properties"), before)
+    return _with_figures(Test(nodeid, outcome, seconds, message), entries[-1].get("user_properties"), before)
 
 
 def _outcome(entries: Sequence[Mapping[str, Any]]) -> tuple[Outcome, Mapping[str, Any] | None]:
@@ -103,6 +104,52 @@ def message_of(entry: Mapping[str, Any]) -> str:
                     lines.append(f"{place['path']}:{place['lineno']}: {place['message']}")
         return "\n".join(lines) or crash
     return "" if representation is None else str(representation)
+
+
+def _with_figures(test: Test, properties: Any, skipped: int = 0) -> Test:
+    """A test with the figures in its properties, as the report log has them; failed if one is invalid.
+
+    Args:
+        skipped: the number of properties at the beginning that don't count.
+    """
+    if isinstance(properties, str):  # pytest-reportlog writes properties as one text if one of them isn't JSON
+        unreadable = "('figure'," in properties
+        return _failed(test, [f"its figures aren't JSON: {properties}"]) if unreadable else test
+    found, problems = [], []
+    for entry in properties[skipped:] if isinstance(properties, list) else ():
+        if isinstance(entry, list) and len(entry) == 2 and entry[0] == "figure":  # a project may append anything
+            try:
+                found.append(Figure(**Recorded.model_validate(entry[1]).model_dump()))
+            except ValidationError as error:
+                wrong = f"the figure {repr(entry[1])[:200]} is invalid"
+                said = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+                problems += [f"{wrong}: {where}: {text.removeprefix('Value error, ')}" for where, text in said]
+    test = replace(test, figures=tuple(found))
+    return _failed(test, problems) if problems else test
+
+
+def distinct(tests: Iterable[Test]) -> list[Test]:
+    """The tests with figures of different names: a test that repeats the name of an earlier figure fails."""
+    first: dict[str, tuple[str, Figure]] = {}
+    checked = []
+    for one in tests:
+        kept, problems = [], []
+        for figure in one.figures:
+            if figure.name not in first:
+                first[figure.name] = (one.nodeid, figure)
+                kept.append(figure)
+            else:
+                nodeid, other = first[figure.name]
+                units = f", in {other.unit!r} there and in {figure.unit!r} here" * (other.unit != figure.unit)
+                problems.append(f"the figure {figure.name!r} was recorded before, by {nodeid}{units}")
+        test = replace(one, figures=tuple(kept))
+        checked.append(_failed(test, problems) if problems else test)
+    return checked
+
+
+def _failed(test: Test, problems: Iterable[str]) -> Test:
+    outcome = test.outcome if test.outcome in ("failed", "error") else "failed"
+    return replace(test, outcome=outcome, message="\n".join([*problems, *filter(None, [test.message])]))
 
 
 def tied(tests: Sequence[Test], known: Iterable[Known], cell: Cell, today: date) -> tuple[list[Test], list[str]]:

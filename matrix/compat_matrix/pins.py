@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -134,6 +134,10 @@ class Part:
         """The versions of its packages, by name."""
         return {pin.name: pin.version for pin in self.pins}
 
+    def without(self, names: Collection[str]) -> Part:
+        """The part without the pins of these distributions."""
+        return replace(self, pins=tuple(pin for pin in self.pins if pin.name not in names))
+
 
 #: Parts by name; for one that has no solution, the resolver's message.
 Parts = Mapping[str, Part | UvError]
@@ -223,9 +227,7 @@ def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) ->
         layers[cell.layer] = cell, {name: version for name, version in agreed if name not in chosen}
         brought[cell.layer] = {name for base in bases for name in base} - chosen.keys()
     for name, part in resolved("layer", layers).items():
-        pins = part.pins if isinstance(part, Part) else ()
-        kept = tuple(pin for pin in pins if pin.name not in brought[name])
-        found[name] = replace(part, pins=kept) if isinstance(part, Part) else part
+        found[name] = part.without(brought[name]) if isinstance(part, Part) else part
     return found
 
 

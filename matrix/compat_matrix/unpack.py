@@ -1,4 +1,4 @@
-"""Put the parts of a wheelhouse together: ``python3 unpack.py DIR``.
+"""Wheelhouses in parts, for machines that take files up to a certain size only: ``python3 unpack.py DIR`` puts them together.
 
 `fetch --parts` copies this file beside the parts, so it needs only Python.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 #: The hashes of the parts, in order, in the format of ``sha256sum``.
 SUMS = "SHA256SUMS"
@@ -20,6 +22,42 @@ SUMS = "SHA256SUMS"
 PART = "part-{:04}"
 
 _BLOCK = 1 << 20
+
+
+def split(folder: Path, size: int) -> tuple[Path, int]:
+    """Write a wheelhouse as files of at most `size` bytes into the folder ``NAME.parts`` beside it, replacing earlier ones.
+
+    With them are their hashes and this file. Returns the folder of the parts, and their number.
+
+    Raises:
+        ValueError: there is a folder of this name that has no parts.
+        OSError: it can't be written. Earlier parts stay.
+    """
+    folder = folder.absolute()
+    parts = folder.with_name(f"{folder.name}.parts")
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{parts.name}") as name:
+        scratch = Path(name, parts.name)
+        scratch.mkdir()
+        # Numbers of four digits, as `PART` has them.
+        command = ["split", f"--bytes={size}", "--numeric-suffixes", "--suffix-length=4", "-", f"{scratch}/part-"]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as splitter,
+            tarfile.open(fileobj=splitter.stdin, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for path in sorted([*folder.glob("[!.]*"), *folder.glob("pins/*")]):
+                if path.is_file():
+                    archive.add(path, path.relative_to(folder))
+        if splitter.returncode:
+            raise OSError(f"{parts} can't be written: split ended with {splitter.returncode}")
+        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(scratch.iterdir())]
+        (scratch / SUMS).write_text("".join(sums), encoding="utf-8")
+        shutil.copyfile(__file__, scratch / "unpack.py")
+        if parts.exists():
+            if not (parts / SUMS).exists():
+                raise ValueError(f"{parts} isn't a folder of parts: remove it, or fetch into another folder")
+            parts.rename(Path(name, "old"))
+        scratch.rename(parts)
+    return parts, len(sums)
 
 
 def unpack(parts: Path, folder: Path) -> None:

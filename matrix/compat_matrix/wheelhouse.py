@@ -7,7 +7,7 @@ import shutil
 import sys
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -42,13 +42,12 @@ _NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
 
 class Stored(_Table):
-    """A fetched file; `requirement` is for example ``"numpy==2.5.4"``."""
+    """A fetched file."""
 
-    requirement: str
     sha256: str
     size: int
 
@@ -56,7 +55,6 @@ class Stored(_Table):
 class PartOf(_Table):
     """A base or a layer; `torch_alone` are torch and its pins that only torch needs."""
 
-    python: str
     torch_alone: list[str] = []
 
 
@@ -83,26 +81,14 @@ class Wheelhouse(_Table):
         Raises:
             MatrixError: the folder doesn't exist, or `fetch` hasn't written it.
         """
-        folder = folder.absolute()
-        if not folder.is_dir():
-            raise MatrixError(
-                f"--offline takes a folder that `kernel-compat-matrix fetch` wrote; {folder} isn't a folder"
-            )
-        found = cls.read(folder)
-        if found is None:
-            raise MatrixError(
-                f"{folder} has no manifest.json: `kernel-compat-matrix fetch` writes it last, so this folder is incomplete"
-            )
-        return found
-
-    @classmethod
-    def read(cls, folder: Path) -> Wheelhouse | None:
-        """The folder's manifest; None if it has none."""
-        path = folder / "manifest.json"
+        path = folder.absolute() / "manifest.json"
         try:
-            return cls.model_validate_json(path.read_bytes()).model_copy(update={"folder": folder})
-        except FileNotFoundError:
-            return None
+            return cls.model_validate_json(path.read_bytes()).model_copy(update={"folder": path.parent})
+        except OSError:
+            wrong = (
+                "has no manifest.json, which is written last: it is incomplete" if folder.is_dir() else "isn't a folder"
+            )
+            raise MatrixError(f"{path.parent} {wrong}; `kernel-compat-matrix fetch` writes such folders") from None
         except ValidationError as error:
             raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
 
@@ -202,40 +188,29 @@ def fetch(
         parts[name] = found
     needless = torch_alone(axes, cells, parts)
     left_out = needless if without_torch else {}
-    wanted = [
-        replace(part, pins=tuple(pin for pin in part.pins if pin.name not in left_out.get(part.name, ())))
-        for part in parts.values()
-    ]
+    wanted = [part.without(left_out.get(name, ())) for name, part in parts.items()]
     folder = folder.absolute()
-    house = Wheelhouse.read(folder)
+    old = Wheelhouse.open(folder) if (folder / "manifest.json").exists() else None
     try:
         with TemporaryDirectory() as scratch:
             project = _build(axes.folder, Path(scratch))
-            house = house or Wheelhouse(project=project.name)
             runners = _runners(axes, {cell.python for cell in cells}, Path(scratch)) if runner else []
             files = _gathered(axes, [*wanted, *runners], folder, Path(scratch), note)
         for part in parts.values():
             write(part, folder / "pins")
         for part in runners:
             write(part, folder)
-        files[project.name] = Pin(*map(str, parse_wheel_filename(project.name)[:2]), sha256(folder / project.name))
-        new = {
-            name: PartOf(python=part.python, torch_alone=sorted(needless.get(name, ()))) for name, part in parts.items()
-        }
-        stored = {
-            name: Stored(
-                requirement=f"{pin.name}=={pin.version}", sha256=pin.sha256, size=(folder / name).stat().st_size
-            )
-            for name, pin in files.items()
-        }
-        update = {
-            "folder": folder,
-            "wheel": project.name,
-            "cells": house.cells | {cell.name: (cell.base, cell.layer) for cell in cells},
-            "parts": house.parts | new,
-            "files": house.files | stored,
-        }
-        house = house.model_copy(update=update)
+        name, version, *_ = parse_wheel_filename(project.name)
+        files[project.name] = Pin(name, str(version), sha256(folder / project.name))
+        old = old or Wheelhouse(project=project.name)
+        stored = {name: Stored(sha256=pin.sha256, size=(folder / name).stat().st_size) for name, pin in files.items()}
+        house = Wheelhouse(
+            folder=folder,
+            project=project.name,
+            cells=old.cells | {cell.name: (cell.base, cell.layer) for cell in cells},
+            parts=old.parts | {name: PartOf(torch_alone=sorted(needless.get(name, ()))) for name in parts},
+            files=old.files | stored,
+        )
         (folder / "manifest.part").write_text(house.model_dump_json(indent=2, by_alias=True), encoding="utf-8")
         (folder / "manifest.part").replace(folder / "manifest.json")
     except OSError as error:
@@ -270,7 +245,7 @@ def _gathered(
     paths = [path for place in (folder, built) for path in place.glob("*") if path.suffix in (".whl", ".gz", ".zip")]
     there = {sha256(path): path for path in paths}
     pins = {pin.sha256: pin for part in parts for pin in part.pins}
-    urls = _located(axes, [replace(part, pins=tuple(p for p in part.pins if p.sha256 not in there)) for part in parts])
+    urls = _located(axes, parts, there)
     index = Index()
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -291,11 +266,11 @@ def _gathered(
     return {there[digest].name: pin for digest, pin in pins.items()}
 
 
-def _located(axes: Axes, parts: Sequence[Part]) -> dict[str, str]:
-    """The locations of the files of pins, by hash."""
+def _located(axes: Axes, parts: Sequence[Part], there: Collection[str]) -> dict[str, str]:
+    """The locations of the files of pins, by hash, without those that are there."""
     found: dict[str, str] = {}
     for part in parts:
-        left = [pin for pin in part.pins if pin.sha256 not in found]
+        left = [pin for pin in part.pins if pin.sha256 not in there and pin.sha256 not in found]
         exactly = [f"{pin.name}=={pin.version}" for pin in left]
         urls: dict[str, str] = {}
         for package in lock(exactly, part.python, axes.folder, "--no-deps", before=ANY_DAY) if left else ():

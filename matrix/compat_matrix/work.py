@@ -21,8 +21,7 @@ from .cell.kernel_compat_host import PRELOADED
 from .cells import Cell
 from .environments import Environments
 from .errors import MatrixError
-from .figures import distinct
-from .outcomes import judge, read_report_log, retried, tied
+from .outcomes import distinct, judge, read_report_log, retried, tied
 from .pins import Part, UvError
 from .processes import INSIDE, Hosts, Process, fresh
 from .results import CellResult, Kind, Verdict

@@ -17,8 +17,7 @@ from forked import Forked
 
 from compat_matrix.axes import Known
 from compat_matrix.cells import Cell
-from compat_matrix.figures import distinct
-from compat_matrix.outcomes import distance_in, judge, read_report_log, retried, tied
+from compat_matrix.outcomes import distance_in, distinct, judge, read_report_log, retried, tied
 from compat_matrix.processes import INSIDE
 from compat_matrix.results import Figure, Kind, Test, Verdict
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..arguments import LATEST, PINS, SELECTION, Arguments, flag, option
+from ..errors import MatrixError
 from ..options import axes_of, cells_of, pin_folder
-from ..parts import SMALLEST, split
+from ..unpack import split
 from ..wheelhouse import fetch
 from ..words import plural
 
@@ -21,7 +22,7 @@ def _size(text: str) -> int:
         size = TypeAdapter(ByteSize).validate_python(text)
     except ValidationError:
         raise argparse.ArgumentTypeError(f"{text!r} isn't a size such as 64MiB") from None
-    if size < SMALLEST:
+    if size < 1 << 20:  # there would be thousands
         raise argparse.ArgumentTypeError(f"{text} is less than 1MiB")
     return size
 
@@ -58,6 +59,9 @@ def run(options: argparse.Namespace) -> int:
     counts = f"{plural(len(wheelhouse.cells), 'cell')}, {plural(len(files), 'file')}"
     print(f"{options.folder}: {counts}, {size:.1f} MB")
     if options.parts is not None:
-        parts, count = split(options.folder, options.parts)
+        try:
+            parts, count = split(options.folder, options.parts)
+        except (ValueError, OSError) as error:
+            raise MatrixError(str(error)) from error
         print(f"{parts}: {plural(count, 'part')}")
     return 0
