@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date
@@ -395,19 +396,18 @@ class Axes(_Table):
 def cover(cells: Sequence[Cell]) -> list[Cell]:
     """A small subset of the cells: every two values of different axes that share a cell also share one of the subset."""
     axes = values_of(cells)
-    rows_of = {cell: tuple(cell.axes.get(axis, "") for axis in axes) for cell in cells}
-    possible = {row[:length] for row in rows_of.values() for length in range(1, len(row) + 1)}
-    values = [[*dict.fromkeys(values)] for values in zip(*rows_of.values(), strict=True)]
-    rows = AllPairs(values, filter_func=lambda row: tuple(row) in possible) if cells else ()
-    chosen = {tuple(row) for row in rows}
+    rows = {tuple(cell.axes.get(axis, "") for axis in axes): cell for cell in cells}
+    possible = {row[:length] for row in rows for length in range(1, len(row) + 1)}
+    values = [[*dict.fromkeys(column)] for column in zip(*rows, strict=True)]
+    chosen = {tuple(row) for row in AllPairs(values, filter_func=lambda row: tuple(row) in possible)} if rows else set()
     # allpairspy gives up on a pair if every third value that it tries is excluded.
-    pairs = {cell: set(combinations(enumerate(rows_of[cell]), 2)) for cell in cells}
-    missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if rows_of[cell] in chosen))
+    pairs = {row: {*combinations(enumerate(row), 2)} for row in rows}
+    missing = set().union(*pairs.values()).difference(*(pairs[row] for row in chosen))
     while missing:
-        best = max(cells, key=lambda cell: len(pairs[cell] & missing))
-        chosen.add(rows_of[best])
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        chosen.add(best)
         missing -= pairs[best]
-    return [cell for cell in cells if rows_of[cell] in chosen]
+    return [cell for row, cell in rows.items() if row in chosen]
 
 
 def load(path: Path) -> Axes:
@@ -448,17 +448,24 @@ def _own_axes(given: Any) -> dict[str, list[str]]:
 
 
 def _line_of(text: str, place: Sequence[int | str]) -> int:
-    """The line, from 1, of a path of keys such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest parent.
-
-    It is that of the shortest beginning of the text in which the path exists, with what is open at its end closed.
-    """
+    """The line, from 1, of a path of keys such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest parent."""
     lines = text.splitlines(keepends=True)
-    best = deepest = 0
-    for number, closing in product(range(1, len(lines) + 1), ("", "]", "}", "}]")):
-        with suppress(tomli.TOMLDecodeError, KeyError, IndexError, TypeError):
-            found: Any = tomli.loads("".join(lines[:number]) + closing)
-            for depth, key in enumerate(place, 1):
-                found = found[key]
-                if depth > deepest:
-                    best, deepest = number, depth
-    return max(best, 1)
+
+    def depth(number: int) -> int:
+        """The number of keys of the path that the first lines have, up to the last one after which the text can be closed."""
+        for end, closing in product(range(number, 0, -1), ("", "]", "}", "}]")):
+            with suppress(tomli.TOMLDecodeError):
+                return _depth(tomli.loads("".join(lines[:end]) + closing), place)
+        return 0
+
+    return bisect_left(range(len(lines)), depth(len(lines)), key=depth) or 1
+
+
+def _depth(found: Any, place: Sequence[int | str]) -> int:
+    """The number of keys of a path that exist."""
+    for depth, key in enumerate(place):
+        try:
+            found = found[key]
+        except (KeyError, IndexError, TypeError):
+            return depth
+    return len(place)

@@ -31,7 +31,7 @@ print(json.dumps(["%d.%d" % sys.version_info[:2], folder, there]))
 
 @dataclass(frozen=True)
 class BasePython:
-    """A Python that has torch.
+    """A Python that has torch. Its representation changes with the installed packages.
 
     Attributes:
         executable: its path, with links not resolved: in a virtual environment the link itself is the Python to run.
@@ -65,13 +65,7 @@ class BasePython:
             said = (done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"])[-1]
             raise MatrixError(f"--base-python {executable} doesn't work as a Python with torch: {said}") from None
         versions: dict[str, Version] = {canonicalize_name(name): Version(there[name]) for name in there if name}
-        return cls(executable, python, Path(folder), versions)
-
-    @property
-    def key(self) -> str:
-        """A text that changes with the installed packages."""
-        there = sorted((name, str(version)) for name, version in self.there.items())
-        return f"{self.executable}\n{self.folder}\n{there}"
+        return cls(executable, python, Path(folder), dict(sorted(versions.items())))
 
     def check(self, cells: Iterable[Cell]) -> None:
         """Check that cells can run on this Python and torch.

@@ -66,7 +66,7 @@ class Environments:
             UvError: it can't be made; nothing of it stays.
         """
         wheel = self.wheelhouse and self.wheelhouse.project
-        described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below.key if self.below else ''}"
+        described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below or ''}"
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
 

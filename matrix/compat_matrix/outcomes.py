@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -17,13 +18,11 @@ from .cells import Cell
 from .results import Figure, Kind, Outcome, Recorded, Test, Verdict
 from .words import plural
 
-#: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts.
-_DISTANCES = (
-    re.compile(r"[Gg]reatest (?:absolute|relative) difference: (?P<found>[-+.\deinfa]+)"),
-    re.compile(r"Max (?:absolute|relative) difference[^:]*: (?P<found>[-+.\deinfa]+)"),
-    re.compile(r"\boff by (?P<found>[-+.\de]+|nan|inf)\b"),
-    # A bound without a decimal point is a count, not a difference.
-    re.compile(r"assert (?P<found>[\d.]+(?:e[-+]?\d+)?|nan|inf) <=? \(?(?:\d+ \* )?(?:\d*\.\d|\d+e[-+]?\d)"),
+#: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts. In a comparison, a bound
+#: without a decimal point is a count, not a difference.
+_DISTANCE = re.compile(
+    r"(?:(?:[Gg]reatest|Max) (?:absolute|relative) difference[^:\n]*: |\boff by )(?P<said>[-+.\deinfa]+)"
+    r"|assert (?P<compared>[\d.]+(?:e[-+]?\d+)?|nan|inf) <=? \(?(?:\d+ \* )?(?:\d*\.\d|\d+e[-+]?\d)"
 )
 _IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): [^\n]+")
 _CRASH = re.compile(
@@ -44,11 +43,8 @@ def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
     """
     phases: dict[str, list[dict[str, Any]]] = {}
     uncollected = []
-    try:
-        lines: Iterable[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = ()
-    for line in lines:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
@@ -259,12 +255,10 @@ def _cause(
         return "crash", f"ended with {returncode}{within}"
     if bad and all(_IMPORT.search(test.message) for test in bad):
         return "import", _IMPORT.findall(bad[0].message)[-1].strip()
-    if distances := [distance for test in bad if (distance := distance_in(test.message)) is not None]:
-        far = max(distances, key=lambda value: (value != value, value))
-        return (
-            "wrong",
-            f"{len(distances)} of {plural(len(tests), 'test')} {'is' if len(tests) == 1 else 'are'} off, by up to {far:.3g}",
-        )
+    distances = [distance for test in bad if (distance := distance_in(test.message)) is not None]
+    if (far := _farthest(distances)) is not None:
+        are = "is" if len(tests) == 1 else "are"
+        return "wrong", f"{len(distances)} of {plural(len(tests), 'test')} {are} off, by up to {far:.3g}"
     if bad:
         return "test", f"{len(bad)} of {plural(len(tests), 'test')} failed, the first of them {bad[0].nodeid}"
     if uncollected:
@@ -275,13 +269,14 @@ def _cause(
 def distance_in(message: str) -> float | None:
     """The size of the difference, if a failure's report has one."""
     found = []
-    for pattern in _DISTANCES:
-        for match in pattern.finditer(message):
-            try:
-                found.append(float(match["found"]))
-            except ValueError:
-                continue
-    return max(found, key=lambda value: (value != value, value)) if found else None
+    for match in _DISTANCE.finditer(message):
+        with suppress(ValueError):
+            found.append(float(match["said"] or match["compared"]))
+    return _farthest(found)
+
+
+def _farthest(distances: Iterable[float]) -> float | None:
+    return max(distances, key=lambda value: (value != value, value), default=None)
 
 
 def _said(failure: str) -> str:
@@ -291,5 +286,4 @@ def _said(failure: str) -> str:
 
 
 def _tail(log: str) -> str:
-    lines = [line for line in log.strip().splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
+    return (log.strip().splitlines() or ["it printed nothing"])[-1][:300]

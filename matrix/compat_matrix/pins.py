@@ -31,8 +31,6 @@ from .axes import Axes
 from .cells import Cell
 from .errors import MatrixError
 
-#: The platform of the pins.
-PLATFORM = "x86_64-manylinux_2_28"
 #: A day in the far future, before which every release exists.
 ANY_DAY = "9999-01-01"
 
@@ -77,7 +75,7 @@ def lock(
     """
     command = ["pip", "compile", "-", "--no-sources", "--format", "pylock.toml", *options]
     command += ["--python", sys.executable, "--no-python-downloads", "--python-version", python]
-    command += ["--python-platform", PLATFORM]
+    command += ["--python-platform", "x86_64-manylinux_2_28"]
     # Pre-releases are used if there is nothing else, or if a requirement names one.
     command += ["--prerelease", "if-necessary-or-explicit"]
     if before is not None:
@@ -267,9 +265,9 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, fr
     found: dict[str, frozenset[str]] = {}
     # The requirements of transformers other than torch stay. All releases have the same ones in this respect, and a base is
     # shared by all of them, so any cell of the base will do.
-    for cell in {cell.base: cell for cell in cells}.values():
+    for cell in cells:
         base, layer = parts[cell.base], parts[cell.layer]
-        if isinstance(base, Part) and isinstance(layer, Part):
+        if cell.base not in found and isinstance(base, Part) and isinstance(layer, Part):
             wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
             limits = [f"{name}=={version}" for name, version in (base.versions | layer.versions).items()]
             with TemporaryDirectory() as scratch:

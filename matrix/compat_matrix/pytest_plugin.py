@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .cell.kernel_compat_figures import figure
+from .cell.kernel_compat_cell import figure
 
 if TYPE_CHECKING:
     from .matrix_client import ServiceReport

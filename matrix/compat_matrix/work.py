@@ -175,8 +175,7 @@ def _start(
     first, *rest = job.command
     if first != "pytest":
         return fresh([str(python) if part == "python" else part for part in job.command], *place)
-    arguments = ["pytest", "-p", "kernel_compat_cell", "-p", "kernel_compat_figures"]
-    arguments += [f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
+    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
     arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
     arguments += [*rest, *(["--last-failed"] if again else [])]
     if len(leased) > 1:
