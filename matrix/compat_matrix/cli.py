@@ -21,7 +21,6 @@ COMMANDS = {
     "list": ("commands.listing", "list the cells"),
     "pin": ("commands.pin", "resolve the cells and write their pins"),
     "fetch": ("commands.fetch", "write a folder from which `run --offline` installs without a network"),
-    "unpack": ("commands.unpack", "assemble the folder from the parts that `fetch --parts` wrote"),
     "run": ("commands.run", "run cells and store their results"),
     "runs": ("views.runs", "list the runs in the store"),
     "show": ("views.show", "show the results of a run as a grid"),
