@@ -128,9 +128,12 @@ OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+
+class _Conditional(_Table):
+    when: Condition | None = None
+
     def holds(self, cell: Cell) -> bool:
-        when: Expression | None = getattr(self, "when", None)
-        return when is None or when(cell)
+        return self.when is None or self.when(cell)
 
 
 class Values(_Table):
@@ -183,7 +186,7 @@ class Project(_Table):
     extras: list[str] = []
 
 
-class Packages(_Table):
+class Packages(_Conditional):
     """Requirements of the cells that match a condition.
 
     Attributes:
@@ -193,7 +196,6 @@ class Packages(_Table):
 
     requires: Annotated[list[Annotated[str, _accepted_by(Requirement)]], Field(min_length=1)]
     part: Literal["base", "layer"] = "base"
-    when: Condition | None = None
 
     @model_validator(mode="after")
     def _part_is_known(self) -> Packages:
@@ -209,7 +211,7 @@ class Packages(_Table):
         return self
 
 
-class Tests(_Table):
+class Tests(_Conditional):
     """The tests that the cells matching a condition run.
 
     Attributes:
@@ -227,7 +229,6 @@ class Tests(_Table):
 
     command: Annotated[list[str], Field(min_length=1)]
     suite: str = "default"
-    when: Condition | None = None
     minutes: Annotated[float, Field(gt=0, strict=False)] = 30
     gpus: Annotated[int, Field(ge=0)] = 0
     memory: Annotated[float, Field(gt=0, strict=False)] = 4
@@ -244,7 +245,7 @@ class Tests(_Table):
         return axis
 
 
-class Known(_Table):
+class Known(_Conditional):
     """Failures that are tied to an issue: in the cells that match a condition, they don't fail the run.
 
     Attributes:
@@ -259,7 +260,6 @@ class Known(_Table):
     issue: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=500)]
     until: Annotated[str, AfterValidator(_day_or_condition)]
     because: Text
-    when: Condition | None = None
 
     def matches(self, nodeid: str) -> bool:
         """Whether `test` matches a node id."""

@@ -23,7 +23,7 @@ import requests
 from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from .atlas.index import TIMEOUT, File, Index, reason
 from .axes import Axes
@@ -37,8 +37,8 @@ from .unpack import sha256
 _THREADS = 4
 
 #: A name of a file or a folder that can't leave the folder it is in.
-Name = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.+!-]*\z")]
-_NAME: TypeAdapter[str] = TypeAdapter(Name)
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+!-]*"
+Name = Annotated[str, StringConstraints(pattern=rf"\A{_NAME}\z")]
 
 
 class _Table(BaseModel):
@@ -251,10 +251,8 @@ def _gathered(
 
     def one(digest: str) -> Path:
         name = unquote(urlsplit(urls[digest]).path.rpartition("/")[2])
-        try:
-            _NAME.validate_python(name)
-        except ValidationError:
-            raise MatrixError(f"the index names a file {name!r}, which isn't the name of a distribution") from None
+        if not re.fullmatch(_NAME, name):
+            raise MatrixError(f"the index names a file {name!r}, which isn't the name of a distribution")
         return _download(index, File(name, urls[digest], digest, None, False), folder / name)
 
     with ThreadPoolExecutor(_THREADS) as pool:
