@@ -13,6 +13,7 @@ from importlib.util import decode_source
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ..errors import MatrixError
 from . import scopes
 from .published import Published
 from .scopes import Binding, Element, Place, Scope, decorators, last_name, parse, signature_of
@@ -113,6 +114,8 @@ class Sources:
             return Found("missing", text=f"no module {module}")
         try:
             found = list(dict.fromkeys(self._look(module, tuple(attribute.split(".")))))
+        except MatrixError:  # the file can't be fetched
+            raise
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
         if not found:

@@ -13,8 +13,7 @@ from sqlalchemy import Connection, literal_column, select
 
 from ..cells import Cell, parse
 from ..errors import MatrixError
-from ..figures import Recorded
-from ..results import CellResult
+from ..results import CellResult, Recorded
 from . import queries
 from .models import RUN, TEXT
 from .records import Run
