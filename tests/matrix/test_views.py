@@ -130,7 +130,7 @@ def test_runs(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
 
 def _counted(store: Store, run: str) -> list[tuple[str, int]]:
     states = [summary.state for summary in store.summary(run).values()]
-    return [(state, states.count(state)) for state in common.ORDER if state in states]
+    return [(state, states.count(state)) for state in common.STYLES if state in states]
 
 
 def test_show(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,7 +283,7 @@ def test_diff(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
     assert [one.cell for one in found.broke] == [broke]
     assert [one.cell for one in found.mended] == [mended]
     assert [one.cell for one in found.changed] == [changed]
-    assert [one.cell for one in found.new] == [NEW[2]]
+    assert [one.cell for one in found.appeared] == [NEW[2]]
     assert [one.cell for one in found.gone] == [gone]
     # In `changed`, test_a didn't run the first time, so it doesn't count as broken.
     assert found.tests_broke == {tests: ["tests/test_it.py::test_c"]}
@@ -300,14 +300,14 @@ def test_diff(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
     assert call(diff, "old", "new", "--json") == 1
     as_json = json.loads(capsys.readouterr().out)
     assert (as_json["old"]["id"], as_json["new"]["label"]) == (old, "new")
-    assert as_json["cells"]["broke"] == [
+    assert as_json["broke"] == [
         {
             "cell": broke.name,
             "old": {"state": "passed", "kind": None, "reason": ""},
             "new": {"state": "failed", "kind": "seam", "reason": "f is gone"},
         }
     ]
-    assert as_json["tests"]["broke"] == {tests.name: ["tests/test_it.py::test_c"]}
+    assert as_json["tests_broke"] == {tests.name: ["tests/test_it.py::test_c"]}
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from ..options import AXES, axes_in
 from ..results import ENDED
 from ..store import Newest, Store
 from ..views import architectures, common
-from ..views.verdicts import ORDER, in_order, value, verdict_of, why_unknown
+from ..views.verdicts import ORDER, evidence, in_order, value, why_unknown
 from ..views.verdicts import newest as newest_of
-from . import ask, grid, runs, seams
+from . import ask, filters, grid, runs, seams
 from . import cell as cell_page
-from .filters import STATES, Filters
+from .filters import STATES
 from .links import Links, file_name, static_files
 from .render import NAME, project_name, render
 
@@ -116,27 +116,30 @@ class _Report:
         self.seams = seams.values(store)
         self.entries = {one.cell: grid.entry(one.past) for one in self.newest}
         self.ended = [one for one in self.newest if one.past.summary.verdict is not None]
-        self.grids = self._grids()
-        self.at = dict(self._addresses())
+        self.own = ask.own_axes(self.entries)
+        self.grids, self.at = self._grids()
+        self.at |= self._addresses()
 
-    def _grids(self) -> dict[Filters, str]:
-        """The file of each facet, by the filters that lead to it."""
-        default = grid.choose(Filters(), self.entries)[0]
-        found = {Filters(): "index.html"}
-        for facet in {grid.facet(cell) for cell, one in self.entries.items() if one.word != "excluded"}:
-            kernel, device, python = facet
-            name = "index.html" if default == {facet} else file_name("grid-", "-".join(facet))
-            filters = Filters(flash_attention=kernel, device=device)
-            found[filters.but(python=python)] = name
-            if grid.choose(filters, self.entries)[0] == {facet}:
-                found[filters] = name
-            if any(facet[:2] == one[:2] for one in default):
-                found[Filters(python=python)] = name
-        return found
+    def _grids(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+        """The filters of each grid by its file, and the files by the addresses that lead to one."""
+        every = filters.read([], self.own)
+        facets = {grid.facet(cell) for cell, one in self.entries.items() if one.word != "excluded"}
+        default = grid.choose(every, self.entries)[0]
+        files = {one: "index.html" if default == {one} else file_name("grid-", "-".join(one)) for one in facets}
+        grids, at = {"index.html": every}, {self.address(): "index.html"}
+        for one, name in files.items():
+            only = every | dict(zip(("flash_attention", "device", "python"), one, strict=True))
+            grids.setdefault(name, only)
+            at[self.address(**only)] = name
+        for shown in grids.values():
+            for tab in (tab for some in grid.choose(shown, self.entries)[1].values() for tab in some):
+                if (address := self.address(**tab.filters)) not in at:
+                    chosen = [*grid.choose(tab.filters, self.entries)[0]]
+                    if len(chosen) == 1:
+                        at[address] = files[chosen[0]]
+        return grids, at
 
     def _addresses(self) -> Iterator[tuple[str, str]]:
-        for filters, name in self.grids.items():
-            yield self.address(**filters.given), name
         for page in ("runs", "diff", "types"):
             yield self.address(page), f"{page}.html"
         for one in self.runs:
@@ -163,19 +166,19 @@ class _Report:
                 yield name, content.decode()
         yield "answers.js", answers(self.newest, Links("", self.at))
         newest = self.runs[0] if self.runs else None
-        before = runs.before(newest, self.runs) if newest else None
-        question = ask.question(Filters(), own=ask.own_axes(self.entries))
-        for name, filters in {name: filters for filters, name in reversed(self.grids.items())}.items():
-            yield self._page(name, "home.html", grid.home(filters, question, self.entries, newest, before))
+        home = {"newest": newest, "before": newest and runs.before(newest, self.runs), "fields": ask.fields(self.own)}
+        for name, chosen in self.grids.items():
+            shown = grid.home(chosen, {}, self.entries)
+            yield self._page(name, "home.html", {**home, **shown, "answer": None, "run": None, "active": False})
         totals = self.store.totals(one.id for one in self.runs)
         yield self._page("runs.html", "runs.html", {"runs": self.runs, "totals": totals, "more": False, "before": ""})
         for number, one in enumerate(self.runs):
-            values = runs.of_one(one, self.store.summary(one.id), self.runs[number + 1 :])
-            yield self._page(file_name("runs/", one.id), "run.html", values)
+            shown = runs.of_one(one, self.store.summary(one.id), self.runs[number + 1 :])
+            yield self._page(file_name("runs/", one.id), "run.html", {**shown, "leased": (), "can": ""})
         yield self._page("diff.html", "diff.html", runs.changes(self.store, *self.compared))
-        for name, values in self.seams.items():
+        for name, shown in self.seams.items():
             if name:
-                yield self._page(self.at[self.address("seams", distribution=name)], "seams.html", values)
+                yield self._page(self.at[self.address("seams", distribution=name)], "seams.html", shown)
         yield self._page("types.html", "types.html", architectures.values())
         for found in self.ended:
             yield self._page(file_name("cells/", found.cell.name), "cell.html", self._cell(found))
@@ -193,11 +196,9 @@ class _Report:
 
 def answers(newest: Sequence[Newest], links: Links) -> str:
     """A script with the newest result of every cell, in which `ask.js` finds the answer to a question."""
-    own = ask.own_axes(one.cell for one in newest)
     data = {
         "cells": [_tested(one, links) for one in sorted(newest)],
-        "fields": ask.fields(own),
-        "order": in_order([*ORDER, *own]),
+        "order": in_order([*ORDER, *ask.own_axes(one.cell for one in newest)]),
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,
         "signs": STATES,
@@ -213,9 +214,10 @@ def _tested(one: Newest, links: Links) -> Mapping[str, object]:
         excluded = summary.state == "excluded"
         reason = summary.reason if excluded else why_unknown([one])
         return found | {"verdict": "refused" if excluded else "unknown", "reason": common.one_line(reason, 400)}
+    shown = evidence(one)
     return found | {
-        "verdict": verdict_of(one),
-        "reason": common.one_line(summary.reason, 400),
-        "exact": {axis: value(one, axis) for axis in (*ORDER, *dict(one.cell.extra))},
-        "html": render("evidence.html", links, "", one=ask.evidence(one)),
+        "verdict": shown.verdict,
+        "reason": common.one_line(shown.reason, 400),
+        "exact": {axis: value(one, axis) for axis in (*ORDER, *shown.extra)},
+        "html": render("evidence.html", links, "", one=shown),
     }

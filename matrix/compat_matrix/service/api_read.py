@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -21,10 +21,10 @@ from ..results import ENDED, Kind
 from ..store import State, Summary
 from ..store.documents import ATLAS, kept
 from ..versions import VERSION, checked
-from ..views import common, diff, verdicts
-from ..views.verdicts import Answer, Wanted
+from ..views import diff, verdicts
+from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun
+from ..views.verdicts import Answer
 from . import feed, metrics
-from .api_models import Atlas, Cells, Changes, Error, Result, Runs, WholeRun
 from .site import Site, current
 
 
@@ -69,6 +69,7 @@ Version = Annotated[
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
+Cursor = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 CellPath = Annotated[
     str, Path(pattern=f"^{NAME}$", description="A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda.")
 ]
@@ -121,19 +122,19 @@ class _CellPage(_WithOwn):
     state: State | None = None
     kind: Kind | None = None
     limit: int = Field(100, ge=1, le=1000)
-    cursor: Annotated[str, Field(max_length=200)] | None = Field(None, description="`next` of the page before.")
+    cursor: Cursor | None = Field(None, description="`next` of the page before.")
 
-    def page(self, site: Site, cells: Sequence[_InRun]) -> Cells:
+    def page(self, site: Site, cells: Sequence[tuple[Cell, str, Summary]]) -> Cells:
         """The page of these cells, as far as they have the requested values."""
         axes = {axis: value for axis in AXES if (value := getattr(self, axis)) is not None} | self.own(site)
         fit = [
             one
-            for one in _after(cells, _name, self.cursor)
+            for one in cells
             if axes.items() <= one[0].axes.items()
             and self.state in (None, one[2].state)
             and self.kind in (None, one[2].kind)
         ]
-        return _page(fit, _name, self.limit)
+        return _page(fit, self.limit, self.cursor)
 
 
 class _RunPage(_Asked):
@@ -148,7 +149,7 @@ class _RunPage(_Asked):
 
 class _HistoryPage(_Asked):
     limit: int = Field(50, ge=1, le=500)
-    cursor: Annotated[str, Field(max_length=200)] | None = Field(None, description="`next` of the page before.")
+    cursor: Cursor | None = Field(None, description="`next` of the page before.")
 
 
 class _Attempt(_Asked):
@@ -166,39 +167,12 @@ AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an 
 BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
 
 
-#: A cell in the run of an id.
-_InRun = tuple[Cell, str, Summary]
-
-
-def _name(one: _InRun) -> str:
-    return one[0].name
-
-
-def _attempt(one: _InRun) -> str:
-    return f"{one[1]}.{one[2].attempt}"
-
-
-def _after(found: Sequence[_InRun], key: Callable[[_InRun], str], cursor: str | None) -> Sequence[_InRun]:
-    """The rest after the one whose key is the cursor."""
-    if cursor is None:
-        return found
-    place = next((place for place, one in enumerate(found) if key(one) == cursor), None)
-    if place is None:
-        raise HTTPException(404, "`cursor` isn't the `next` of a page, or what it names is gone")
-    return found[place + 1 :]
-
-
-def _page(found: Sequence[_InRun], key: Callable[[_InRun], str], limit: int) -> Cells:
-    states = [
-        {
-            **common.summary_as_json(cell, summary),
-            **{axis: getattr(cell, axis) for axis in AXES},
-            "extra": dict(cell.extra),
-            "run": run,
-        }
-        for cell, run, summary in found[:limit]
-    ]
-    return Cells.model_validate({"next": key(found[limit - 1]) if len(found) > limit else None, "cells": states})
+def _page(found: Sequence[tuple[Cell, str, Summary]], limit: int, cursor: str | None) -> Cells:
+    """A page of cells, each in the run of an id. The cursor is the number of cells on the pages before."""
+    begin = int(cursor or 0)
+    end = begin + limit
+    states = [CellState.of(*one) for one in found[begin:end]]
+    return Cells(next=str(end) if len(found) > end else None, cells=states)
 
 
 def _json(found: BaseModel) -> Response:
@@ -223,7 +197,7 @@ def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Respons
     """
     site = current(request)
     axes = {axis: getattr(asked, "flash_attn" if axis == "flash_attention" else axis) for axis in AXES}
-    return _json(verdicts.answer(site.store, Wanted.of(axes | asked.own(site)), asked.limit))
+    return _json(verdicts.answer(site.store, verdicts.wanted(axes | asked.own(site)), asked.limit))
 
 
 @router.get("/runs", response_model=Runs)
@@ -260,9 +234,7 @@ def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) ->
     name, wanted = site.run(run).id, site.cell(cell)
     if not any(asked.attempt in (None, one.summary.attempt) for one in site.store.history(wanted, run=name)):
         raise HTTPException(404, f"the run {name} has no such result of {cell}")
-    found = site.store.result(name, wanted, asked.attempt, log=False)
-    figures = [{"test": test.nodeid, **one._asdict()} for test in found.tests for one in test.figures]
-    return _json(Result.model_validate({**vars(found), "run": name, "figures": figures}))
+    return _json(Result.of(site.store.result(name, wanted, asked.attempt, log=False), name))
 
 
 @router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
@@ -290,18 +262,14 @@ def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Que
     site = current(request)
     wanted = site.cell(cell)
     found = [(wanted, past.run.id, past.summary) for past in site.store.history(wanted)]
-    return _json(_page(_after(found, _attempt, asked.cursor), _attempt, asked.limit))
+    return _json(_page(found, asked.limit, asked.cursor))
 
 
 @router.get("/diff", response_model=Changes)
 def changes(request: Request, asked: Annotated[_Two, Query()]) -> Response:
     """The changes from one run to another."""
     site = current(request)
-    old, new = site.run(asked.old), site.run(asked.new)
-    found = diff.compare(site.store, old.id, new.id)
-    figures = [{"cell": cell, **figure._asdict(), **noise._asdict()} for cell, figure, noise in found.figures]
-    own = found._asdict() | {"appeared": found.new, "figures": figures}
-    return _json(Changes.model_validate(own | {"old": old, "new": new}))
+    return _json(diff.compare(site.store, site.run(asked.old).id, site.run(asked.new).id))
 
 
 @router.get("/atlas", response_model=Atlas)

@@ -22,8 +22,8 @@ from starlette.exceptions import HTTPException
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
 from ..store.models import RUN
+from ..views.facts import Error
 from ..views.merge import merge
-from .api_models import Error
 from .executing import NICE, Queue
 from .guard import STORE, is_store
 from .submission import Merged, Submission, Submitted

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from ..arguments import JSON, STORE, Arguments
 from ..store import Run
 from . import common
+from .facts import WholeRun, as_json
 
 ARGUMENTS: Arguments = {**JSON, **STORE}
 
@@ -17,21 +17,20 @@ def run(arguments: argparse.Namespace) -> int:
     with common.open_store(arguments.store) as store:
         runs = store.runs()
         totals = store.totals(one.id for one in runs)
+        if arguments.json:
+            print(as_json(WholeRun.model_validate({**one._asdict(), "cells": totals[one.id]}) for one in runs))
+            return 0
         parts: dict[str, list[Run]] = {one.whole: [] for one in runs}
         for one in reversed(runs):
             parts[one.whole].append(one)
-        together = {
-            whole: common.counted(summary.state for summary in store.summary(whole).values())
-            for whole, several in parts.items()
-            if len(several) > 1
-        }
-    if arguments.json:
-        print(json.dumps([{**common.as_json(one), "cells": dict(totals[one.id])} for one in runs], indent=2))
-        return 0
-    for whole, several in parts.items():
-        print(_line(common.whole(several), together.get(whole) or common.counted(totals[whole])))
-        for one in several if whole in together else ():
-            print(f"    part {_line(one, common.counted(totals[one.id]))}")
+        for whole, several in parts.items():
+            if len(several) == 1:
+                print(_line(several[0], common.counted(totals[whole])))
+                continue
+            together = common.counted(summary.state for summary in store.summary(whole).values())
+            print(_line(common.whole(several), together))
+            for one in several:
+                print(f"    part {_line(one, common.counted(totals[one.id]))}")
     return 0
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
 from sqlalchemy import Select, func, select
 
-from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD, Cell
+from ..cells import AXES, DEVICES, FLASH_ATTENTION, WORD, Cell
 from ..errors import MatrixError
 from ..results import ENDED, FINE
 from ..store import Newest, Store
@@ -22,11 +20,15 @@ from ..store.models import CELL, RESULT, RUN
 from ..versions import checked, exact, parsed, related, release, same
 from .common import clean
 from .explain import shims
+from .facts import Model, NamedCell, Shim, Text
 
 #: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
 Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
 
 Match = Literal["exact", "nearest", "none"]
+
+#: How near the evidence is: the same releases, other patches of the same minor releases, a rule of the axes, or neighbours.
+Closeness = Literal["patch", "minor", "rule", "neighbour", "none"]
 
 #: The axes, those first whose differences matter most: a CPU says less about a GPU than one release about the next. A project's
 #: own axes come after the first two.
@@ -36,58 +38,31 @@ ORDER = ("device", "flash_attention", "transformers", "torch", "python")
 _WORST = ("wrong", "failed", "known", "flaky", "passed")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A combination in a request; None stands for every value of an axis.
+def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
+    """A requested combination: the values of some axes, versions without their local part.
 
-    Attributes:
-        python, transformers, torch: versions. A version of two components matches any of its patches; a local part, as in
-            ``2.11.0+cu130``, makes no difference.
-        own: values of the project's own axes: releases, which are compared as these, or words.
+    A version of two components matches any of its patches. Values of the project's own axes are releases, which are compared as
+    these, or words.
+
+    Args:
+        axes: values by axis; None stands for every value.
 
     Raises:
         MatrixError: an axis never has this value.
     """
-
-    python: str | None = None
-    transformers: str | None = None
-    torch: str | None = None
-    flash_attention: str | None = None
-    device: str | None = None
-    own: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, axes: Mapping[str, str | None]) -> Wanted:
-        """The combination with these values; names that aren't in `AXES` are own axes."""
-        own = sorted((axis, value) for axis, value in axes.items() if axis not in AXES and value is not None)
-        return cls(**{axis: axes.get(axis) for axis in AXES}, own=tuple(own))
-
-    def __post_init__(self) -> None:
-        for axis, values in (("flash_attention", FLASH_ATTENTION), ("device", DEVICES)):
-            value = getattr(self, axis)
-            if value is not None and value not in values:
-                raise MatrixError(f"{axis} is one of {', '.join(values)}, not {value!r}")
-        for axis in VERSIONED:
-            if (value := getattr(self, axis)) is not None:
-                object.__setattr__(self, axis, checked(value))
-        own = ((axis, value if re.fullmatch(WORD, value) else checked(value)) for axis, value in self.own)
-        object.__setattr__(self, "own", tuple(own))
-
-    @property
-    def asked(self) -> dict[str, str]:
-        """The axes with a value, and their values."""
-        return {axis: value for axis in AXES if (value := getattr(self, axis)) is not None} | dict(self.own)
+    words = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
+    found = {}
+    for axis in (*AXES, *sorted(axes.keys() - {*AXES})):
+        if (value := axes.get(axis)) is None:
+            continue
+        if axis in words and value not in words[axis]:
+            raise MatrixError(f"{axis} is one of {', '.join(words[axis])}, not {value!r}")
+        is_word = axis in words or (axis not in AXES and re.fullmatch(WORD, value))
+        found[axis] = value if is_word else checked(value)
+    return found
 
 
-class Shim(BaseModel):
-    """A shim in a tested cell."""
-
-    name: str
-    state: str
-    reason: str
-
-
-class Difference(BaseModel):
+class Difference(Model):
     """An axis on which a tested combination differs from the requested one."""
 
     axis: str
@@ -95,7 +70,7 @@ class Difference(BaseModel):
     tested: str
 
 
-class Tested(BaseModel):
+class Tested(Model):
     """A tested combination, with its evidence.
 
     Attributes:
@@ -105,10 +80,10 @@ class Tested(BaseModel):
         differs: the axes on which it differs from the request.
     """
 
-    cell: str
+    cell: NamedCell
     verdict: Verdict
     kind: str | None
-    reason: str
+    reason: Text
     python: str
     transformers: str
     torch: str
@@ -116,16 +91,22 @@ class Tested(BaseModel):
     device: str
     extra: dict[str, str]
     run: str
-    run_label: str
-    revision: str
+    run_label: Text
+    revision: Text
     attempt: int
     started: datetime | None
     tests: dict[str, int]
     shims: list[Shim]
     differs: list[Difference]
 
+    @property
+    def shown(self) -> list[tuple[str, str]]:
+        """The axes by which people know a combination, with their values."""
+        axes = ("transformers", "torch", "flash_attention", "python")
+        return [*((axis, getattr(self, axis)) for axis in axes), *self.extra.items()]
 
-class Refusal(BaseModel):
+
+class Refusal(Model):
     """Excluded combinations: the reason, the number of cells, and one of them as an example."""
 
     reason: str
@@ -133,7 +114,7 @@ class Refusal(BaseModel):
     cell: str
 
 
-class Answer(BaseModel):
+class Answer(Model):
     """The verdict on a combination, with the evidence.
 
     Attributes:
@@ -159,6 +140,7 @@ class Judged(NamedTuple):
     """The verdict on a combination.
 
     Attributes:
+        asked: the requested values by axis.
         exact: whether the evidence is of what was asked for; else it is of other patches of the same minor releases.
         verdict: the worst of the evidence; ``unknown`` without any.
         found: the evidence, deciding entries first.
@@ -167,6 +149,7 @@ class Judged(NamedTuple):
         works: the nearest combination that passed, if this one didn't.
     """
 
+    asked: Mapping[str, str]
     exact: bool
     verdict: Verdict
     reason: str
@@ -175,9 +158,24 @@ class Judged(NamedTuple):
     refusals: list[Refusal]
     works: Newest | None
 
+    @property
+    def closeness(self) -> Closeness:
+        """How near the evidence is to what was asked for."""
+        if self.verdict == "refused":
+            return "rule"
+        if not self.found:
+            return "neighbour" if self.near else "none"
+        patches = [self.asked[axis] for axis in ("transformers", "torch") if axis in self.asked]
+        return "patch" if self.exact and patches and all(one.count(".") >= 2 for one in patches) else "minor"
 
-def judge(store: Store, wanted: Wanted, known: Sequence[Newest] | None = None) -> Judged:
-    """The verdict of a store on a combination.
+    @property
+    def shown(self) -> list[Newest]:
+        """The evidence on a page, or else the nearest combinations; a rule has none."""
+        return [] if self.verdict == "refused" else self.found[:5] or self.near[:3]
+
+
+def judge(store: Store, asked: Mapping[str, str], known: Sequence[Newest] | None = None) -> Judged:
+    """The verdict of a store on a combination that `wanted` has read.
 
     If it wasn't tested, the nearest ones are those with the same device, then the same FlashAttention, then the nearest minor
     releases of transformers, torch and Python, in this order, and then the nearest patches; of two equally near releases the
@@ -186,7 +184,6 @@ def judge(store: Store, wanted: Wanted, known: Sequence[Newest] | None = None) -
     Args:
         known: the newest result of every cell, if the caller has it.
     """
-    asked = wanted.asked
     known = store.newest() if known is None else known
     alike = [one for one in known if all(related(_given(one, axis), value) for axis, value in asked.items())]
     ended = [one for one in alike if _ended(one)]
@@ -199,34 +196,58 @@ def judge(store: Store, wanted: Wanted, known: Sequence[Newest] | None = None) -
     found = sorted(_last_of_each(fit or ended), key=lambda one: (_WORST.index(verdict_of(one)), near(one)))
     verdict: Verdict = "refused" if refused else verdict_of(found[0]) if found else "unknown"
     works = None if verdict in FINE else min(filter(_passed, known), key=near, default=None)
-    reason = refusals[0].reason if refused else clean(found[0].past.summary.reason) if found else why_unknown(alike)
+    reason = clean(found[0].past.summary.reason) if found else why_unknown(alike)
+    if refused:
+        reason = "; ".join(one.reason for one in refusals)
     neighbours = [] if fit else sorted(filter(_ended, known), key=near)
-    return Judged(bool(fit) or refused, verdict, reason, found, neighbours, refusals, works)
+    return Judged(asked, bool(fit) or refused, verdict, reason, found, neighbours, refusals, works)
 
 
-def answer(store: Store, wanted: Wanted, limit: int = 5) -> Answer:
+def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
     """The answer of the API: as `judge`, but what is known of other patches is no verdict.
 
     Args:
         limit: the largest number of tested combinations in the answer.
     """
-    found, asked = judge(store, wanted), wanted.asked
+    found = judge(store, asked)
     fit = found.exact and found.verdict != "refused"
-    tested = (found.found if fit else found.near)[:limit]
-    verdict = found.verdict if found.exact else "unknown"
     counts: Counter[str] = Counter(map(verdict_of, found.found) if fit else ())
-    if verdict == "refused":
+    if found.verdict == "refused":
         counts = Counter(refused=sum(one.cells for one in found.refusals))
-    reason = "another patch of it was tested" if found.found and not found.exact else found.reason
-    texts = _texts(store, tested)
+    some = (found.found if fit else found.near)[:limit]
     return Answer(
-        asked={axis: asked.get(axis) for axis in ORDER} | dict(wanted.own),
-        match="exact" if found.exact else "nearest" if tested else "none",
-        verdict=verdict,
-        reason=reason,
+        asked={axis: asked.get(axis) for axis in (*ORDER, *sorted(asked.keys() - {*ORDER}))},
+        match="exact" if found.exact else "nearest" if some else "none",
+        verdict=found.verdict if found.exact else "unknown",
+        reason="another patch of it was tested" if found.found and not found.exact else found.reason,
         counts=dict(counts),
-        tested=[_tested(one, said, asked) for one, (said, _) in zip(tested, texts, strict=True)],
+        tested=[evidence(one, asked, store.environment(one.past.run.id, one.cell)) for one in some],
         refusals=found.refusals,
+    )
+
+
+def evidence(found: Newest, asked: Mapping[str, str] = {}, environment: Mapping[str, Any] = {}) -> Tested:
+    """A tested combination as the evidence for what was asked.
+
+    Args:
+        environment: the one that it reported, with its shims.
+    """
+    run, summary = found.past.run, found.past.summary
+    return Tested(
+        cell=found.cell,
+        verdict=verdict_of(found),
+        kind=summary.kind,
+        reason=summary.reason,
+        **{axis: value(found, axis) for axis in AXES},
+        extra={axis: value(found, axis) for axis, _ in found.cell.extra},
+        run=run.id,
+        run_label=run.label,
+        revision=run.revision,
+        attempt=summary.attempt,
+        started=summary.started,
+        tests=dict(summary.counts.items()),
+        shims=shims(environment),
+        differs=[Difference(axis=axis, asked=asked[axis], tested=value(found, axis)) for axis in differs(found, asked)],
     )
 
 
@@ -234,9 +255,11 @@ def newest(store: Store, runs: Collection[str] | None = None) -> list[Newest]:
     """The newest result of every cell, sorted, of all whole runs or of these runs."""
     if runs is None:
         return sorted(store.newest())
-    found = [Newest(cell, past, {}) for cell, past in store.current(runs).items()]
-    texts = _texts(store, found)
-    return [one._replace(versions=exact(one.cell, said, pins)) for one, (said, pins) in zip(found, texts, strict=True)]
+    found = []
+    for cell, past in store.current(runs).items():
+        result = store.result(past.run.id, cell, past.summary.attempt, log=False) if past.summary.verdict else None
+        found.append(Newest(cell, past, exact(cell, result.environment, result.pins) if result else {}))
+    return found
 
 
 def differs(found: Newest, asked: Mapping[str, str]) -> list[str]:
@@ -295,39 +318,6 @@ def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> l
     return [one for one in found if not differs(one, asked)]
 
 
-def _texts(store: Store, of: Iterable[Newest]) -> list[tuple[Mapping[str, Any], str]]:
-    """The environments that these results report, and their pins."""
-    query = select(RESULT.c.environment_id, RESULT.c.pins_id)
-    with store.reading() as connection:
-        keys = [
-            connection.execute(stored.of_cell(query, one.past.run.id, one.cell, one.past.summary.attempt)).first()
-            or (None, None)
-            for one in of
-        ]
-        texts = stored.texts_of(connection, (key for pair in keys for key in pair))
-    return [(stored.environment_of(texts.get(environment)), texts.get(pins, "")) for environment, pins in keys]
-
-
-def _tested(found: Newest, environment: Mapping[str, Any], asked: Mapping[str, str]) -> Tested:
-    run, summary = found.past.run, found.past.summary
-    return Tested(
-        cell=found.cell.name,
-        verdict=verdict_of(found),
-        kind=summary.kind,
-        reason=clean(summary.reason),
-        **{axis: value(found, axis) for axis in AXES},
-        extra=dict(found.cell.extra),
-        run=run.id,
-        run_label=clean(run.label),
-        revision=clean(run.revision),
-        attempt=summary.attempt,
-        started=summary.started,
-        tests=dict(summary.counts.items()),
-        shims=[*_shims(environment)],
-        differs=[Difference(axis=axis, asked=asked[axis], tested=value(found, axis)) for axis in differs(found, asked)],
-    )
-
-
 def _last_of_each(found: Iterable[Newest]) -> list[Newest]:
     """The last result for each combination; cells such as 5.9 and 5.9.0 may have tested the same one."""
     newest: dict[tuple[object, ...], Newest] = {}
@@ -335,14 +325,6 @@ def _last_of_each(found: Iterable[Newest]) -> list[Newest]:
         rest = tuple(value(one, axis) for axis in AXES if axis != "python")
         newest[(release(value(one, "python"))[:2], rest, one.cell.extra)] = one
     return [*newest.values()]
-
-
-def _shims(environment: Mapping[str, Any]) -> Iterator[Shim]:
-    found = environment.get("shims")
-    if isinstance(found, Mapping):
-        whole = {clean(str(name)): {**shim, "seams": []} for name, shim in found.items() if isinstance(shim, Mapping)}
-        for name, state, reason, _ in shims(whole):
-            yield Shim(name=name, state=clean(state), reason=clean(reason))
 
 
 def _refusals(newest: Iterable[Newest]) -> list[Refusal]:
