@@ -7,7 +7,7 @@ from typing import Any
 
 from ..cells import Cell
 from ..versions import release
-from ..views.verdicts import Closeness, Judged, Verdict, evidence, wanted
+from ..views.verdicts import Closeness, Judged, Verdict, wanted
 
 #: The fields of the form, by the axis that they are about: the parameter, the label and an example.
 FIELDS = {
@@ -60,14 +60,14 @@ def asked(filters: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
 def answer(judged: Judged) -> dict[str, Any]:
     """The values of the template of an answer."""
     state, headline, _ = HEADLINES[judged.verdict]
-    kind = judged.found[0].past.summary.kind if judged.verdict == "failed" else None
+    kind = judged.found[0].kind if judged.verdict == "failed" else None
     return {
         "state": state,
         "headline": f"{headline}: {kind}" if kind else headline,
         "closeness": judged.closeness,
         "reason": judged.reason,
-        "evidence": [evidence(one, judged.asked) for one in judged.shown],
-        "works": judged.works and evidence(judged.works, judged.asked),
+        "evidence": judged.shown,
+        "works": judged.works,
     }
 
 

@@ -15,10 +15,9 @@ from ..arguments import OF_RUNS, STORE, Arguments, option
 from ..axes import load
 from ..errors import MatrixError
 from ..options import AXES, axes_in
-from ..results import ENDED
 from ..store import Newest, Store
 from ..views import architectures, common
-from ..views.verdicts import ORDER, evidence, in_order, value, why_unknown
+from ..views.verdicts import ORDER, Tested, in_order
 from ..views.verdicts import newest as newest_of
 from . import ask, filters, grid, runs, seams
 from . import cell as cell_page
@@ -197,7 +196,7 @@ class _Report:
 def answers(newest: Sequence[Newest], links: Links) -> str:
     """A script with the newest result of every cell, in which `ask.js` finds the answer to a question."""
     data = {
-        "cells": [_tested(one, links) for one in sorted(newest)],
+        "cells": [_tested(Tested.of(one), links) for one in sorted(newest)],
         "order": in_order([*ORDER, *ask.own_axes(one.cell for one in newest)]),
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,
@@ -206,18 +205,18 @@ def answers(newest: Sequence[Newest], links: Links) -> str:
     return f"const MATRIX = {json.dumps(data)};\n".replace("<", "\\u003c")
 
 
-def _tested(one: Newest, links: Links) -> Mapping[str, object]:
+def _tested(one: Tested, links: Links) -> Mapping[str, object]:
     """A cell in the script, with its evidence as HTML if its tests ran."""
-    summary = one.past.summary
-    found = {"cell": one.cell.axes, "began": one.past.run.started.isoformat(), "kind": summary.kind}
-    if summary.verdict not in ENDED:
-        excluded = summary.state == "excluded"
-        reason = summary.reason if excluded else why_unknown([one])
-        return found | {"verdict": "refused" if excluded else "unknown", "reason": common.one_line(reason, 400)}
-    shown = evidence(one)
+    found = {
+        "cell": one.cell.axes,
+        "verdict": one.verdict,
+        "kind": one.kind,
+        "reason": common.one_line(one.reason, 400),
+    }
+    if not one.ended:
+        return found
     return found | {
-        "verdict": shown.verdict,
-        "reason": common.one_line(shown.reason, 400),
-        "exact": {axis: value(one, axis) for axis in (*ORDER, *shown.extra)},
-        "html": render("evidence.html", links, "", one=shown),
+        "began": one.started and one.started.isoformat(),
+        "exact": {axis: one[axis] for axis in (*ORDER, *one.extra)},
+        "html": render("evidence.html", links, "", one=one),
     }

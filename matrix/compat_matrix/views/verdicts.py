@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cache
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import Select, func, select
 
 from ..cells import AXES, DEVICES, FLASH_ATTENTION, WORD, Cell
 from ..errors import MatrixError
-from ..results import ENDED, FINE
+from ..results import FINE, Outcome
 from ..store import Newest, Store
 from ..store import queries as stored
 from ..store.models import CELL, RESULT, RUN
 from ..versions import checked, exact, parsed, related, release, same
 from .common import clean
 from .explain import shims
-from .facts import Model, NamedCell, Shim, Text
+from .facts import Model, NamedCell, Shim
 
 #: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
 Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
@@ -70,20 +71,21 @@ class Difference(Model):
     tested: str
 
 
-class Tested(Model):
-    """A tested combination, with its evidence.
+@dataclass(frozen=True)
+class Tested:
+    """A combination with its newest result; one without a result is ``refused`` or ``unknown``.
 
     Attributes:
-        python, transformers, torch: exact versions as reported by the cell, or from its pins, or from the axes file.
-        extra: the project's own axes.
+        python, transformers, torch, extra: exact versions as reported by the cell, or from its pins, or from the axes file;
+            `extra` has the project's own axes.
         run, cell, attempt: identify the result.
-        differs: the axes on which it differs from the request.
+        shims, differs: those of the cell, and the axes on which it differs from the request, in an answer.
     """
 
     cell: NamedCell
     verdict: Verdict
     kind: str | None
-    reason: Text
+    reason: str
     python: str
     transformers: str
     torch: str
@@ -91,19 +93,51 @@ class Tested(Model):
     device: str
     extra: dict[str, str]
     run: str
-    run_label: Text
-    revision: Text
+    run_label: str
+    revision: str
     attempt: int
     started: datetime | None
-    tests: dict[str, int]
-    shims: list[Shim]
-    differs: list[Difference]
+    tests: Mapping[Outcome, int]
+    shims: list[Shim] = field(default_factory=list)
+    differs: list[Difference] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, found: Newest) -> Tested:
+        """The newest result of a cell."""
+        cell, (run, summary), versions = found
+        verdict, reason = _verdict(found)
+        return cls(
+            cell=cell,
+            verdict=verdict,
+            kind=summary.kind,
+            reason=clean(reason),
+            python=versions.get("python") or cell.python,
+            transformers=versions.get("transformers") or cell.transformers,
+            torch=versions.get("torch") or cell.torch,
+            flash_attention=cell.flash_attention,
+            device=cell.device,
+            extra={axis: versions.get(axis) or value for axis, value in cell.extra},
+            run=run.id,
+            run_label=clean(run.label),
+            revision=clean(run.revision),
+            attempt=summary.attempt,
+            started=summary.started,
+            tests=summary.counts,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether its tests ran."""
+        return self.verdict in _WORST
 
     @property
     def shown(self) -> list[tuple[str, str]]:
         """The axes by which people know a combination, with their values."""
-        axes = ("transformers", "torch", "flash_attention", "python")
-        return [*((axis, getattr(self, axis)) for axis in axes), *self.extra.items()]
+        return [(axis, self[axis]) for axis in ("transformers", "torch", "flash_attention", "python", *self.extra)]
+
+    def __getitem__(self, axis: str) -> str:
+        """The value of an axis: the exact version, where it has one."""
+        return str(getattr(self, axis)) if axis in AXES else self.extra.get(axis, "")
 
 
 class Refusal(Model):
@@ -111,7 +145,7 @@ class Refusal(Model):
 
     reason: str
     cells: int
-    cell: str
+    cell: NamedCell
 
 
 class Answer(Model):
@@ -144,19 +178,17 @@ class Judged(NamedTuple):
         exact: whether the evidence is of what was asked for; else it is of other patches of the same minor releases.
         verdict: the worst of the evidence; ``unknown`` without any.
         found: the evidence, deciding entries first.
-        near: the nearest tested combinations, nearest first, if the evidence isn't exact.
+        near: the nearest tested combinations, nearest first.
         refusals: the excluded ones among the requested combinations.
-        works: the nearest combination that passed, if this one didn't.
     """
 
     asked: Mapping[str, str]
     exact: bool
     verdict: Verdict
     reason: str
-    found: list[Newest]
-    near: list[Newest]
+    found: list[Tested]
+    near: list[Tested]
     refusals: list[Refusal]
-    works: Newest | None
 
     @property
     def closeness(self) -> Closeness:
@@ -169,12 +201,32 @@ class Judged(NamedTuple):
         return "patch" if self.exact and patches and all(one.count(".") >= 2 for one in patches) else "minor"
 
     @property
-    def shown(self) -> list[Newest]:
+    def shown(self) -> list[Tested]:
         """The evidence on a page, or else the nearest combinations; a rule has none."""
-        return [] if self.verdict == "refused" else self.found[:5] or self.near[:3]
+        return self.answering([] if self.verdict == "refused" else self.found[:5] or self.near[:3])
+
+    @property
+    def works(self) -> list[Tested]:
+        """The nearest combination that passed, if this one didn't."""
+        passed = [] if self.verdict in FINE else [one for one in self.near if one.verdict == "passed"]
+        return self.answering(passed[:1])
+
+    def answering(self, some: Iterable[Tested]) -> list[Tested]:
+        """Combinations with their differences from the requested one."""
+        return [
+            replace(
+                one,
+                differs=[
+                    Difference(axis=axis, asked=self.asked[axis], tested=one[axis])
+                    for axis in in_order(self.asked)
+                    if not same(self.asked[axis], one[axis])
+                ],
+            )
+            for one in some
+        ]
 
 
-def judge(store: Store, asked: Mapping[str, str], known: Sequence[Newest] | None = None) -> Judged:
+def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | None = None) -> Judged:
     """The verdict of a store on a combination that `wanted` has read.
 
     If it wasn't tested, the nearest ones are those with the same device, then the same FlashAttention, then the nearest minor
@@ -182,25 +234,26 @@ def judge(store: Store, asked: Mapping[str, str], known: Sequence[Newest] | None
     older one.
 
     Args:
-        known: the newest result of every cell, if the caller has it.
+        newest: the newest result of every cell, if the caller has it.
     """
-    known = store.newest() if known is None else known
-    alike = [one for one in known if all(related(_given(one, axis), value) for axis, value in asked.items())]
-    ended = [one for one in alike if _ended(one)]
-    fit = [one for one in ended if not differs(one, asked)]
+    known = [Tested.of(one) for one in (store.newest() if newest is None else newest)]
+    alike = [one for one in known if all(related(_given(one.cell, axis), value) for axis, value in asked.items())]
+    ended = [one for one in alike if one.ended]
+    fit = [one for one in ended if _fits(one, asked)]
     if ended and not fit:  # a result from before a newer patch came out also counts
-        fit = _earlier(store, [one.cell for one in ended], asked)
-    refusals = _refusals(alike)
-    refused = bool(alike) and len(alike) == sum(one.cells for one in refusals)
-    near = _nearness(asked)
-    found = sorted(_last_of_each(fit or ended), key=lambda one: (_WORST.index(verdict_of(one)), near(one)))
-    verdict: Verdict = "refused" if refused else verdict_of(found[0]) if found else "unknown"
-    works = None if verdict in FINE else min(filter(_passed, known), key=near, default=None)
-    reason = clean(found[0].past.summary.reason) if found else why_unknown(alike)
-    if refused:
-        reason = "; ".join(one.reason for one in refusals)
-    neighbours = [] if fit else sorted(filter(_ended, known), key=near)
-    return Judged(asked, bool(fit) or refused, verdict, reason, found, neighbours, refusals, works)
+        earlier = map(Tested.of, _earlier(store, [one.cell for one in ended]))
+        fit = [one for one in earlier if _fits(one, asked)]
+    refusals = Counter(one.reason for one in alike if one.verdict == "refused")
+    refused = bool(alike) and len(alike) == refusals.total()
+    distance = partial(_distance, asked=asked)
+    found = sorted(_last_of_each(fit or ended), key=lambda one: (_WORST.index(one.verdict), distance(one)))
+    verdict: Verdict = "refused" if refused else found[0].verdict if found else "unknown"
+    open_ones = (one.reason for one in alike if one.verdict == "unknown")
+    reason = "; ".join(refusals) if refused else found[0].reason if found else next(open_ones, "it was not tested")
+    near = [] if fit and verdict in FINE else sorted((one for one in known if one.ended), key=distance)
+    examples = {one.reason: one.cell for one in reversed(alike) if one.verdict == "refused"}
+    excluded = [Refusal(reason=why, cells=count, cell=examples[why]) for why, count in refusals.items()]
+    return Judged(asked, bool(fit) or refused, verdict, reason, found, near, excluded)
 
 
 def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
@@ -211,43 +264,18 @@ def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
     """
     found = judge(store, asked)
     fit = found.exact and found.verdict != "refused"
-    counts: Counter[str] = Counter(map(verdict_of, found.found) if fit else ())
+    counts: Counter[str] = Counter(one.verdict for one in found.found if fit)
     if found.verdict == "refused":
         counts = Counter(refused=sum(one.cells for one in found.refusals))
-    some = (found.found if fit else found.near)[:limit]
+    some = found.answering((found.found if fit else found.near)[:limit])
     return Answer(
         asked={axis: asked.get(axis) for axis in (*ORDER, *sorted(asked.keys() - {*ORDER}))},
         match="exact" if found.exact else "nearest" if some else "none",
         verdict=found.verdict if found.exact else "unknown",
         reason="another patch of it was tested" if found.found and not found.exact else found.reason,
         counts=dict(counts),
-        tested=[evidence(one, asked, store.environment(one.past.run.id, one.cell)) for one in some],
+        tested=[replace(one, shims=shims(store.environment(one.run, one.cell))) for one in some],
         refusals=found.refusals,
-    )
-
-
-def evidence(found: Newest, asked: Mapping[str, str] = {}, environment: Mapping[str, Any] = {}) -> Tested:
-    """A tested combination as the evidence for what was asked.
-
-    Args:
-        environment: the one that it reported, with its shims.
-    """
-    run, summary = found.past.run, found.past.summary
-    return Tested(
-        cell=found.cell,
-        verdict=verdict_of(found),
-        kind=summary.kind,
-        reason=summary.reason,
-        **{axis: value(found, axis) for axis in AXES},
-        extra={axis: value(found, axis) for axis, _ in found.cell.extra},
-        run=run.id,
-        run_label=run.label,
-        revision=run.revision,
-        attempt=summary.attempt,
-        started=summary.started,
-        tests=dict(summary.counts.items()),
-        shims=shims(environment),
-        differs=[Difference(axis=axis, asked=asked[axis], tested=value(found, axis)) for axis in differs(found, asked)],
     )
 
 
@@ -262,44 +290,36 @@ def newest(store: Store, runs: Collection[str] | None = None) -> list[Newest]:
     return found
 
 
-def differs(found: Newest, asked: Mapping[str, str]) -> list[str]:
-    """The axes on which a tested combination differs from the requested one."""
-    return [axis for axis in in_order(asked) if not same(asked[axis], value(found, axis))]
-
-
 def in_order(asked: Collection[str]) -> list[str]:
     """These axes in the order of `ORDER`, with own axes."""
     own = sorted(axis for axis in asked if axis not in ORDER)
     return [axis for axis in (*ORDER[:2], *own, *ORDER[2:]) if axis in asked]
 
 
-def value(found: Newest, axis: str) -> str:
-    """The value of an axis in a result: the exact version, where it has one."""
-    return found.versions.get(axis) or _given(found, axis)
+def _given(cell: Cell, axis: str) -> str:
+    return str(getattr(cell, axis)) if axis in AXES else dict(cell.extra).get(axis, "")
 
 
-def _given(found: Newest, axis: str) -> str:
-    return str(getattr(found.cell, axis)) if axis in AXES else dict(found.cell.extra).get(axis, "")
+def _fits(one: Tested, asked: Mapping[str, str]) -> bool:
+    return all(same(value, one[axis]) for axis, value in asked.items())
 
 
-def verdict_of(found: Newest) -> Verdict:
-    """The verdict of a result whose tests ran."""
-    summary = found.past.summary
-    if summary.verdict in ("passed", "flaky", "known"):
-        return summary.verdict
-    return "wrong" if summary.kind == "wrong" else "failed"
+def _verdict(found: Newest) -> tuple[Verdict, str]:
+    """The verdict of the newest result of a cell, and the reason."""
+    run, summary = found.past
+    verdict = summary.verdict
+    if verdict == "failed":
+        return "wrong" if summary.kind == "wrong" else "failed", summary.reason
+    if verdict and verdict != "not run":
+        return verdict, summary.reason
+    if summary.state == "excluded":
+        return "refused", summary.reason
+    word = "was not run" if summary.state == "not run" else "has no result yet"
+    return "unknown", f"{found.cell} {word} in {run.id}{f': {summary.reason}' if summary.reason else ''}"
 
 
-def _ended(found: Newest) -> bool:
-    return found.past.summary.verdict in ENDED
-
-
-def _passed(found: Newest) -> bool:
-    return found.past.summary.state == "passed"
-
-
-def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> list[Newest]:
-    """The newest result of each of these cells with exactly the requested versions, in whole runs."""
+def _earlier(store: Store, cells: Sequence[Cell]) -> list[Newest]:
+    """The newest result of each of these cells in each of its environments, in whole runs."""
     origin = (RESULT.c.environment_id, RESULT.c.pins_id)
     best: Select[Any] = select(func.max(RESULT.c.id)).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
     best = best.where(RUN.c.partial.is_(False), stored.HAS_ENDED, stored.IS_LAST)
@@ -315,63 +335,29 @@ def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> l
         cell, (environment, pins) = stored.cell_of(row), row[stored.SUMMARY : stored.SUMMARY + 2]
         versions = exact(cell, stored.environment_of(texts.get(environment)), texts.get(pins, ""))
         found.append(Newest(cell, stored.past_of(row), versions))
-    return [one for one in found if not differs(one, asked)]
+    return found
 
 
-def _last_of_each(found: Iterable[Newest]) -> list[Newest]:
+def _last_of_each(found: Iterable[Tested]) -> Iterable[Tested]:
     """The last result for each combination; cells such as 5.9 and 5.9.0 may have tested the same one."""
-    newest: dict[tuple[object, ...], Newest] = {}
-    for one in sorted(found, key=lambda one: one.past.run.started):
-        rest = tuple(value(one, axis) for axis in AXES if axis != "python")
-        newest[(release(value(one, "python"))[:2], rest, one.cell.extra)] = one
-    return [*newest.values()]
+    newest: dict[tuple[object, ...], Tested] = {}
+    for one in sorted(found, key=lambda one: (one.started is not None, one.started)):
+        same_axes = (one[axis] for axis in (*AXES[1:], *one.extra))
+        key = (release(one.python)[:2], tuple(one.extra), *same_axes)
+        newest[key] = one
+    return newest.values()
 
 
-def _refusals(newest: Iterable[Newest]) -> list[Refusal]:
-    """The excluded ones among these cells. A rule against a minor release excludes all its patches."""
-    found: dict[str, list[str]] = {}
-    for one in newest:
-        if one.past.summary.state == "excluded":
-            found.setdefault(clean(one.past.summary.reason), []).append(one.cell.name)
-    return [Refusal(reason=reason, cells=len(names), cell=names[0]) for reason, names in found.items()]
-
-
-def why_unknown(newest: Sequence[Newest]) -> str:
-    """The reason why these cells have no result."""
-    for one in newest:
-        if one.past.summary.state in ("not run", "unfinished"):
-            because = f": {clean(one.past.summary.reason)}" if one.past.summary.reason else ""
-            word = "was not run" if one.past.summary.state == "not run" else "has no result yet"
-            return f"{one.cell} {word} in {one.past.run.id}{because}"
-    return "it was not tested"
-
-
-def _nearness(asked: Mapping[str, str]) -> Callable[[Newest], tuple[object, ...]]:
+def _distance(one: Tested, asked: Mapping[str, str]) -> tuple[object, ...]:
     """A key that sorts combinations by their distance from the requested one."""
-    axes = in_order(asked)
-    versioned = [axis for axis in axes if parsed(asked[axis])]
-
-    @cache
-    def minor(axis: str, own: str) -> object:
-        if axis not in versioned:
-            return own != asked[axis], 0, False
-        there, wanted = release(own)[:2], release(asked[axis])[:2]
-        return abs(there[0] - wanted[0]), abs(there[1] - wanted[1]), there > wanted
-
-    @cache
-    def patch(axis: str, own: str) -> object:
-        if axis not in versioned or same(asked[axis], own):
-            return 0, 0, False
-        there, wanted = release(own)[2], release(asked[axis])[2]
-        return 1, abs(there - wanted), there > wanted
-
-    @cache
-    def newest_first(python: str) -> object:
-        return tuple(-number for number in release(python))
-
-    def near(found: Newest) -> tuple[object, ...]:
-        values = [(axis, value(found, axis)) for axis in axes]
-        minors, patches = [minor(*one) for one in values], [patch(*one) for one in values]
-        return (*minors, *patches, newest_first(value(found, "python")), found.cell)
-
-    return near
+    minors, patches = [], []
+    for axis in in_order(asked):
+        own, wanted = one[axis], asked[axis]
+        if parsed(wanted) is None:
+            minors.append((int(own != wanted), 0, False))
+            continue
+        there, here = release(own), release(wanted)
+        minors.append((abs(there[0] - here[0]), abs(there[1] - here[1]), there[:2] > here[:2]))
+        differ = not same(wanted, own)
+        patches.append((differ, differ and abs(there[2] - here[2]), differ and there[2] > here[2]))
+    return (*minors, *patches, *(-number for number in release(one.python)), one.cell)
