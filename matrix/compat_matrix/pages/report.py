@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..arguments import OF_RUNS, STORE, Arguments, option
 from ..axes import load
@@ -65,30 +64,25 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
     """
     folder = folder.resolve()
     _refuse_others(folder)
-    made = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    old = made.with_name(f"{made.name}.old")
     try:
-        for name in ("cells", "runs"):
-            (made / name).mkdir(parents=True)
-        names = [MANIFEST]
-        for name, text in _Report(store, runs, project).files():
-            (made / name).write_text(text, encoding="utf-8")
-            names.append(name)
-        (made / MANIFEST).write_text("\n".join(names) + "\n", encoding="utf-8")
-        if folder.exists():
-            folder.rename(old)
-        try:
-            made.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
+            made, old, names = Path(beside, "new"), Path(beside, "old"), [MANIFEST]
+            for name, text in _Report(store, runs, project).files():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).write_text(text, encoding="utf-8")
+                names.append(name)
+            (made / MANIFEST).write_text("\n".join(names) + "\n", encoding="utf-8")
+            if folder.exists():
+                folder.rename(old)
+            try:
+                made.rename(folder)
+            except OSError:
+                if old.exists():
+                    old.rename(folder)
+                raise
     except OSError as error:
         raise MatrixError(f"the report {folder} can't be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _refuse_others(folder: Path) -> None:

@@ -18,14 +18,14 @@ from ..errors import MatrixError
 from ..pages import logs
 from ..pages.render import environment
 from ..results import ENDED, Kind
-from ..store import State, Summary
+from ..store import Past, State, Summary
 from ..store.documents import ATLAS, kept
 from ..versions import VERSION, checked
 from ..views import diff, verdicts
 from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun
 from ..views.verdicts import Answer
 from . import feed, metrics
-from .site import Site, current
+from .site import Current, Site
 
 
 async def _once(request: Request) -> None:
@@ -190,20 +190,18 @@ def _of(*media: str) -> dict[str, Any]:
 
 
 @router.get("/compat", response_model=Answer)
-def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Response:
+def compat(site: Current, asked: Annotated[_Combination, Query()]) -> Response:
     """The verdict on a combination, or the nearest tested ones. A parameter that is left out stands for every value.
 
     Further parameters are the project's own axes.
     """
-    site = current(request)
     axes = {axis: getattr(asked, "flash_attn" if axis == "flash_attention" else axis) for axis in AXES}
     return _json(verdicts.answer(site.store, verdicts.wanted(axes | asked.own(site)), asked.limit))
 
 
 @router.get("/runs", response_model=Runs)
-def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
+def runs(site: Current, asked: Annotated[_RunPage, Query()]) -> Response:
     """The runs, newest first."""
-    site = current(request)
     where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
     found = site.runs(asked.limit + 1, asked.cursor or "", **where)
     shown = found[: asked.limit]
@@ -211,71 +209,72 @@ def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
 
 
 @router.get("/runs/{run}", response_model=WholeRun)
-def one_run(request: Request, run: RunPath, nothing: Nothing) -> Response:
+def one_run(site: Current, run: RunPath, nothing: Nothing) -> Response:
     """A run, with the number of its cells in each state."""
-    site = current(request)
     found = site.run(run)
     states = Counter(summary.state for summary in site.store.summary(found.id).values())
     return _json(WholeRun.model_validate({**found._asdict(), "cells": states}))
 
 
 @router.get("/runs/{run}/cells", response_model=Cells)
-def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
+def cells_of_run(site: Current, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
     """The cells of a run in its order, with their results. Further parameters are the project's own axes."""
-    site = current(request)
     name = site.run(run).id
     return _json(asked.page(site, [(cell, name, summary) for cell, summary in site.store.summary(name).items()]))
 
 
-@router.get("/runs/{run}/cells/{cell}", response_model=Result)
-def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
-    """The whole result of a cell in a run, with its tests, without its log."""
-    site = current(request)
+def _past(site: Site, run: str, cell: str, attempt: int | None) -> tuple[Cell, Past]:
+    """The result in an address.
+
+    Raises:
+        HTTPException: 404.
+    """
     name, wanted = site.run(run).id, site.cell(cell)
-    if not any(asked.attempt in (None, one.summary.attempt) for one in site.store.history(wanted, run=name)):
+    if (past := site.past(wanted, name, attempt)) is None:
         raise HTTPException(404, f"the run {name} has no such result of {cell}")
-    return _json(Result.of(site.store.result(name, wanted, asked.attempt, log=False), name))
+    return wanted, past
+
+
+@router.get("/runs/{run}/cells/{cell}", response_model=Result)
+def result(site: Current, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+    """The whole result of a cell in a run, with its tests, without its log."""
+    wanted, past = _past(site, run, cell, asked.attempt)
+    return _json(Result.of(site.store.result(past.run.id, wanted, past.summary.attempt, log=False), past.run.id))
 
 
 @router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
-def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+def log(site: Current, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
     """The output of a cell, without terminal control sequences."""
-    site = current(request)
-    name, wanted = site.run(run).id, site.cell(cell)
-    packed = logs.packed_log(site.store, name, wanted, asked.attempt)
-    if packed is None:
-        raise HTTPException(404, f"the run {name} has no such log of {cell}")
+    wanted, past = _past(site, run, cell, asked.attempt)
+    if (packed := logs.packed_log(site.store, past.run.id, wanted, past.summary.attempt)) is None:
+        raise HTTPException(404, f"the run {past.run.id} has no log of {cell}")
     return StreamingResponse(logs.plain(packed), media_type="text/plain")
 
 
 @router.get("/cells", response_model=Cells)
-def cells(request: Request, asked: Annotated[_CellPage, Query()]) -> Response:
+def cells(site: Current, asked: Annotated[_CellPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name. Further parameters are the project's own axes."""
-    site = current(request)
     found = [(one.cell, one.past.run.id, one.past.summary) for one in sorted(site.store.newest())]
     return _json(asked.page(site, found))
 
 
 @router.get("/cells/{cell}/history", response_model=Cells)
-def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
+def history(site: Current, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
     """Every attempt at a cell, also in partial runs, newest first."""
-    site = current(request)
     wanted = site.cell(cell)
     found = [(wanted, past.run.id, past.summary) for past in site.store.history(wanted)]
     return _json(_page(found, asked.limit, asked.cursor))
 
 
 @router.get("/diff", response_model=Changes)
-def changes(request: Request, asked: Annotated[_Two, Query()]) -> Response:
+def changes(site: Current, asked: Annotated[_Two, Query()]) -> Response:
     """The changes from one run to another."""
-    site = current(request)
     return _json(diff.compare(site.store, site.run(asked.old).id, site.run(asked.new).id))
 
 
 @router.get("/atlas", response_model=Atlas)
-def atlas(request: Request, nothing: Nothing) -> Response:
+def atlas(site: Current, nothing: Nothing) -> Response:
     """When each seam appeared, changed and vanished upstream, as of the last run of `watch`."""
-    site = current(request)
     found = kept(site.store, ATLAS)
     if not found:
         raise HTTPException(404, "there is no atlas yet: `kernel-compat-matrix watch` creates it")
@@ -283,9 +282,8 @@ def atlas(request: Request, nothing: Nothing) -> Response:
 
 
 @router.get("/badges/{axis}/{value}.svg", **_of("image/svg+xml"))
-def badge_of(request: Request, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
+def badge_of(site: Current, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
     """A badge image with the number of cells that pass, for one value of an axis."""
-    site = current(request)
     states = Counter(one.past.summary.state for one in site.store.newest() if one.cell.axes.get(axis) == value)
     if not states:
         raise HTTPException(404, f"no cell has {axis} {value}")
@@ -297,14 +295,12 @@ def badge_of(request: Request, axis: AxisPath, value: BadgeValue, nothing: Nothi
 
 
 @router.get("/metrics", **_of("text/plain"))
-def prometheus(request: Request, nothing: Nothing) -> Response:
+def prometheus(site: Current, nothing: Nothing) -> Response:
     """Cells by state, runs and the queue, in Prometheus' text format."""
-    site = current(request)
     return Response(metrics.exposition(site), media_type=metrics.MEDIA)
 
 
 @router.get("/feed.atom", **_of("application/atom+xml"))
-def atom(request: Request, nothing: Nothing) -> Response:
+def atom(request: Request, site: Current, nothing: Nothing) -> Response:
     """An Atom feed of cells that broke in the newest 20,000 results and of reports by `watch`."""
-    site = current(request)
     return Response(feed.atom(feed.entries(site.store), str(request.base_url)), media_type="application/atom+xml")

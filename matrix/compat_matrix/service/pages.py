@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,16 +22,13 @@ from ..pages import cell as cell_page
 from ..pages.links import Links, static_files
 from ..pages.render import render
 from ..store import Newest, Past, Run, submissions
-from ..views import architectures, common, explain
+from ..views import architectures, common
 from ..views.verdicts import judge
 from .api_write import in_turn, known
-from .site import Site, current
+from .site import Current, Site, current
 from .submission import Submission
 
 router = APIRouter(include_in_schema=False)
-
-#: The data for a page, unless the client has its current version.
-Current = Annotated[Site, Depends(current)]
 
 #: The number of runs on one page.
 _RUNS = 25
@@ -153,12 +150,7 @@ def _result(request: Request, site: Site, name: str) -> tuple[Cell, Past | None,
     else:
         newest = [one.past for one in _newest(site, cell) if one.past.summary.verdict] or history
         run = newest[0].run.id if newest else ""
-    own = site.store.history(cell, run=run) if run else []
-    if attempt:  # of the part in the address, or else of another one
-        own = [one for one in own if str(one.summary.attempt) == attempt]
-        past = next((one for one in own if one.run.id == run), next(iter(own), None))
-    else:
-        past = explain.counting(own)
+    past = site.past(cell, run, int(attempt) if attempt else None) if run else None
     if (given.get("run") or attempt) and past is None:
         raise HTTPException(404, f"There is no such result of {cell.name}.")
     return cell, past, history

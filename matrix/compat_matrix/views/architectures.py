@@ -47,17 +47,18 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     """The model types, sorted."""
-    releases = table.releases()
-    known = {release: table.known(release) for release in releases}
-    write = Releases(releases)
+    every = table.releases()
+    known = {release: table.known(release) for release in every}
+    write = Releases(every)
     for name in sorted({name for types in known.values() for name in types}):
-        verdicts = [_verdicts(known[release].get(name)) for release in releases]
-        since = next(release for release, found in zip(releases, verdicts, strict=True) if found)
-        groups = [(some, verdicts[releases.index(some[0])]) for some in alike(releases, verdicts)]
-        all_since = releases[releases.index(since) :]
-        yield Row(
-            name, since, [Span("" if some == all_since else write(some), found) for some, found in groups if found]
-        )
+        verdicts = {release: _verdicts(known[release][name]) for release in every if name in known[release]}
+        since = next(iter(verdicts))
+        all_since = every[every.index(since) :]
+        groups = alike(every, [verdicts.get(release) for release in every])
+        spans = [
+            Span("" if some == all_since else write(some), verdicts[some[0]]) for some in groups if some[0] in verdicts
+        ]
+        yield Row(name, since, spans)
 
 
 def counts() -> dict[str, Counter[str]]:
@@ -68,9 +69,7 @@ def counts() -> dict[str, Counter[str]]:
     }
 
 
-def _verdicts(cases: Mapping[str, Sequence[str]] | None) -> tuple[Verdict, ...]:
-    if cases is None:
-        return ()
+def _verdicts(cases: Mapping[str, Sequence[str]]) -> tuple[Verdict, ...]:
     return tuple((word, cases[word]) for word in (*table.WORSE, "no recipe") if word in cases) or (("equal", ()),)
 
 
