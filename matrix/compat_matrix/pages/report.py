@@ -190,7 +190,7 @@ class _Report:
 def answers(newest: Sequence[Newest], links: Links) -> str:
     """A script with the newest result of every cell, in which `ask.js` finds the answer to a question."""
     data = {
-        "cells": [_tested(Tested.of(one), links) for one in sorted(newest)],
+        "cells": [_tested(Tested.newest(one), links) for one in sorted(newest)],
         "order": in_order([*ORDER, *ask.own_axes(one.cell for one in newest)]),
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, SkipValidation
 
@@ -14,6 +14,8 @@ from ..results import Better, CellResult, Kind, Outcome
 from ..results import Verdict as Ended
 from ..store import State, Summary
 from .common import clean
+
+T = TypeVar("T", bound="CellState")
 
 
 def plain(value: Any, depth: int = 20) -> Any:
@@ -84,7 +86,7 @@ class Shim(Model):
 class CellState(Model):
     """A cell in a run, with the project's own axes in `extra`; fields are null until it has a result."""
 
-    cell: str
+    cell: NamedCell
     python: str
     transformers: str
     torch: str
@@ -101,21 +103,25 @@ class CellState(Model):
     tests: dict[Outcome, int] | None
 
     @classmethod
-    def of(cls, cell: Cell, run: str, summary: Summary, **more: Any) -> Any:
-        """The state of a cell in the run of an id."""
+    def of(cls: type[T], cell: Cell, run: str, summary: Summary, **more: Any) -> T:
+        """The state of a cell in the run of an id.
+
+        Args:
+            more: further fields, and others than those of the cell and the summary.
+        """
         there = {"seconds": summary.seconds, "attempt": summary.attempt, "tests": summary.counts}
-        return cls(
-            cell=cell.name,
+        values = {
+            "cell": cell,
             **{axis: getattr(cell, axis) for axis in AXES},
-            extra=dict(cell.extra),
-            run=run,
-            state=summary.state,
-            kind=summary.kind,
-            reason=summary.reason,
-            started=summary.started,
+            "extra": dict(cell.extra),
+            "run": run,
+            "state": summary.state,
+            "kind": summary.kind,
+            "reason": summary.reason,
+            "started": summary.started,
             **(there if summary.verdict else dict.fromkeys(there)),
-            **more,
-        )
+        }
+        return cls(**values | more)
 
 
 class MeasuredCell(CellState):

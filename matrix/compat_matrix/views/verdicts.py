@@ -5,23 +5,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from pydantic import Field
 from sqlalchemy import Select, func, select
 
-from ..cells import AXES, DEVICES, FLASH_ATTENTION, WORD, Cell
+from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD, Cell
 from ..errors import MatrixError
-from ..results import FINE, Outcome
+from ..results import FINE
 from ..store import Newest, Store
 from ..store import queries as stored
 from ..store.models import CELL, RESULT, RUN
 from ..versions import checked, exact, parsed, related, release, same
-from .common import clean
 from .explain import shims
-from .facts import Model, NamedCell, Shim
+from .facts import CellState, Model, NamedCell, Shim, Text
 
 #: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
 Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
@@ -71,59 +69,29 @@ class Difference(Model):
     tested: str
 
 
-@dataclass(frozen=True)
-class Tested:
-    """A combination with its newest result; one without a result is ``refused`` or ``unknown``.
+class Tested(CellState):
+    """A cell with its newest result, and exact versions as it reported them, or from its pins, or from the axes file.
 
     Attributes:
-        python, transformers, torch, extra: exact versions as reported by the cell, or from its pins, or from the axes file;
-            `extra` has the project's own axes.
-        run, cell, attempt: identify the result.
+        verdict: ``refused`` or ``unknown`` without a result.
         shims, differs: those of the cell, and the axes on which it differs from the request, in an answer.
     """
 
-    cell: NamedCell
     verdict: Verdict
-    kind: str | None
-    reason: str
-    python: str
-    transformers: str
-    torch: str
-    flash_attention: str
-    device: str
-    extra: dict[str, str]
-    run: str
-    run_label: str
-    revision: str
-    attempt: int
-    started: datetime | None
-    tests: Mapping[Outcome, int]
-    shims: list[Shim] = field(default_factory=list)
-    differs: list[Difference] = field(default_factory=list)
+    run_label: Text
+    revision: Text
+    shims: list[Shim] = Field(default_factory=list)
+    differs: list[Difference] = Field(default_factory=list)
 
     @classmethod
-    def of(cls, found: Newest) -> Tested:
+    def newest(cls, found: Newest) -> Tested:
         """The newest result of a cell."""
         cell, (run, summary), versions = found
         verdict, reason = _verdict(found)
-        return cls(
-            cell=cell,
-            verdict=verdict,
-            kind=summary.kind,
-            reason=clean(reason),
-            python=versions.get("python") or cell.python,
-            transformers=versions.get("transformers") or cell.transformers,
-            torch=versions.get("torch") or cell.torch,
-            flash_attention=cell.flash_attention,
-            device=cell.device,
-            extra={axis: versions.get(axis) or value for axis, value in cell.extra},
-            run=run.id,
-            run_label=clean(run.label),
-            revision=clean(run.revision),
-            attempt=summary.attempt,
-            started=summary.started,
-            tests=summary.counts,
-        )
+        given = {axis: version for axis in VERSIONED if (version := versions.get(axis))}
+        extra = {axis: versions.get(axis) or value for axis, value in cell.extra}
+        more = {"verdict": verdict, "reason": reason, "run_label": run.label, "revision": run.revision, "extra": extra}
+        return cls.of(cell, run.id, summary, **more, **given)
 
     @property
     def ended(self) -> bool:
@@ -214,13 +182,14 @@ class Judged(NamedTuple):
     def answering(self, some: Iterable[Tested]) -> list[Tested]:
         """Combinations with their differences from the requested one."""
         return [
-            replace(
-                one,
-                differs=[
-                    Difference(axis=axis, asked=self.asked[axis], tested=one[axis])
-                    for axis in in_order(self.asked)
-                    if not same(self.asked[axis], one[axis])
-                ],
+            one.model_copy(
+                update={
+                    "differs": [
+                        Difference(axis=axis, asked=self.asked[axis], tested=one[axis])
+                        for axis in in_order(self.asked)
+                        if not same(self.asked[axis], one[axis])
+                    ]
+                }
             )
             for one in some
         ]
@@ -236,12 +205,12 @@ def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | Non
     Args:
         newest: the newest result of every cell, if the caller has it.
     """
-    known = [Tested.of(one) for one in (store.newest() if newest is None else newest)]
+    known = [Tested.newest(one) for one in (store.newest() if newest is None else newest)]
     alike = [one for one in known if all(related(_given(one.cell, axis), value) for axis, value in asked.items())]
     ended = [one for one in alike if one.ended]
     fit = [one for one in ended if _fits(one, asked)]
     if ended and not fit:  # a result from before a newer patch came out also counts
-        earlier = map(Tested.of, _earlier(store, [one.cell for one in ended]))
+        earlier = map(Tested.newest, _earlier(store, [one.cell for one in ended]))
         fit = [one for one in earlier if _fits(one, asked)]
     refusals = Counter(one.reason for one in alike if one.verdict == "refused")
     refused = bool(alike) and len(alike) == refusals.total()
@@ -274,7 +243,7 @@ def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
         verdict=found.verdict if found.exact else "unknown",
         reason="another patch of it was tested" if found.found and not found.exact else found.reason,
         counts=dict(counts),
-        tested=[replace(one, shims=shims(store.environment(one.run, one.cell))) for one in some],
+        tested=[one.model_copy(update={"shims": shims(store.environment(one.run, one.cell))}) for one in some],
         refusals=found.refusals,
     )
 
