@@ -340,6 +340,7 @@ def test_runs_are_paged_and_filtered(store: Store, client: TestClient) -> None:
     assert {run["id"] for run in get(client, "runs", label="b")["runs"]} == {names[1], names[4]}
     assert get(client, "runs", state="running")["runs"] == []
     assert len(get(client, "runs", partial=False)["runs"]) == 5
+    get(client, "runs", 404, cursor="20200101-000000-0000")
 
 
 def test_a_run_and_its_cells(store: Store, client: TestClient) -> None:

@@ -203,7 +203,7 @@ def compat(site: Current, asked: Annotated[_Combination, Query()]) -> Response:
 def runs(site: Current, asked: Annotated[_RunPage, Query()]) -> Response:
     """The runs, newest first."""
     where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
-    found = site.runs(asked.limit + 1, asked.cursor or "", **where)
+    found = site.runs(asked.limit + 1, site.run(asked.cursor).id if asked.cursor else "", **where)
     shown = found[: asked.limit]
     return _json(Runs.model_validate({"next": shown[-1].id if len(found) > asked.limit else None, "runs": shown}))
 
