@@ -111,14 +111,17 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
         counts[activity] = sum(one.activity == activity for one in own.values())
     if filters["state"]:
         own = {cell: one for cell, one in own.items() if filters["state"] in (one.state, one.activity)}
-    exist = {cell: bool(filters["state"]) or one.word != "excluded" for cell, one in own.items()}
+
+    def exists(cell: Cell) -> bool:
+        return bool(filters["state"]) or own[cell].word != "excluded"
+
     return {
         "filters": filters,
         "yours": yours,
         "tabs": tabs,
         "counts": counts,
         "entries": own,
-        "blocks": common.blocks(exist, newest_first=True, first=yours[1]),
+        "blocks": common.blocks({cell: cell for cell in own}, exists, newest_first=True, first=yours[1]),
         "groups": groups(own),
     }
 

@@ -6,9 +6,10 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
+from typing import TypeVar
 
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
@@ -42,11 +43,16 @@ STYLES = {
     "excluded": "dim",
 }
 
+#: The words for states in a terminal that aren't the state's own.
+_WORDS = {"passed": "ok", "unfinished": "open", "excluded": "-"}
+
 # Terminal control: a sequence with its parameters, a string with its terminator, or a single character.
 # A string contains no other sequence, so that text with a thousand unterminated ones is read once only.
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 # Control characters except tab and newline, bidirectional controls, and surrogates.
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+T = TypeVar("T")
 
 #: What the cells of a grid share besides Python: FlashAttention, device, and the project's own axes.
 Kind = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -86,17 +92,18 @@ def show(lines: Iterable[Text]) -> None:
 
 def word(summary: Summary) -> str:
     """A word or two for the state of a cell: of a failed one how it failed."""
-    if summary.state != "failed":
-        return {"passed": "ok"}.get(summary.state, summary.state)
+    state = summary.state
+    if state != "failed":
+        return "ok" if state == "passed" else state
     bad = summary.failed + summary.error
     kind = summary.kind or "failed"
-    return {"installation": "install", "test": f"test {bad}" if bad else "test"}.get(kind, kind)
+    return "install" if kind == "installation" else f"test {bad}" if kind == "test" and bad else kind
 
 
 def look(summary: Summary) -> tuple[str, str]:
     """The word for a cell in a terminal, and its style."""
-    found = {"unfinished": "open", "excluded": "-"}.get(summary.state) or word(summary)
-    return found.upper() if summary.state == "failed" else found, STYLES[summary.state]
+    state = summary.state
+    return word(summary).upper() if state == "failed" else _WORDS.get(state, state), STYLES[state]
 
 
 def kind(cell: Cell) -> Kind:
@@ -119,24 +126,24 @@ def kernel_place(kind: Kind) -> tuple[object, ...]:
 
 
 def blocks(
-    cells: Mapping[Cell, bool], *, newest_first: bool = False, first: str = ""
-) -> Iterator[tuple[str, list[str], list[tuple[str, list[Cell | None]]]]]:
-    """The tables of a grid: a title, the torch of each column, and each row's transformers with its cells.
+    cells: Mapping[Cell, T], exists: Callable[[T], bool], *, newest_first: bool = False, first: str = ""
+) -> Iterator[tuple[str, list[str], list[tuple[str, list[T | None]]]]]:
+    """The tables of a grid: a title, the torch of each column, and each row's transformers with what its cells have.
 
     Cells with the same Python, FlashAttention, device and own axes are one table.
 
     Args:
-        cells: each with whether it exists; a table of which none exists is left out.
+        exists: whether a cell with this value exists; a table of which none exists is left out.
         first: the torch whose column comes first.
     """
-    grouped: dict[tuple[Kind, str], dict[tuple[str, str], Cell]] = {}
-    for cell in cells:
-        grouped.setdefault((kind(cell), cell.python), {})[cell.transformers, cell.torch] = cell
+    grouped: dict[tuple[Kind, str], dict[tuple[str, str], T]] = {}
+    for cell, one in cells.items():
+        grouped.setdefault((kind(cell), cell.python), {})[cell.transformers, cell.torch] = one
     step = -1 if newest_first else 1
     pythons = by_version(python for _, python in grouped)[::step]
     for shared, python in sorted(grouped, key=lambda key: (kernel_place(key[0]), pythons.index(key[1]))):
         own = grouped[shared, python]
-        if any(cells[cell] for cell in own.values()):
+        if any(map(exists, own.values())):
             columns = sorted(by_version(torch for _, torch in own)[::step], key=lambda torch: torch != first)
             releases = by_version(release for release, _ in own)[::step]
             rows = [(release, [own.get((release, torch)) for torch in columns]) for release in releases]

@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.text import Text
+from rich.text import Span, Text
 
 from ..arguments import A_RUN, JSON, STORE, Arguments, option
 from ..cells import Cell
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines.append(Text(f"{common.one_line(arguments.figure)}{trend.direction(better)}", "bold"))
         looks = {cell: (word, "dim") for cell, (word, _) in looks.items()}
         looks |= {cell: (trend.number(one.value, one.unit), "") for cell, one in chosen.items()}
-    grids = [*_grids({cell: one.state != "excluded" for cell, one in summary.items()}, looks)]
+    grids = [*_grids(looks)]
     reasons = [*_reasons(summary, looks)] if arguments.figure is None else []
     common.show([*lines, *grids, *reasons, *([Text(), Text(_LEGEND, "dim")] if grids else [])])
     return 0
@@ -77,11 +77,11 @@ def _chosen(name: str, run: str, figures: Mapping[Cell, Sequence[Figure]]) -> di
     return chosen
 
 
-def _grids(exist: Mapping[Cell, bool], looks: Mapping[Cell, tuple[str, str]]) -> Iterator[Text]:
+def _grids(looks: Mapping[Cell, tuple[str, str]]) -> Iterator[Text]:
     """The lines of the tables, each split into parts below each other if the terminal is too narrow for its columns."""
-    for title, columns, rows in common.blocks(exist):
+    for title, columns, rows in common.blocks(looks, lambda look: look[0] != "-"):
         names = [f"torch {column or '-'}" for column in columns]
-        table = [(release, [looks[cell] if cell else ("", "") for cell in cells]) for release, cells in rows]
+        table = [(release, [look or ("", "") for look in some]) for release, some in rows]
         head = max(len("transformers"), *(len(release) for release, _ in rows))
         each = max(*map(len, names), *(len(text) for _, cells in table for text, _ in cells))
         fit = max(1, (common.width() - head) // (each + 2))
@@ -89,10 +89,11 @@ def _grids(exist: Mapping[Cell, bool], looks: Mapping[Cell, tuple[str, str]]) ->
         for at in range(0, len(columns), fit):
             yield Text("  ".join(f"{text:{each}}" for text in [f"{'transformers':{head}}", *names[at : at + fit]]))
             for release, cells in table:
-                line = Text(f"{release or '-':{head}}")
-                for text, style in cells[at : at + fit]:
-                    line.append("  ").append(f"{text:{each}}", style)
-                yield line
+                some = cells[at : at + fit]
+                words = "  ".join([f"{release or '-':{head}}", *(f"{text:{each}}" for text, _ in some)])
+                begins = range(head + 2, len(words), each + 2)
+                styles = zip(begins, some, strict=True)
+                yield Text(words, spans=[Span(begin, begin + each, style) for begin, (_, style) in styles])
 
 
 def _reasons(summary: Mapping[Cell, Summary], looks: Mapping[Cell, tuple[str, str]]) -> Iterator[Text]:
