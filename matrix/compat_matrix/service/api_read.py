@@ -21,7 +21,7 @@ from ..results import ENDED, Kind
 from ..store import Past, State, Summary
 from ..store.documents import ATLAS, kept
 from ..versions import VERSION, checked
-from ..views import diff, verdicts
+from ..views import diff, explain, verdicts
 from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun
 from ..views.verdicts import Answer
 from . import feed, metrics
@@ -230,7 +230,7 @@ def _past(site: Site, run: str, cell: str, attempt: int | None) -> tuple[Cell, P
         HTTPException: 404.
     """
     name, wanted = site.run(run).id, site.cell(cell)
-    if (past := site.past(wanted, name, attempt)) is None:
+    if (past := explain.past_of(site.store, wanted, name, attempt)) is None:
         raise HTTPException(404, f"the run {name} has no such result of {cell}")
     return wanted, past
 

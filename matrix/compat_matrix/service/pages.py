@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from ..cells import AXES, Cell, values_of
+from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import Expression
 from ..pages import ask, filters, grid, logs, runs, seams
@@ -22,7 +22,7 @@ from ..pages import cell as cell_page
 from ..pages.links import Links, static_files
 from ..pages.render import render
 from ..store import Newest, Past, Run, submissions
-from ..views import architectures, common
+from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from .api_write import in_turn, known
 from .site import Current, Site, current
@@ -122,14 +122,10 @@ def the_cell(request: Request, site: Current, name: str) -> Response:
             return Response(headers={"HX-Refresh": "true"})
         return _shown(request, "cell_running.html", activity=activity, leased=leased, waits=waits)
     found = store.result(past.run.id, cell, past.summary.attempt, log=False) if past else None
-    past = past or next((one.past for one in _newest(site, cell)), None)
+    past = past or explain.plan_of(store, cell)
     excluded = site.served.get(cell, "")
     values = cell_page.values(store, cell, found, past, history, activity=activity, excluded=excluded)
     return _shown(request, "cell.html", **values, leased=leased, waits=waits)
-
-
-def _newest(site: Site, cell: Cell) -> list[Newest]:
-    return site.store.newest([{axis: getattr(cell, axis) for axis in AXES} | {"extra": cell.own}])
 
 
 def _result(request: Request, site: Site, name: str) -> tuple[Cell, Past | None, list[Past]]:
@@ -145,13 +141,9 @@ def _result(request: Request, site: Site, name: str) -> tuple[Cell, Past | None,
     if attempt and not re.fullmatch(r"[1-9][0-9]{0,8}", attempt, re.ASCII):
         raise HTTPException(422, f"{common.one_line(attempt, 50)!r} isn't an attempt: these are numbers from 1 on.")
     history = site.store.history(cell, limit=cell_page.HISTORY + 1)
-    if given.get("run"):
-        run = site.run(given["run"]).id
-    else:
-        newest = [one.past for one in _newest(site, cell) if one.past.summary.verdict] or history
-        run = newest[0].run.id if newest else ""
-    past = site.past(cell, run, int(attempt) if attempt else None) if run else None
-    if (given.get("run") or attempt) and past is None:
+    run = site.run(given["run"]).id if given.get("run") else ""
+    past = explain.past_of(site.store, cell, run, int(attempt) if attempt else None)
+    if (run or attempt) and past is None:
         raise HTTPException(404, f"There is no such result of {cell.name}.")
     return cell, past, history
 

@@ -17,10 +17,9 @@ from ..cells import Cell, parse_own
 from ..errors import MatrixError
 from ..pages import ask
 from ..pages.render import project_name
-from ..store import Past, Run, Store
+from ..store import Run, Store
 from ..store import queries as stored
 from ..store.models import CELL, DOCUMENT, NEWEST, PLANNED, RESULT, RUN, SUBMISSION
-from ..views import explain
 from ..views.common import one_line
 from .executing import Queue
 
@@ -79,14 +78,6 @@ class Site:
         if cell is None:
             raise HTTPException(404, f"There is no cell {one_line(name, 200)!r}: no run has planned it.")
         return cell
-
-    def past(self, cell: Cell, run: str, attempt: int | None = None) -> Past | None:
-        """The result of a cell in the run of an id: the one that counts, or of an attempt of this part, or else of another part."""
-        own = self.store.history(cell, run=run)
-        if attempt is None:
-            return explain.counting(own)
-        own = [one for one in own if one.summary.attempt == attempt]
-        return next((one for one in own if one.run.id == run), next(iter(own), None))
 
     def own_axes(self) -> dict[str, str]:
         """The project's own axes, each with one of its values."""

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from rich.text import Text
 
 from ..arguments import STORE, Arguments, flag, option
-from ..cells import Cell, parse
+from ..cells import AXES, Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult
 from ..store import Measured, Past, Store
@@ -41,30 +41,47 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the result and the history of the cell; returns the exit code."""
     cell = parse(arguments.cell)
     with common.open_store(arguments.store) as store:
-        history = store.history(cell)
-        run = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
-        lines = [*_explained(store, cell, run, history, arguments)] if run else [*_without(store, cell)]
+        run = store.resolve(arguments.chosen) if arguments.chosen else ""
+        past = past_of(store, cell, run)
+        if run and past is None:
+            raise MatrixError(f"the run {run} has no result of {cell}")
+        lines = [*(_explained(store, cell, past, arguments) if past else _without(store, cell))]
         lines += common.section("figures", common.aligned(figures(store, cell)))
+        history = store.history(cell)
     common.show([*lines, *common.section("history", map(_past, history))])
     return 0
 
 
-def newest(history: Sequence[Past]) -> str | None:
-    """The run with a cell's newest verdict; a partial run, or one on a machine that lacked something, if there is no other."""
-    ran = [past for past in history if past.summary.state != "not run"]
-    whole = [past for past in ran if not past.run.partial]
-    return next((past.run.id for past in [*whole, *ran, *history]), None)
+def plan_of(store: Store, cell: Cell) -> Past | None:
+    """The newest result of a cell in whole runs, or else its newest plan."""
+    axes = {axis: getattr(cell, axis) for axis in AXES} | {"extra": cell.own}
+    return next((one.past for one in store.newest([axes])), None)
 
 
-def counting(history: Sequence[Past]) -> Past | None:
-    """The result that counts of a cell's results in the parts of a run, which are in the order of `Store.history`."""
-    latest = {past.run.id: past for past in reversed(history)}
-    return min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
+def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None) -> Past | None:
+    """A result of a cell; None if there is none.
+
+    Args:
+        run: the id of a run; by default that of the newest result in whole runs, or else in partial ones.
+        attempt: an attempt of this part of the run, or else of another part; by default the result that counts.
+    """
+    if not run:
+        newest = plan_of(store, cell)
+        some = [newest] if newest and newest.summary.verdict else store.history(cell, limit=1)
+        if not some:
+            return None
+        run = some[0].run.id
+    own = store.history(cell, run=run)
+    if attempt is None:
+        latest = {past.run.id: past for past in reversed(own)}
+        return min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
+    own = [past for past in own if past.summary.attempt == attempt]
+    return next((past for past in own if past.run.id == run), next(iter(own), None))
 
 
 def _without(store: Store, cell: Cell) -> Iterator[Text]:
     """The output for a cell without a result in any run."""
-    planned = store.current().get(cell)
+    planned = plan_of(store, cell)
     if planned is None:
         raise MatrixError(f"the store {store.name} has no cell {cell}: no run has planned it")
     yield from _state(cell, planned)
@@ -73,13 +90,7 @@ def _without(store: Store, cell: Cell) -> Iterator[Text]:
         yield Text(f"run it     {common.reproduce(cell, planned.run)}")
 
 
-def _explained(
-    store: Store, cell: Cell, run: str, history: Sequence[Past], arguments: argparse.Namespace
-) -> Iterator[Text]:
-    parts = {part.id for part in store.parts(run)}
-    past = counting([past for past in history if past.run.id in parts])
-    if past is None:
-        raise MatrixError(f"the run {run} has no result of {cell}")
+def _explained(store: Store, cell: Cell, past: Past, arguments: argparse.Namespace) -> Iterator[Text]:
     found, full = store.result(past.run.id, cell, past.summary.attempt), arguments.full
     yield from _state(cell, past)
     attempt = f", attempt {found.attempt}" if found.attempt > 1 else ""
