@@ -7,7 +7,6 @@ import subprocess
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from compat_matrix.pages import ask, report
 from compat_matrix.pages.links import Links
 from compat_matrix.results import Kind
 from compat_matrix.store import Store
-from compat_matrix.views.verdicts import judge, newest, wanted
+from compat_matrix.views.verdicts import Judged, judge, newest, wanted
 
 #: A field, what is typed, and what it is; or a part of the error.
 TYPED = [
@@ -178,17 +177,17 @@ def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
         ]
         found = _script(f"{json.dumps(asked)}.map((one) => answer(one))", matrix)
         for question, one in zip(asked, found, strict=True):
-            shown = ask.answer(judge(store, wanted({axis: value or None for axis, value in question.items()}), known))
-            headline = ask.HEADLINES[one["verdict"]][1] + (f": {one['kind']}" if one["kind"] else "")
+            shown = judge(store, wanted({axis: value or None for axis, value in question.items()}), known)
             named = [Cell.of({"transformers": "", "torch": ""} | some["cell"]) for some in one["evidence"]]
             works = [Cell.of({"transformers": "", "torch": ""} | some["cell"]) for some in [one["works"]] if some]
-            assert (headline, one["closeness"], named, works) == (
-                shown["headline"],
-                shown["closeness"],
-                [some.cell for some in shown["evidence"]],
-                [some.cell for some in shown["works"]],
+            assert (one["verdict"], one["kind"], one["closeness"], named, works) == (
+                shown.verdict,
+                shown.kind,
+                shown.closeness,
+                [some.cell for some in shown.shown],
+                [some.cell for some in shown.works],
             ), question
-            assert shown["closeness"] in ("neighbour", "none") or one["reason"] == shown["reason"]
+            assert shown.closeness in ("neighbour", "none") or one["reason"] == shown.reason
 
 
 def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
@@ -196,21 +195,21 @@ def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
     with Store.open(str(tmp_path / "store.db")) as store:
         run = stored(store, [failed(one, "crash", "it died") if one.torch == "2.11" else passed(one) for one in every])
 
-        def answer(**asked: str) -> SimpleNamespace:
-            return SimpleNamespace(**ask.answer(judge(store, wanted(asked))))
+        def answer(**asked: str) -> Judged:
+            return judge(store, wanted(asked))
 
         bad = answer(transformers="5.9.1", torch="2.11.0")
-        assert (bad.state, bad.headline, bad.closeness, bad.reason) == ("failed", "It fails: crash", "patch", "it died")
+        assert (bad.verdict, bad.kind, bad.closeness, bad.reason) == ("failed", "crash", "patch", "it died")
         assert bad.works[0].cell.name == "py312-tf5.9-torch2.10"
         assert [one.axis for one in bad.works[0].differs] == ["torch"]
-        assert (bad.evidence[0].run, bad.evidence[0].kind) == (run, "crash")
+        assert (bad.shown[0].run, bad.shown[0].kind) == (run, "crash")
         other = answer(transformers="5.12", torch="2.10")
-        assert (other.headline, other.closeness) == ("It was not tested", "neighbour")
+        assert (other.verdict, other.closeness) == ("unknown", "neighbour")
         assert other.works[0].cell.name == "py312-tf5.10-torch2.10"
         store.new_run([], excluded=dict.fromkeys(cells(("5.9",), ("2.11",), ("3.10",)), "needs Python 3.11"))
         refused = answer(transformers="5.9", torch="2.11", python="3.10")
-        assert (refused.headline, refused.closeness, refused.reason, refused.evidence) == (
-            "It is excluded",
+        assert (refused.verdict, refused.closeness, refused.reason, refused.shown) == (
+            "refused",
             "rule",
             "needs Python 3.11",
             [],

@@ -26,7 +26,7 @@ from stored import cells, failed, passed, stored
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.pages import report
-from compat_matrix.pages.filters import STATES
+from compat_matrix.pages.ask import STATES
 from compat_matrix.pages.links import Links
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app

@@ -1,13 +1,34 @@
-"""The question of the first page, *does my combination work?*: its fields, and the words of its answer. `ask.js` reads the form."""
+"""The first page's parameters: the filters of the grid, and the question *does my combination work?*, whose form `ask.js` reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from ..cells import Cell
+from ..errors import MatrixError
+from ..expressions import Expression
 from ..versions import release
-from ..views.verdicts import Closeness, Judged, Verdict, wanted
+from ..views.verdicts import Closeness, Verdict, wanted
+
+#: The states of a cell, each with a sign that doesn't depend on colour.
+STATES = {
+    "passed": "✓",
+    "flaky": "~",
+    "known": "!",
+    "wrong": "≠",
+    "failed": "✗",
+    "refused": "⊘",
+    "not run": "○",
+    "running": "◐",
+    "waiting": "…",
+}
+#: Stands for every value of a facet.
+ALL = "all"
+
+#: The filters by their parameters. The last four are the fields of the form; those of a project's own axes follow them.
+NAMES = ("flash_attention", "device", "python", "only", "state", "run", "tf", "pt", "fa", "py")
+
+_LONGEST = 500
 
 #: The fields of the form, by the axis that they are about: the parameter, the label and an example.
 FIELDS = {
@@ -38,6 +59,31 @@ CLOSENESS: Mapping[Closeness, str] = {
 }
 
 
+def read(given: Iterable[tuple[str, str]], own: Iterable[str] = ()) -> dict[str, str]:
+    """Every filter with its value in the parameters of an address; an empty one stands for the default.
+
+    Args:
+        own: the project's own axes.
+
+    Raises:
+        MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
+    """
+    filters = dict.fromkeys([*NAMES, *sorted(own)], "")
+    for name, value in given:
+        if name not in filters:
+            raise MatrixError(f"{name!r} isn't a filter; the filters are {', '.join(filters)}")
+        if filters[name]:
+            raise MatrixError(f"{name} is given twice")
+        if len(value) > _LONGEST:
+            raise MatrixError(f"{name} is longer than {_LONGEST} characters")
+        filters[name] = value.strip()
+    if filters["state"] and filters["state"] not in STATES:
+        raise MatrixError(f"{filters['state']!r} isn't a state; the states are {', '.join(STATES)}")
+    if filters["only"]:
+        Expression(filters["only"])
+    return filters
+
+
 def own_axes(cells: Iterable[Cell]) -> dict[str, str]:
     """The project's own axes of cells, each with one of its values."""
     return {axis: value for cell in cells for axis, value in cell.extra}
@@ -55,20 +101,6 @@ def asked(filters: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
         MatrixError: an axis never has such a value.
     """
     return wanted({axis: filters[name] or None for axis, (name, *_) in fields(own).items()})
-
-
-def answer(judged: Judged) -> dict[str, Any]:
-    """The values of the template of an answer."""
-    state, headline, _ = HEADLINES[judged.verdict]
-    kind = judged.found[0].kind if judged.verdict == "failed" else None
-    return {
-        "state": state,
-        "headline": f"{headline}: {kind}" if kind else headline,
-        "closeness": judged.closeness,
-        "reason": judged.reason,
-        "evidence": judged.shown,
-        "works": judged.works,
-    }
 
 
 def minor(version: str) -> str:

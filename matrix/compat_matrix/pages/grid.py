@@ -11,8 +11,7 @@ from ..errors import MatrixError
 from ..store import Past, Run, Summary
 from ..versions import related
 from ..views import common
-from .ask import minor
-from .filters import ALL, STATES
+from .ask import ALL, STATES, minor
 
 _SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "torch's FA"}
 
@@ -94,7 +93,7 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
     """The values of the grid on the first page.
 
     Args:
-        filters: as `filters.read` returns them.
+        filters: as `ask.read` returns them.
         asked: the combination in the form.
 
     Raises:

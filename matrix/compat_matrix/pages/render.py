@@ -16,7 +16,6 @@ from ..store import Past
 from ..views import common
 from ..words import plural
 from . import ask
-from .filters import STATES
 from .grid import entry
 from .links import Links
 
@@ -65,7 +64,7 @@ def environment() -> Environment:
         "entry_of": lambda run, summary: entry(Past(run, summary)),
         "kernel_name": common.kernel_name,
         "one_line": common.one_line,
-        "SIGNS": STATES,
+        "SIGNS": ask.STATES,
         "FIELDS": ask.FIELDS,
         "HEADLINES": ask.HEADLINES,
         "CLOSENESS": ask.CLOSENESS,

@@ -18,9 +18,8 @@ from ..store import Newest, Store
 from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
 from ..views.verdicts import newest as newest_of
-from . import ask, filters, grid, runs, seams
+from . import ask, grid, runs, seams
 from . import cell as cell_page
-from .filters import STATES
 from .links import Links, file_name, static_files
 from .render import NAME, project_name, render
 
@@ -115,7 +114,7 @@ class _Report:
 
     def _grids(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
         """The filters of each grid by its file, and the files by the addresses that lead to one."""
-        every = filters.read([], self.own)
+        every = ask.read([], self.own)
         facets = {grid.facet(cell) for cell, one in self.entries.items() if one.word != "excluded"}
         default = grid.choose(every, self.entries)[0]
         files = {one: "index.html" if default == {one} else file_name("grid-", "-".join(one)) for one in facets}
@@ -194,7 +193,7 @@ def answers(newest: Sequence[Newest], links: Links) -> str:
         "order": in_order([*ORDER, *ask.own_axes(one.cell for one in newest)]),
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,
-        "signs": STATES,
+        "signs": ask.STATES,
     }
     return f"const MATRIX = {json.dumps(data)};\n".replace("<", "\\u003c")
 

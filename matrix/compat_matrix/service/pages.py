@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import Expression
-from ..pages import ask, filters, grid, logs, runs, seams
+from ..pages import ask, grid, logs, runs, seams
 from ..pages import cell as cell_page
 from ..pages.links import Links, static_files
 from ..pages.render import render
@@ -59,7 +59,7 @@ def the_home(request: Request, site: Current) -> Response:
     """The question, its answer and the grid; with `live`, only the part that changes."""
     given = [(name, value) for name, value in request.query_params.multi_items() if value and name != "live"]
     own, store, newest = site.own_axes(), site.store, list[Newest]()
-    chosen = filters.read(given, own)
+    chosen = ask.read(given, own)
     asked = ask.asked(chosen, own)
     run = site.run(chosen["run"]) if chosen["run"] else None
     if run and run.id != chosen["run"]:
@@ -73,7 +73,7 @@ def the_home(request: Request, site: Current) -> Response:
         activity = dict.fromkeys(waits, "waiting") | dict.fromkeys(running, "running")
         served = {cell: grid.entry(None, activity.get(cell, ""), why) for cell, why in site.served.items()}
         entries = served | {one.cell: grid.entry(one.past, activity.get(one.cell, "")) for one in newest}
-    answer = ask.answer(judge(store, asked, newest or None)) if asked and not _live(request) else None
+    answer = judge(store, asked, newest or None) if asked and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}

@@ -159,6 +159,11 @@ class Judged(NamedTuple):
     refusals: list[Refusal]
 
     @property
+    def kind(self) -> str | None:
+        """How it failed, if that isn't the verdict."""
+        return self.found[0].kind if self.verdict == "failed" else None
+
+    @property
     def closeness(self) -> Closeness:
         """How near the evidence is to what was asked for."""
         if self.verdict == "refused":
