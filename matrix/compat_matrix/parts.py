@@ -11,9 +11,6 @@ from tempfile import TemporaryDirectory
 from . import unpack
 from .errors import MatrixError
 
-#: The smallest size of a part: below it there would be thousands.
-SMALLEST = 1 << 20
-
 
 def split(folder: Path, size: int) -> tuple[Path, int]:
     """Write a wheelhouse as files of at most `size` bytes into the folder ``NAME.parts`` beside it, replacing earlier ones.

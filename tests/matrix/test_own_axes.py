@@ -14,7 +14,7 @@ from stored import passed, stored
 from compat_matrix import pins
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell, parse
-from compat_matrix.commands.emit import jobs
+from compat_matrix.commands.cells import jobs
 from compat_matrix.pages import report
 from compat_matrix.pins import Part
 from compat_matrix.service.app import create_app

@@ -10,10 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..arguments import OF_RUNS, STORE, Arguments, option
 from ..axes import load
 from ..errors import MatrixError
-from ..options import AXES, axes_in
+from ..options import axes_in
 from ..store import Newest, Store
 from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
@@ -28,14 +27,6 @@ MANIFEST = ".kernel-compat-matrix-report"
 
 #: The files of the templates that only a service needs.
 _OF_SERVICE = ("htmx-4.0.1.min.js",)
-
-
-ARGUMENTS: Arguments = {
-    "folder": option("the folder to write: a new one, or an older report's", metavar="DIR", type=Path),
-    "--axes": option(f"the axes file of the project whose name the pages have ({AXES})", type=Path, metavar="FILE"),
-    **OF_RUNS,
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

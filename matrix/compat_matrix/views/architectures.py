@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kernel_compat.proving import table
 
-from .compatibility import Releases, alike, table_line
+from .compatibility import Releases, alike, table_line, write
 
 LEGEND = {
     "equal": "what eager attention computes, in every case that applies",
@@ -76,6 +77,12 @@ def _verdicts(cases: Mapping[str, Sequence[str]]) -> tuple[Verdict, ...]:
 def values() -> dict[str, Any]:
     """The contents of the page of model types."""
     return {"rows": [*rows()], "counts": counts(), "legend": LEGEND}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the document; returns the exit code."""
+    write(arguments.path, document())
+    return 0
 
 
 def document() -> str:

@@ -10,19 +10,12 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from ..arguments import OF_RUNS, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED
 from ..store import Past, Store
 from . import common
 from .explain import shims
-
-ARGUMENTS: Arguments = {
-    "path": option("the file to write, such as docs/compatibility.md", metavar="PATH", type=Path),
-    **OF_RUNS,
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

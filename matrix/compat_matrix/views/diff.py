@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from rich.text import Text
 
-from ..arguments import A_RUN, JSON, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED
@@ -90,14 +89,6 @@ def _figures(store: Store, old: str, new: str) -> tuple[list[FigureChange], int]
             if side and side not in map(expected.side, found.outside):  # else an earlier run was the first
                 changes.append(FigureChange(cell=cell, **one.figure._asdict(), **expected._asdict()))
     return changes, too_few
-
-
-ARGUMENTS: Arguments = {
-    "old": option(A_RUN, metavar="OLD"),
-    "new": option("the other run, such as latest", metavar="NEW"),
-    **JSON,
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 from packaging.utils import canonicalize_name
 from rich.text import Text
 
-from ..arguments import STORE, Arguments, flag, option
 from ..cells import AXES, Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult
@@ -27,14 +26,6 @@ _TELLING = re.compile(
 )
 
 _STATES = ("failed", "applied", "pending", "skipped", "not needed")
-
-ARGUMENTS: Arguments = {
-    "cell": option("the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda", metavar="CELL"),
-    "--run": option("the result in this run (default: the newest result)", dest="chosen", metavar="RUN"),
-    "--full": flag("show whole messages, every package, and the log"),
-    "--pins": flag("show the requirement files that it was installed from"),
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Span, Text
 
-from ..arguments import A_RUN, JSON, STORE, Arguments, option
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import Figure
@@ -21,13 +20,6 @@ _LEGEND = (
     "ok: passed, flaky: passed when repeated, known: fails for known issues, CAPITALS: how it failed, "
     "open: no result yet, -: excluded"
 )
-
-ARGUMENTS: Arguments = {
-    "chosen": option(f"{A_RUN} (default: latest)", metavar="RUN", nargs="?", default="latest"),
-    "--figure": option("show a figure that tests recorded, instead of the states", metavar="NAME"),
-    **JSON,
-    **STORE,
-}
 
 
 def run(arguments: argparse.Namespace) -> int:
