@@ -58,7 +58,7 @@ def values(
         "facts": explain.facts(found.environment),
         "packages": explain.packages_of(found),
         "shims": explain.shims(found.environment),
-        "log": logs.ends(packed) if (packed := logs.packed_log(store, past.run.id, cell, found.attempt)) else None,
+        "log": logs.end(packed) if (packed := logs.packed_log(store, past.run.id, cell, found.attempt)) else None,
         "shortened": logs.shortened,
     }
 

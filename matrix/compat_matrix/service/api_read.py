@@ -10,17 +10,16 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
 from ..cells import AXES, NAME, WORD, Cell
-from ..errors import MatrixError
 from ..pages import logs
 from ..pages.render import environment
 from ..results import ENDED, Kind
 from ..store import Past, State, Summary
 from ..store.documents import ATLAS, kept
-from ..versions import VERSION, checked
+from ..versions import VERSION
 from ..views import diff, explain, verdicts
 from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun
 from ..views.verdicts import Answer
@@ -56,16 +55,8 @@ router = APIRouter(
 # Parameters.
 
 
-def _version(text: str) -> str:
-    try:
-        return checked(text)
-    except MatrixError as error:
-        raise ValueError(str(error)) from None
-
-
-Version = Annotated[
-    str, AfterValidator(_version), WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})
-]
+#: `wanted` checks it.
+Version = Annotated[str, WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})]
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]

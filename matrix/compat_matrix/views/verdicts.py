@@ -57,7 +57,10 @@ def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
         if axis in words and value not in words[axis]:
             raise MatrixError(f"{axis} is one of {', '.join(words[axis])}, not {value!r}")
         is_word = axis in words or (axis not in AXES and re.fullmatch(WORD, value))
-        found[axis] = value if is_word else checked(value)
+        try:
+            found[axis] = value if is_word else checked(value)
+        except MatrixError as error:
+            raise MatrixError(f"{axis} is {error}") from None
     return found
 
 
