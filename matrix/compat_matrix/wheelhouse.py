@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,14 +18,13 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 from urllib.parse import unquote, urlsplit
 
-import requests
 from packaging.requirements import Requirement
 from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from .atlas.index import TIMEOUT, File, Index, reason
+from .atlas.index import File, Index
 from .axes import Axes
 from .base_python import torch_alone
 from .cells import Cell, one_and_more
@@ -292,7 +290,13 @@ def _fetched(
                 _NAME.validate_python(name)
             except ValidationError:
                 raise MatrixError(f"the index names a file {name!r}, which isn't the name of a distribution") from None
-            _download(index, File(name, urls[digest], digest, None, False), folder / name)
+            part = folder / f"{name}.part"
+            try:
+                with part.open("wb") as output:
+                    index.download(File(name, urls[digest], digest), output)
+                part.replace(folder / name)
+            finally:
+                part.unlink(missing_ok=True)
             note(f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB")
             return name
 
@@ -321,32 +325,6 @@ def _located(axes: Axes, python: str, pins: Iterable[Pin]) -> dict[str, str]:
     return found
 
 
-def _download(index: Index, file: File, target: Path) -> None:
-    """Fetch a file and compare its hash with the pin.
-
-    Raises:
-        MatrixError: it can't be fetched, or its hash differs from the pin; no part of it stays.
-    """
-    scratch = target.with_name(f"{target.name}.part")
-    try:
-        if file.local_path is not None:
-            shutil.copyfile(file.local_path, scratch)
-        else:
-            with (
-                index.session.get(index.fetchable(file), stream=True, timeout=TIMEOUT) as response,
-                scratch.open("wb") as output,
-            ):
-                response.raise_for_status()
-                output.writelines(response.iter_content(1 << 20))
-        if (digest := sha256(scratch)) != file.sha256:
-            raise MatrixError(f"{file.filename} has another hash than its pin: {digest}")
-        scratch.replace(target)
-    except requests.RequestException as error:
-        raise MatrixError(f"{file.filename} can't be fetched: {reason(error)}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def _build(source: Path, folder: Path) -> tuple[str, Pin]:
     """Build a project's wheel into the folder."""
     with TemporaryDirectory(dir=folder) as scratch:
@@ -371,7 +349,7 @@ def _runner(axes: Axes, python: str, folder: Path) -> tuple[list[Pin], dict[str,
         if "dir_info" not in origin:
             requirements.append(f"{name}=={found.version}")
             continue
-        file, pin = _build(File(name, origin["url"], None, None, False).local_path or Path(), folder)
+        file, pin = _build(File(name, origin["url"]).local_path or Path(), folder)
         built[file] = pin
         needed = [one for one in map(Requirement, found.requires or ()) if canonicalize_name(one.name) not in ours]
         requirements += [str(one) for one in needed if "extra" not in str(one.marker or "")]
