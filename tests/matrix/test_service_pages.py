@@ -625,7 +625,8 @@ def test_a_log_without_a_line(store: Store, get: Get) -> None:
 
 def test_many_tests(store: Store, get: Get) -> None:
     tests = [
-        Test(f"tests/test_it.py::test_{n}", "failed" if n % 2 else "passed", 0.1, "E  no\n" * 3_500) for n in range(600)
+        Test(f"tests/test_it.py::test_{n}", "failed" if n % 2 else "passed", 0.1, f"E  no {n}\n" * 3_500)
+        for n in range(600)
     ]
     stored(store, [failed(OLD[0], tests=tests)])
     response = get(f"/cells/{OLD[0]}")
@@ -633,6 +634,15 @@ def test_many_tests(store: Store, get: Get) -> None:
     page = _page(response)
     assert all(f"test_{n}" in page.text for n in range(600))
     assert "characters are left out" in page.text
+
+
+def test_an_error_of_many_tests_is_shown_once(store: Store, get: Get) -> None:
+    tests = [Test(f"test_{n}", "failed", 0.1, f"in line {n}\nE   no kernel\n") for n in range(9)]
+    stored(store, [failed(OLD[0], tests=tests)])
+    text = " ".join(_page(get(f"/cells/{OLD[0]}")).text.split())
+    assert text.count("no kernel") == 2  # the second is in the whole report
+    assert "8 more tests with the same error" in text
+    assert all(f"test_{n}" in text for n in range(9))
 
 
 # The rest.

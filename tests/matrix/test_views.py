@@ -198,6 +198,19 @@ def test_show_as_json(store: Store, call: Command, capsys: pytest.CaptureFixture
 # explain
 
 
+def test_explain_shows_an_error_of_many_tests_once(
+    store: Store, call: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = [Test(f"test_{n}", "failed", 0.1, f"in line {n}\nE   no kernel\n") for n in range(9)]
+    stored(store, [failed(OLD[2], tests=tests)])
+    assert call(explain, OLD[2].name) == 0
+    shown = capsys.readouterr().out
+    assert "test_0\n    and 8 more tests with the same error\n    E   no kernel\n    (1 more line: --full)" in shown
+    assert shown.count("no kernel") == 1
+    assert call(explain, OLD[2].name, "--full") == 0
+    assert capsys.readouterr().out.count("no kernel") == 9
+
+
 def test_explain(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
     message = "\n".join(
         ["def test():", *(f"    line {n}" for n in range(30)), "E   AssertionError: 0.3 is too much", "tests/x.py:3"]

@@ -12,7 +12,7 @@ from ..views import common, explain
 from . import logs
 from .grid import entry
 
-#: The number of results in the history on a page, and of failed tests with a report.
+#: The number of results in the history on a page, and of errors of failed tests with a report.
 HISTORY, _REPORTS = 20, 200
 
 
@@ -48,11 +48,11 @@ def values(
     }
     if found is None or past is None:
         return made
-    failed = [one for one in found.tests if one.bad]
+    failed = explain.alike(one for one in found.tests if one.bad)
     python = found.environment.get("python")
     return made | {
-        "failed": [(one, _error(one.message)) for one in failed[:_REPORTS]],
-        "failed_more": failed[_REPORTS:],
+        "failed": [(_error(lines), some) for lines, some in failed[:_REPORTS]],
+        "failed_more": [one for _, some in failed[_REPORTS:] for one in some],
         "figures": explain.figures(store, cell),
         "installed": ({"Python": python} if isinstance(python, str) else {}) | explain.installed(found),
         "facts": explain.facts(found.environment),
@@ -63,7 +63,6 @@ def values(
     }
 
 
-def _error(message: str) -> str:
-    """The lines of a report with the error and its numbers."""
-    lines = explain.error_lines(message.splitlines())
+def _error(lines: Sequence[str]) -> str:
+    """The error of a report, with its numbers."""
     return "\n".join(line[1:].strip() if line.startswith("E ") else line for line in lines)

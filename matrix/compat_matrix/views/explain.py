@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packaging.utils import canonicalize_name
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..cells import AXES, Cell, parse
 from ..errors import MatrixError
-from ..results import CellResult
+from ..results import CellResult, Test
 from ..store import Measured, Past, Store
 from ..words import plural
 from . import common, trend
@@ -125,16 +125,28 @@ def _past(past: Past) -> Text:
 
 
 def _tests(found: CellResult, full: bool) -> Iterator[Text]:
-    for test in sorted(found.tests, key=lambda test: not test.bad):
-        if not test.bad and test.outcome not in ("known", "flaky"):
-            continue
-        title = common.one_line(test.nodeid, 1000) + ("" if test.bad else f" ({test.outcome})")
-        yield from (Text(), Text(title, common.STYLES[test.outcome]))
-        lines = common.clean(test.message).splitlines()
-        kept = lines if full else error_lines(lines)
+    shown = [test for test in found.tests if test.bad or test.outcome in ("known", "flaky")]
+    shown.sort(key=lambda test: not test.bad)
+    for kept, some in [([*_report(test)], [test]) for test in shown] if full else alike(shown):
+        first, *others = some
+        title = common.one_line(first.nodeid, 1000) + ("" if first.bad else f" ({first.outcome})")
+        more = f"and {plural(len(others), 'more test')} with the same error" if others else ""
+        yield from (Text(), Text(title, common.STYLES[first.outcome]), *([Text(f"    {more}")] if more else ()))
         yield from (Text(f"    {line}") for line in kept)
-        if len(kept) < len(lines):
-            yield Text(f"    ({plural(len(lines) - len(kept), 'more line')}: --full)")
+        if left := len(_report(first)) - len(kept):
+            yield Text(f"    ({plural(left, 'more line')}: --full)")
+
+
+def alike(tests: Iterable[Test]) -> list[tuple[list[str], list[Test]]]:
+    """The error lines of tests, each with the tests of one outcome that have them."""
+    groups: dict[tuple[str, ...], list[Test]] = {}
+    for test in tests:
+        groups.setdefault((test.outcome, *error_lines(_report(test))), []).append(test)
+    return [([*lines], some) for (_, *lines), some in groups.items()]
+
+
+def _report(test: Test) -> list[str]:
+    return common.clean(test.message).splitlines()
 
 
 def error_lines(lines: Sequence[str], most: int = 8) -> list[str]:
