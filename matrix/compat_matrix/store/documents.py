@@ -51,13 +51,8 @@ def seen(store: Store, distribution: str) -> set[str]:
 def see(store: Store, distribution: str, versions: Iterable[str]) -> None:
     """Store releases as seen; those that were seen before keep their time."""
     now = datetime.now(timezone.utc)
-    with store.writing() as connection:
-        query = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == distribution)
-        known = set(connection.scalars(query))
-        rows = [
-            {"distribution": distribution, "version": version, "seen": now}
-            for version in dict.fromkeys(versions)
-            if version not in known
-        ]
-        if rows:
+    new = {*versions} - seen(store, distribution)
+    rows = [{"distribution": distribution, "version": version, "seen": now} for version in new]
+    if rows:
+        with store.writing() as connection:
             connection.execute(RELEASE_SEEN.insert(), rows)

@@ -1,11 +1,9 @@
-"""The tables. A change here needs a migration in ``migrations/versions``, and another `schema.HEAD`."""
+"""The tables. A change here needs a migration in ``migrations/versions``, and another `database.HEAD`."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import Any
 
 from sqlalchemy import (
     Boolean,
@@ -47,17 +45,22 @@ class Utc(TypeDecorator[datetime]):
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """The time in UTC, with its time zone."""
-        return value and value.astimezone(timezone.utc)
+        return value and (value.astimezone(timezone.utc) if value.tzinfo else value.replace(tzinfo=timezone.utc))
 
-    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
-        """For SQLite in one step, because summaries of large runs are made of many times."""
-        if dialect.name != "sqlite":
-            return super().result_processor(dialect, coltype)
-        return lambda value: None if value is None else datetime.fromisoformat(f"{value}+00:00")
+
+class Plain(TypeDecorator[str]):
+    """Text, without the characters that databases refuse: lone surrogates and NUL are replaced."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """The text without these characters."""
+        return value and value.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 class Packed(TypeDecorator[str]):
-    """Compressed text. It may contain lone surrogates and NULs, which databases refuse in text."""
+    """Compressed text, which may contain any character."""
 
     impl = LargeBinary
     cache_ok = True
@@ -85,17 +88,13 @@ def unpack(content: bytes) -> str:
     if not isinstance(content, bytes):  # of a foreign store
         raise zlib.error(f"a text can't be unpacked: it is {content!r:.40}")
     if len(content) > MOST // 1032:  # of at most 1,032 bytes each byte is one
-        _check_size(content)
+        unpacker, rest, size = zlib.decompressobj(), content, 0
+        while rest:
+            size += len(unpacker.decompress(rest, 2**20))
+            rest = unpacker.unconsumed_tail
+            if size > MOST:
+                raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
     return zlib.decompress(content).decode("utf-8", "surrogatepass")
-
-
-def _check_size(content: bytes) -> None:
-    unpacker, size = zlib.decompressobj(), 0
-    while content and size <= MOST:
-        size += len(unpacker.decompress(content, 2**20))
-        content = unpacker.unconsumed_tail
-    if size > MOST:
-        raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
 
 
 metadata = MetaData(
@@ -122,7 +121,7 @@ NODEID = Table(
     metadata,
     Column("id", Integer, primary_key=True),
     Column("digest", String(32), nullable=False, unique=True),
-    Column("name", Text, nullable=False),
+    Column("name", Plain, nullable=False),
 )
 
 #: Transformers and torch are empty without the axis. `extra` is `Cell.own`.
@@ -149,10 +148,10 @@ RUN = Table(
     Column("started", Utc, nullable=False),
     Column("finished", Utc),
     Column("state", String(40), nullable=False),
-    Column("label", Text, nullable=False),
-    Column("command", Text, nullable=False),
-    Column("host", Text, nullable=False),
-    Column("revision", Text, nullable=False),
+    Column("label", Plain, nullable=False),
+    Column("command", Plain, nullable=False),
+    Column("host", Plain, nullable=False),
+    Column("revision", Plain, nullable=False),
     Column("axes_id", ForeignKey("shared_text.id")),
     Column("partial", Boolean, nullable=False, server_default=false()),
     Column("whole", String(40), nullable=False, index=True, server_default=text("''")),
@@ -165,7 +164,7 @@ PLANNED = Table(
     Column("run_id", ForeignKey("run.id"), primary_key=True),
     Column("cell_id", ForeignKey("cell.id"), primary_key=True),
     Column("position", Integer, nullable=False),
-    Column("excluded", Text),
+    Column("excluded", Plain),
     sqlite_with_rowid=False,
 )
 
@@ -179,7 +178,7 @@ RESULT = Table(
     Column("attempt", Integer, nullable=False),
     Column("verdict", String(20), nullable=False),
     Column("kind", String(20)),
-    Column("reason", Text, nullable=False),
+    Column("reason", Plain, nullable=False),
     Column("started", Utc, nullable=False),
     Column("seconds", Float, nullable=False),
     Column("environment_id", ForeignKey("shared_text.id")),
@@ -280,7 +279,7 @@ SUBMISSION = Table(
     Column("seen", Utc),
     Column("running", Text, nullable=False, default="{}"),
     Column("tries", Integer, nullable=False, default=0),
-    Column("reason", Text, nullable=False, default=""),
+    Column("reason", Plain, nullable=False, default=""),
 )
 
 # The tables of `watch`.

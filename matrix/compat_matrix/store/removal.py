@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 
 from sqlalchemy import ColumnElement, Connection, Table, delete, except_, select, update
-from sqlalchemy.exc import IntegrityError
 
 from . import inserts
 from .models import CELL, NEWEST, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
@@ -50,6 +49,7 @@ def _running(name: str) -> StateError:
 
 def _delete(connection: Connection, name: str) -> bool:
     """Delete a run and every row that refers to it or to its results, whichever table has it; false if it hasn't ended."""
+    inserts.lock(connection)
     key = inserts.key(connection, name)
     waits = select(SUBMISSION.c.id).where(SUBMISSION.c.run_id == key).exists()
     ended = RUN.c.id == key, RUN.c.state != "running", ~waits
@@ -75,17 +75,8 @@ def _references(table: Table, to: ColumnElement[int]) -> Iterator[ColumnElement[
 def _sweep(store: Store) -> None:
     """Delete the texts, the names of tests and the cells to which no row refers."""
     for owner in (TEXT, NODEID, CELL):
-        for last in (False, False, True):
-            try:
-                with store.writing() as connection:
-                    _delete_unused(connection, owner)
-                break
-            except IntegrityError:  # a result that uses one of them was stored meanwhile
-                if last:
-                    raise
-
-
-def _delete_unused(connection: Connection, owner: Table) -> None:
-    columns = [column for table in metadata.sorted_tables for column in _references(table, owner.c.id)]
-    used = (select(column).where(column.is_not(None)) for column in columns)
-    connection.execute(delete(owner).where(owner.c.id.in_(except_(select(owner.c.id), *used))))
+        columns = [column for table in metadata.sorted_tables for column in _references(table, owner.c.id)]
+        used = (select(column).where(column.is_not(None)) for column in columns)
+        with store.writing() as connection:
+            inserts.lock(connection)
+            connection.execute(delete(owner).where(owner.c.id.in_(except_(select(owner.c.id), *used))))
