@@ -39,7 +39,7 @@ def check_schema(connection: Connection) -> None:
     """
 
     def statements(of: Connection) -> dict[tuple[str, str], list[str]]:
-        return {(row.type, row.name): row.sql.split() for row in of.execute(_OBJECTS)}
+        return {(row.type, row.name): re.findall(r"\w+|\S", row.sql) for row in of.execute(_OBJECTS)}
 
     theirs = statements(connection)
     if other := next((one for one in theirs if one[0] not in ("table", "index")), None):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from datetime import datetime, timezone
+from typing import Any
 
 from sqlalchemy import (
     Boolean,
@@ -106,36 +108,39 @@ metadata = MetaData(
     }
 )
 
+
+def _id() -> Column[int]:
+    return Column("id", Integer, primary_key=True)
+
+
+def _columns(kind: Any, *names: str, **more: Any) -> Iterator[Column[Any]]:
+    """Columns of the same type, not null by default."""
+    return (Column(name, kind, **{"nullable": False, **more}) for name in names)
+
+
+def _reference(name: str, to: str, **more: Any) -> Column[int]:
+    return Column(name, ForeignKey(f"{to}.id"), **more)
+
+
+def _of_planned() -> ForeignKeyConstraint:
+    return ForeignKeyConstraint(["run_id", "cell_id"], ["planned.run_id", "planned.cell_id"])
+
+
 #: Long texts that many rows share: messages, pins, environments, axes; with the digest of the text.
-TEXT = Table(
-    "shared_text",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("digest", String(32), nullable=False, unique=True),
-    Column("content", Packed, nullable=False),
-)
+TEXT = Table("shared_text", metadata, _id(), *_columns(String(32), "digest", unique=True), *_columns(Packed, "content"))
 
 #: The names of tests. The digest is unique instead of the name, which may be too long for an index.
-NODEID = Table(
-    "nodeid",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("digest", String(32), nullable=False, unique=True),
-    Column("name", Plain, nullable=False),
-)
+NODEID = Table("nodeid", metadata, _id(), *_columns(String(32), "digest", unique=True), *_columns(Plain, "name"))
 
 #: Transformers and torch are empty without the axis. `extra` is `Cell.own`.
 CELL = Table(
     "cell",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", String(200), nullable=False, unique=True),
-    Column("python", String(40), nullable=False),
-    Column("transformers", String(40), nullable=False),
-    Column("torch", String(40), nullable=False),
-    Column("flash_attention", String(20), nullable=False),
-    Column("device", String(20), nullable=False),
-    Column("extra", Text, nullable=False, server_default=text("''")),
+    _id(),
+    *_columns(String(200), "name", unique=True),
+    *_columns(String(40), "python", "transformers", "torch"),
+    *_columns(String(20), "flash_attention", "device"),
+    *_columns(Text, "extra", server_default=text("''")),
 )
 
 #: `whole` is the name of the first of the runs that are parts of one. Times are those of the machine that ran it, which may be
@@ -143,28 +148,25 @@ CELL = Table(
 RUN = Table(
     "run",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", String(40), nullable=False, unique=True),
-    Column("started", Utc, nullable=False),
-    Column("finished", Utc),
-    Column("state", String(40), nullable=False),
-    Column("label", Plain, nullable=False),
-    Column("command", Plain, nullable=False),
-    Column("host", Plain, nullable=False),
-    Column("revision", Plain, nullable=False),
-    Column("axes_id", ForeignKey("shared_text.id")),
-    Column("partial", Boolean, nullable=False, server_default=false()),
-    Column("whole", String(40), nullable=False, index=True, server_default=text("''")),
+    _id(),
+    *_columns(String(40), "name", unique=True),
+    *_columns(Utc, "started"),
+    *_columns(Utc, "finished", nullable=True),
+    *_columns(String(40), "state"),
+    *_columns(Plain, "label", "command", "host", "revision"),
+    _reference("axes_id", "shared_text"),
+    *_columns(Boolean, "partial", server_default=false()),
+    *_columns(String(40), "whole", index=True, server_default=text("''")),
 )
 
 #: The cells of a run; excluded ones have a reason.
 PLANNED = Table(
     "planned",
     metadata,
-    Column("run_id", ForeignKey("run.id"), primary_key=True),
-    Column("cell_id", ForeignKey("cell.id"), primary_key=True),
-    Column("position", Integer, nullable=False),
-    Column("excluded", Plain),
+    _reference("run_id", "run", primary_key=True),
+    _reference("cell_id", "cell", primary_key=True),
+    *_columns(Integer, "position"),
+    *_columns(Plain, "excluded", nullable=True),
     sqlite_with_rowid=False,
 )
 
@@ -172,25 +174,20 @@ PLANNED = Table(
 RESULT = Table(
     "result",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("run_id", Integer, nullable=False),
-    Column("cell_id", Integer, nullable=False, index=True),
-    Column("attempt", Integer, nullable=False),
-    Column("verdict", String(20), nullable=False),
-    Column("kind", String(20)),
-    Column("reason", Plain, nullable=False),
-    Column("started", Utc, nullable=False),
-    Column("seconds", Float, nullable=False),
-    Column("environment_id", ForeignKey("shared_text.id")),
-    Column("pins_id", ForeignKey("shared_text.id")),
-    Column("command_id", ForeignKey("shared_text.id")),
-    *(
-        Column(outcome, Integer, nullable=False)
-        for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
-    ),
-    *(Column(outcome, Integer, nullable=False, server_default="0") for outcome in ("flaky", "known")),
+    _id(),
+    *_columns(Integer, "run_id"),
+    *_columns(Integer, "cell_id", index=True),
+    *_columns(Integer, "attempt"),
+    *_columns(String(20), "verdict"),
+    *_columns(String(20), "kind", nullable=True),
+    *_columns(Plain, "reason"),
+    *_columns(Utc, "started"),
+    *_columns(Float, "seconds"),
+    *(_reference(name, "shared_text") for name in ("environment_id", "pins_id", "command_id")),
+    *_columns(Integer, "passed", "failed", "error", "skipped", "xfailed", "xpassed"),
+    *_columns(Integer, "flaky", "known", server_default="0"),
     UniqueConstraint("run_id", "cell_id", "attempt"),
-    ForeignKeyConstraint(["run_id", "cell_id"], ["planned.run_id", "planned.cell_id"]),
+    _of_planned(),
 )
 
 #: For each cell its newest result in whole runs: one whose tests ran if there is any, else one that was not run; without a
@@ -198,67 +195,52 @@ RESULT = Table(
 NEWEST = Table(
     "newest",
     metadata,
-    Column("cell_id", ForeignKey("cell.id"), primary_key=True),
-    Column("run_id", Integer, nullable=False),
-    Column("result_id", ForeignKey("result.id")),
-    Column("versions", Text, nullable=False),
-    ForeignKeyConstraint(["run_id", "cell_id"], ["planned.run_id", "planned.cell_id"]),
+    _reference("cell_id", "cell", primary_key=True),
+    *_columns(Integer, "run_id"),
+    _reference("result_id", "result"),
+    *_columns(Text, "versions"),
+    _of_planned(),
 )
 
 TEST = Table(
     "test",
     metadata,
-    Column("result_id", ForeignKey("result.id"), primary_key=True),
-    Column("position", Integer, primary_key=True),
-    Column("nodeid_id", ForeignKey("nodeid.id"), nullable=False),
-    Column("outcome", String(8), nullable=False),
-    Column("seconds", Float, nullable=False),
-    Column("message_id", ForeignKey("shared_text.id")),
+    _reference("result_id", "result", primary_key=True),
+    *_columns(Integer, "position", primary_key=True),
+    _reference("nodeid_id", "nodeid", nullable=False),
+    *_columns(String(8), "outcome"),
+    *_columns(Float, "seconds"),
+    _reference("message_id", "shared_text"),
     sqlite_with_rowid=False,
 )
-Index(
-    "ix_test_failed",
-    TEST.c.result_id,
-    TEST.c.nodeid_id,
-    TEST.c.outcome,
-    sqlite_where=text(FAILED),
-    postgresql_where=text(FAILED),
-)
+_FAILED = {"sqlite_where": text(FAILED), "postgresql_where": text(FAILED)}
+Index("ix_test_failed", TEST.c.result_id, TEST.c.nodeid_id, TEST.c.outcome, **_FAILED)
 
 #: The numbers that tests recorded.
 FIGURE = Table(
     "figure",
     metadata,
-    Column("result_id", ForeignKey("result.id"), primary_key=True),
-    Column("name", String(100), primary_key=True),
-    Column("nodeid_id", ForeignKey("nodeid.id"), nullable=False),
-    Column("value", Float, nullable=False),
-    Column("unit", String(40), nullable=False),
-    Column("better", String(6)),
+    _reference("result_id", "result", primary_key=True),
+    *_columns(String(100), "name", primary_key=True),
+    _reference("nodeid_id", "nodeid", nullable=False),
+    *_columns(Float, "value"),
+    *_columns(String(40), "unit"),
+    *_columns(String(6), "better", nullable=True),
     sqlite_with_rowid=False,
 )
 
-LOG = Table(
-    "log",
-    metadata,
-    Column("result_id", ForeignKey("result.id"), primary_key=True),
-    Column("content", Packed, nullable=False),
-)
+LOG = Table("log", metadata, _reference("result_id", "result", primary_key=True), *_columns(Packed, "content"))
 
-# The service's tables: tokens and submissions.
-
-#: The tokens for writing. The token itself isn't stored.
+#: The service's tokens for writing. The token itself isn't stored.
 TOKEN = Table(
     "token",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", String(100), nullable=False, unique=True),
-    Column("digest", String(64), nullable=False, unique=True),
-    Column("scopes", String(100), nullable=False),
-    Column("created", Utc, nullable=False),
-    Column("expires", Utc),
-    Column("revoked", Utc),
-    Column("used", Utc),
+    _id(),
+    *_columns(String(100), "name", unique=True),
+    *_columns(String(64), "digest", unique=True),
+    *_columns(String(100), "scopes"),
+    *_columns(Utc, "created"),
+    *_columns(Utc, "expires", "revoked", "used", nullable=True),
 )
 
 #: The runs that wait for a service or are executed by one, in the order of `id`.
@@ -269,36 +251,34 @@ TOKEN = Table(
 SUBMISSION = Table(
     "submission",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("run_id", ForeignKey("run.id"), nullable=False, unique=True),
-    Column("suite", Text, nullable=False),
-    Column("fingerprint", String(64), nullable=False),
-    Column("again", Text, nullable=False),
-    Column("claim", String(32)),
-    Column("host", Text, nullable=False, default=""),
-    Column("seen", Utc),
-    Column("running", Text, nullable=False, default="{}"),
-    Column("tries", Integer, nullable=False, default=0),
-    Column("reason", Plain, nullable=False, default=""),
+    _id(),
+    _reference("run_id", "run", nullable=False, unique=True),
+    *_columns(Text, "suite"),
+    *_columns(String(64), "fingerprint"),
+    *_columns(Text, "again"),
+    *_columns(String(32), "claim", nullable=True),
+    *_columns(Text, "host", default=""),
+    *_columns(Utc, "seen", nullable=True),
+    *_columns(Text, "running", default="{}"),
+    *_columns(Integer, "tries", default=0),
+    *_columns(Plain, "reason", default=""),
 )
 
-# The tables of `watch`.
-
-#: Texts by name, such as the atlas as JSON; the newest of a name is the current one.
+#: Texts of `watch` by name, such as the atlas as JSON; the newest of a name is the current one.
 DOCUMENT = Table(
     "document",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", String(100), nullable=False, index=True),
-    Column("made", Utc, nullable=False),
-    Column("content", Packed, nullable=False),
+    _id(),
+    *_columns(String(100), "name", index=True),
+    *_columns(Utc, "made"),
+    *_columns(Packed, "content"),
 )
 
+#: The releases that `watch` saw.
 RELEASE_SEEN = Table(
     "release_seen",
     metadata,
-    Column("distribution", String(100), primary_key=True),
-    Column("version", String(100), primary_key=True),
-    Column("seen", Utc, nullable=False),
+    *_columns(String(100), "distribution", "version", primary_key=True),
+    *_columns(Utc, "seen"),
     sqlite_with_rowid=False,
 )
