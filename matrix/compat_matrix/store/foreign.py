@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from sqlalchemy import Connection, Row, create_engine, select, text, type_coerce
+from sqlalchemy import Connection, Engine, Row, create_engine, select, text, type_coerce
 from sqlalchemy.types import NullType
 
 from ..cells import Cell, parse
@@ -28,7 +28,7 @@ _OBJECTS = text(
 )
 
 
-def check_schema(connection: Connection) -> None:
+def check_schema(engine: Engine) -> None:
     """Check that a SQLite database has the tables of a store, and runs no code of its own.
 
     Views run code when they are read; triggers, CHECK constraints and indexes of expressions when a table is migrated. So every
@@ -41,20 +41,21 @@ def check_schema(connection: Connection) -> None:
     def statements(of: Connection) -> dict[tuple[str, str], list[str]]:
         return {(row.type, row.name): re.findall(r"\w+|\S", row.sql) for row in of.execute(_OBJECTS)}
 
-    theirs = statements(connection)
-    if other := next((one for one in theirs if one[0] not in ("table", "index")), None):
-        raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has the {other[0]} {other[1]!r}")
-    known = database.revision(connection)
-    if known not in database.REVISIONS:
-        return  # it isn't read
-    with create_engine("sqlite://").begin() as memory:
+    if engine.dialect.name != "sqlite":
+        return
+    with engine.connect() as connection, create_engine("sqlite://").begin() as memory:
+        theirs = statements(connection)
+        if other := next((one for one in theirs if one[0] not in ("table", "index")), None):
+            raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has the {other[0]} {other[1]!r}")
+        if (known := database.revision(connection)) not in database.REVISIONS:
+            return  # it isn't read
         database.upgrade(memory, known)
         ours = statements(memory)
-    for kind, name in sorted(ours.keys() | theirs.keys(), reverse=True):  # tables first
-        if ours.get((kind, name)) != theirs.get((kind, name)):
-            raise MatrixError(f"its {kind} {name!r} isn't that of a store")
-    for table, number, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
-        raise MatrixError(f"the row {number} of its table {table} refers to a row of {referred} that doesn't exist")
+        for kind, name in sorted(ours.keys() | theirs.keys(), reverse=True):  # tables first
+            if ours.get((kind, name)) != theirs.get((kind, name)):
+                raise MatrixError(f"its {kind} {name!r} isn't that of a store")
+        for table, number, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
+            raise MatrixError(f"the row {number} of its table {table} refers to a row of {referred} that doesn't exist")
 
 
 class _Shim(BaseModel):
@@ -139,14 +140,11 @@ def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellR
 
 def _cell(row: Row[Any]) -> Cell:
     """The cell in the first fields of a row, if it has the name of a cell."""
-    cell = queries.cell_of(row)
-    try:
-        valid = parse(cell.name) == cell
-    except (MatrixError, TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise ValueError(f"cell: {_shown(tuple(row))} isn't a cell")
-    return cell
+    with suppress(MatrixError, TypeError, AttributeError):
+        cell = queries.cell_of(row)
+        if parse(cell.name) == cell:
+            return cell
+    raise ValueError(f"cell: {_shown(tuple(row))} isn't a cell")
 
 
 @contextmanager

@@ -213,8 +213,12 @@ TEST = Table(
     _reference("message_id", "shared_text"),
     sqlite_with_rowid=False,
 )
-_FAILED = {"sqlite_where": text(FAILED), "postgresql_where": text(FAILED)}
-Index("ix_test_failed", TEST.c.result_id, TEST.c.nodeid_id, TEST.c.outcome, **_FAILED)
+Index(
+    "ix_test_failed",
+    *(TEST.c[name] for name in ("result_id", "nodeid_id", "outcome")),
+    sqlite_where=text(FAILED),
+    postgresql_where=text(FAILED),
+)
 
 #: The numbers that tests recorded.
 FIGURE = Table(

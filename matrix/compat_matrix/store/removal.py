@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 
-from sqlalchemy import ColumnElement, Connection, Table, delete, except_, select, update
+from sqlalchemy import Connection, delete, except_, select, update
 
 from . import inserts
 from .models import CELL, NEWEST, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
@@ -58,8 +58,8 @@ def _delete(connection: Connection, name: str) -> bool:
     results = select(RESULT.c.id).where(RESULT.c.run_id == key)
     shown = connection.scalars(select(NEWEST.c.cell_id).where(NEWEST.c.run_id == key)).all()
     for table in reversed(metadata.sorted_tables):
-        for conditions in _references(table, RESULT.c.id):
-            connection.execute(delete(table).where(conditions.in_(results)))
+        if "result_id" in table.c:
+            connection.execute(delete(table).where(table.c.result_id.in_(results)))
         if "run_id" in table.c:
             connection.execute(delete(table).where(table.c.run_id == key))
     connection.execute(delete(RUN).where(RUN.c.id == key))
@@ -67,15 +67,11 @@ def _delete(connection: Connection, name: str) -> bool:
     return True
 
 
-def _references(table: Table, to: ColumnElement[int]) -> Iterator[ColumnElement[int]]:
-    """The columns of a table that refer to a column."""
-    return (foreign.parent for foreign in table.foreign_keys if foreign.column is to)
-
-
 def _sweep(store: Store) -> None:
     """Delete the texts, the names of tests and the cells to which no row refers."""
     for owner in (TEXT, NODEID, CELL):
-        columns = [column for table in metadata.sorted_tables for column in _references(table, owner.c.id)]
+        references = (key for table in metadata.sorted_tables for key in table.foreign_keys)
+        columns = [key.parent for key in references if key.column is owner.c.id]
         used = (select(column).where(column.is_not(None)) for column in columns)
         with store.writing() as connection:
             inserts.lock(connection)

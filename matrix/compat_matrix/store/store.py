@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,11 +45,10 @@ class Store:
 
         Args:
             url: a SQLAlchemy URL; a plain path is a SQLite file.
-            create: create the store if it doesn't exist.
             foreign: check the schema of a SQLite file first: it may be from anywhere.
 
         Raises:
-            MatrixError: it can't be reached or written, is corrupt, isn't a store, or is from a newer version; or it doesn't
+            MatrixError: it can't be reached or written, is corrupt, isn't a store, or is from another version; or it doesn't
                 exist and `create` is false.
         """
         parsed = database.parse(url)
@@ -56,9 +56,8 @@ class Store:
         with database.explained(name):
             engine = database.connect(parsed, create=create)
             try:
-                if foreign and engine.dialect.name == "sqlite":
-                    with engine.connect() as connection:
-                        check_schema(connection)
+                if foreign:
+                    check_schema(engine)
                 database.migrate(engine, create=create)
             except BaseException:
                 engine.dispose()
@@ -200,12 +199,10 @@ class Store:
         Args:
             brief: in any order, and without times, attempts and the numbers of tests that didn't fail; which is faster.
         """
-        query = queries.summary(brief=brief).where(queries.of_run(run))
+        order = () if brief else (RUN.c.id, PLANNED.c.position)
+        query = queries.summary(brief=brief).where(queries.of_run(run)).order_by(*order)
         with self.reading() as connection:
-            if brief:
-                found = _counting(connection, query, made=queries.brief_of)
-            else:
-                found = _counting(connection, query, RUN.c.id, PLANNED.c.position)
+            found = _counting(connection, query, queries.brief_of if brief else queries.summary_of)
             if not found:
                 inserts.key(connection, run)
         return found
@@ -316,21 +313,16 @@ class Store:
                 found.setdefault(cell, []).append(figure)
         return found
 
-    def measured(self, *, cell: Cell | None = None, runs: Collection[str] | None = None) -> dict[Cell, list[Measured]]:
-        """Figures by cell, in the order received: those in the given runs, or the newest of one cell.
-
-        Args:
-            cell: only this cell; without `runs`, its figures in the last 100 runs that measured any.
-        """
-        conditions = [] if runs is None else [queries.of_run(*runs)]
-        if cell is not None:
-            conditions.append(CELL.c.name == cell.name)
-            if runs is None:
-                query = select(RESULT.c.run_id).join_from(FIGURE, RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
-                query = query.where(CELL.c.name == cell.name).distinct().order_by(RESULT.c.run_id.desc())
-                conditions.append(RUN.c.id.in_(query.limit(_MEASURED)))
+    def measured(self, *, cell: Cell | None = None, runs: Collection[str] = ()) -> dict[Cell, list[Measured]]:
+        """Figures by cell, in the order received: those in the given runs, or of one cell in the last 100 runs that measured any."""
+        if cell is None:
+            wanted = queries.of_run(*runs)
+        else:
+            last = select(RESULT.c.run_id).join_from(FIGURE, RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
+            last = last.where(CELL.c.name == cell.name).distinct().order_by(RESULT.c.run_id.desc()).limit(_MEASURED)
+            wanted = and_(CELL.c.name == cell.name, RUN.c.id.in_(last))
         with self.reading() as connection:
-            rows = connection.execute(queries.measured(*conditions)).all()
+            rows = connection.execute(queries.measured(wanted)).all()
             texts = queries.texts_of(connection, (row.environment_id for row in rows))
         devices = {key: str(queries.environment_of(content).get("device", "")) for key, content in texts.items()}
         found: dict[Cell, list[Measured]] = {}
@@ -406,17 +398,16 @@ class Store:
             self.run(one)
         if target.exists():
             raise MatrixError(f"{target} exists")
-        part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
         try:
-            with Store.open(str(part)) as store:
-                store.merge(self, runs)
-                store.single_file()
-            part.replace(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+                part = Path(folder, "store.db")
+                with Store.open(str(part)) as store:
+                    store.merge(self, runs)
+                    store.single_file()
+                part.replace(target)
         except OSError as error:
             raise MatrixError(f"{target} can't be written: {error}") from error
-        finally:
-            for left in target.parent.glob(f"{part.name}*"):
-                left.unlink()
 
     def single_file(self) -> None:
         """Merge SQLite's write-ahead log into the file, which can then be copied, and read on read-only media."""
@@ -439,19 +430,16 @@ class Store:
 def _counting(
     connection: Connection,
     query: Select[Any],
-    *order: Any,
     made: Callable[[Sequence[Any]], tuple[Cell, Summary]] = queries.summary_of,
 ) -> dict[Cell, Summary]:
     """The summaries that count, of the rows of `queries.summary` for one run."""
     found: dict[Cell, Summary] = {}
     number = 0
-    for rows in connection.execute(query.order_by(*order)).partitions(
-        1000
-    ):  # all at once, garbage collection would take long
+    for rows in connection.execute(query).partitions(1000):  # all at once, garbage collection would take long
         found.update(map(made, rows))
         number += len(rows)
     if len(found) < number:  # several parts have a cell
-        found.update(map(made, connection.execute(query.order_by(*queries.COUNTS_LAST))))
+        found.update(map(made, connection.execute(query.order_by(None).order_by(*queries.COUNTS_LAST))))
     return found
 
 
