@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, get_args
 
-from sqlalchemy import Column, Connection, and_, case, delete, func, insert, literal, select, update
+from sqlalchemy import Column, Connection, and_, delete, func, insert, literal, select, update
 
 from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import CellResult, Outcome
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .queries import CELL_FIELDS, HAS_ENDED, IS_LAST, NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of
+from .queries import NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of, first, texts_of
 from .records import Run, options_of
 
 #: The id (arbitrary) of the lock of `lock`.
@@ -147,30 +147,20 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
 
 def refresh_newest(connection: Connection, cells: Iterable[int]) -> None:
     """Find the newest result of these cells again: after a result was inserted, or a run deleted."""
-    environment, pins = TEXT.alias(), TEXT.alias()
-    best = func.coalesce(func.max(case((HAS_ENDED, RESULT.c.id))), func.max(RESULT.c.id))
-    ran = select(best).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.partial.is_(False), IS_LAST)
-    plan = select(PLANNED.c.cell_id, func.max(PLANNED.c.run_id)).join_from(PLANNED, RUN, RUN.c.id == PLANNED.c.run_id)
-    plan = plan.where(RUN.c.partial.is_(False)).group_by(PLANNED.c.cell_id)
-    for keys in chunks(cells):
-        connection.execute(delete(NEWEST).where(NEWEST.c.cell_id.in_(keys)))
-        query = (
-            select(*CELL_FIELDS, CELL.c.id, RESULT.c.run_id, RESULT.c.id, environment.c.content, pins.c.content)
-            .join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
-            .outerjoin(environment, environment.c.id == RESULT.c.environment_id)
-            .outerjoin(pins, pins.c.id == RESULT.c.pins_id)
-            .where(RESULT.c.id.in_(ran.where(RESULT.c.cell_id.in_(keys)).group_by(RESULT.c.cell_id)))
-        )
-        rows = []
-        for row in connection.execute(query):
-            cell, run, result, said, pinned = row[len(CELL_FIELDS) :]
-            found = versions.exact(cell_of(row), environment_of(said), pinned or "")
-            rows.append({"cell_id": cell, "run_id": run, "result_id": result, "versions": json.dumps(found)})
-        lacking = set(keys).difference(row["cell_id"] for row in rows)
-        for cell, run in connection.execute(plan.where(PLANNED.c.cell_id.in_(lacking))):
-            rows.append({"cell_id": cell, "run_id": run, "result_id": None, "versions": "{}"})
-        if rows:
-            connection.execute(NEWEST.insert(), rows)
+    keys_of = (CELL.c.id, RUN.c.id, RESULT.c.id, RESULT.c.environment_id, RESULT.c.pins_id)
+    for some in chunks(cells):
+        connection.execute(delete(NEWEST).where(NEWEST.c.cell_id.in_(some)))
+        whole = and_(RUN.c.partial.is_(False), PLANNED.c.cell_id.in_(some))
+        rows = connection.execute(first(*keys_of, where=whole)).all()
+        texts = texts_of(connection, (key for row in rows for key in row[-2:]))
+        newest = []
+        for row in rows:
+            cell, run, result, environment, pins = row[-len(keys_of) :]
+            found = versions.exact(cell_of(row), environment_of(texts.get(environment)), texts.get(pins, ""))
+            exact = json.dumps(found if result else {})
+            newest.append({"cell_id": cell, "run_id": run, "result_id": result, "versions": exact})
+        if newest:
+            connection.execute(NEWEST.insert(), newest)
 
 
 def _plan_newest(connection: Connection, run: int) -> None:

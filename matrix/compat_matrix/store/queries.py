@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select, true
 
 from ..cells import AXES, Cell, parse_own
 from ..results import ENDED, CellResult, Figure, Test
@@ -64,28 +64,26 @@ def of_run(*names: str) -> ColumnElement[bool]:
     return RUN.c.whole.in_(select(_named.c.whole).where(_named.c.name.in_(names)))
 
 
-def latest(query: Select[Any]) -> Select[Any]:
-    """`query` over the planned cells and their latest results."""
-    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, IS_LAST)
-    return query.select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).outerjoin(RESULT, own)
-
-
 @lru_cache(16)  # making a statement takes as long as executing it
-def summary(*more: Any, brief: bool = False) -> Select[Any]:
+def summary(*more: Any, brief: bool = False, every: bool = False) -> Select[Any]:
     """The planned cells with their latest results: the columns for `summary_of`, followed by `more`.
 
     Args:
         brief: without times, attempts and the numbers of tests that didn't fail.
+        every: every result instead, and no cells without one.
     """
     fields = _SUMMARY_FIELDS[:_BRIEF] if brief else _SUMMARY_FIELDS
-    return latest(select(*CELL_FIELDS, *fields, *more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, true() if every else IS_LAST)
+    query = select(*CELL_FIELDS, *fields, *more).select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id)
+    return query.join(RESULT, own, isouter=not every).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
-def results(*more: Any) -> Select[Any]:
-    """Every result, with the columns of `summary` followed by `more`."""
-    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id)
-    query = select(*CELL_FIELDS, *_SUMMARY_FIELDS, *more).select_from(PLANNED).join(RESULT, own)
-    return query.join(RUN, RUN.c.id == PLANNED.c.run_id).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+def first(*more: Any, where: ColumnElement[bool]) -> Select[Any]:
+    """As `summary`, for the result of each cell that counts first, in all runs for which `where` is true."""
+    order = (*COUNTS_FIRST, *NEWEST_FIRST)
+    number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=order).label("number")
+    rows = summary(number, *more).where(where).subquery()
+    return select(rows).where(rows.c.number == 1)
 
 
 #: As `summary`, for the newest result of each cell in whole runs, followed by the run's key and the exact versions.
@@ -141,7 +139,7 @@ def environment_of(text: str | None) -> Mapping[str, Any]:
 
 
 def past_of(row: Sequence[Any]) -> Past:
-    """The result in a row of `summary` or `results` that ends with the run's fields."""
+    """The result in a row of `summary` that ends with the run's fields."""
     return Past(Run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
 
 

@@ -230,8 +230,10 @@ class Store:
     def _ends(self, connection: Connection, run: str) -> dict[int, tuple[str | None, str | None, int]]:
         """Verdict, kind and key of the results that count, by the key of the cell: faster than summaries."""
         inserts.key(connection, run)
-        query = queries.latest(select(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind, RESULT.c.id))
-        rows = connection.execute(query.where(queries.of_run(run)).order_by(*queries.COUNTS_LAST))
+        query = queries.summary().where(queries.of_run(run)).order_by(*queries.COUNTS_LAST)
+        rows = connection.execute(
+            query.with_only_columns(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind, RESULT.c.id)
+        )
         return {row[0]: (row[1], row[2], row[3]) for row in rows}
 
     def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
@@ -242,10 +244,7 @@ class Store:
         if runs is None:
             return {one.cell: one.past for one in sorted(self.newest())}
         with self.reading() as connection:
-            order = (*queries.COUNTS_FIRST, *queries.NEWEST_FIRST)
-            number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=order).label("number")
-            every = queries.summary(number, *queries.RUN_FIELDS).where(queries.of_run(*runs)).subquery()
-            rows = connection.execute(select(every).where(every.c.number == 1)).all()
+            rows = connection.execute(queries.first(*queries.RUN_FIELDS, where=queries.of_run(*runs))).all()
         return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
 
     def newest(self, cells: Collection[Mapping[str, str]] = ({},)) -> list[Newest]:
@@ -267,7 +266,7 @@ class Store:
         totals: dict[str, Counter[State]] = {one: Counter() for one in runs}
         without = case((PLANNED.c.excluded.is_not(None), "excluded"), else_="unfinished")
         state = func.coalesce(RESULT.c.verdict, without).label("state")
-        query = queries.latest(select(RUN.c.name, state, func.count())).group_by(RUN.c.name, state)
+        query = queries.summary().with_only_columns(RUN.c.name, state, func.count()).group_by(RUN.c.name, state)
         with self.reading() as connection:
             for names in queries.chunks(totals):
                 for name, found, count in connection.execute(query.where(RUN.c.name.in_(names))):
@@ -332,7 +331,7 @@ class Store:
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
         """Attempts at a cell, in one run or in all, the newest part of a run and its latest attempt first; at most `limit`."""
-        query = queries.results(*queries.RUN_FIELDS).where(CELL.c.name == cell.name).limit(limit)
+        query = queries.summary(*queries.RUN_FIELDS, every=True).where(CELL.c.name == cell.name).limit(limit)
         query = query.order_by(*queries.NEWEST_FIRST, RESULT.c.attempt.desc())
         if run is not None:
             query = query.where(queries.of_run(run))
