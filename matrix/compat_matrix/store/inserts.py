@@ -140,8 +140,8 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
     ]
     logs = [{"result_id": result, "content": _kept(found.log)}] if found.log else []
     for table, rows in ((TEST, tests), (FIGURE, figures), (LOG, logs)):
-        if rows:
-            connection.execute(table.insert(), rows)
+        if rows:  # with RETURNING it is one statement on PostgreSQL instead of one a row
+            connection.execute(table.insert().returning(table.c.result_id), rows)
     if _is_partial(connection, run):
         return
     if found.verdict in ENDED and found.attempt > max(attempts, default=0):  # the newest: it was received last
