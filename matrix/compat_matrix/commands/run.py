@@ -77,7 +77,8 @@ def _run(options: argparse.Namespace) -> int:
             run = new_run(options, store, axes, cells, label=options.label, excluded=excluded)
         else:
             run = store.resolve(options.resume)
-            submissions.check_free(store, run)
+            if any(one.run == run for one in submissions.waiting(store)):
+                raise MatrixError(f"the run {run} waits for a service or is executed by one: cancel it first")
             cells, attempts = runner.left(store, run, axes, runner.failed(store, run) if options.failed else {})
             if not cells:
                 print(f"no cell is left to run in {run}")

@@ -43,7 +43,7 @@ def parse(store: str) -> URL:
     """The URL of a store; a plain path is a SQLite file.
 
     Raises:
-        MatrixError: it isn't a valid URL.
+        MatrixError: it isn't a valid URL, or has no file.
     """
     if not store:
         raise MatrixError("the name of a store can't be empty")
@@ -53,6 +53,8 @@ def parse(store: str) -> URL:
         url = make_url(store)
     except (ArgumentError, ValueError) as error:
         raise MatrixError(f"{store!r} isn't the URL of a database: {error}") from error
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise MatrixError(f"{store!r} has no file: a store can't be in memory")
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 
@@ -62,8 +64,8 @@ def connect(url: URL, *, create: bool) -> Engine:
     Raises:
         MatrixError: its driver is missing; or the file or folder doesn't exist and `create` is false.
     """
-    is_file = url.get_backend_name() == "sqlite" and not (url.database or "file:").startswith("file:")
     path = Path(url.database or "")
+    is_file = url.get_backend_name() == "sqlite" and not str(path).startswith("file:")
     if is_file and create:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,10 +77,8 @@ def connect(url: URL, *, create: bool) -> Engine:
     pool: dict[str, Any] = {"pool_size": 10, "max_overflow": 40, "pool_pre_ping": True, "hide_parameters": True}
     try:
         engine = create_engine(url, **pool)
-    except NoSuchModuleError as error:
-        raise MatrixError(f"SQLAlchemy knows no such database: {error}") from error
-    except ModuleNotFoundError as error:
-        hint = ": install kernel-compat-matrix[postgres]" if error.name == "psycopg" else ""
+    except (NoSuchModuleError, ModuleNotFoundError) as error:
+        hint = ": install kernel-compat-matrix[postgres]" if "psycopg" in str(error) else ""
         raise MatrixError(f"its driver is not installed ({error}){hint}") from error
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _connected)

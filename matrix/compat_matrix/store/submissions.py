@@ -79,16 +79,6 @@ def cancel(store: Store, run: str) -> None:
         raise StateError(f"the run {run} has ended")
 
 
-def check_free(store: Store, run: str) -> None:
-    """Check that no service executes a run, or will.
-
-    Raises:
-        StateError: one does or will.
-    """
-    if any(one.run == run for one in waiting(store)):
-        raise StateError(f"the run {run} waits for a service or is executed by one: cancel it first")
-
-
 def waiting(store: Store) -> list[Waiting]:
     """The runs that wait or are executed, in order."""
     query = select(RUN.c.name, SUBMISSION.c.host, SUBMISSION.c.seen, SUBMISSION.c.reason).join_from(SUBMISSION, RUN)
