@@ -141,7 +141,7 @@ class Queue:
             ended = and_(RUN.c.id == key, RUN.c.state != "running")
             taken = connection.execute(update(RUN).where(ended).values(state="running", finished=None)).rowcount
             if taken:
-                submissions.insert(connection, key, suite, tested, again)
+                inserts.submit(connection, key, suite, tested, again)
         if not taken:
             raise submissions.StateError(f"the run {run} hasn't ended: cancel it first")
         return Submitted(run=run, cells=len(cells), excluded=0)

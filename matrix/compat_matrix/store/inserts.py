@@ -14,7 +14,7 @@ from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import ENDED, CellResult, Outcome
-from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
 from .queries import NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of, first, texts_of
 from .records import Run, options_of
 
@@ -94,6 +94,18 @@ def plan(connection: Connection, run: int, cells: Iterable[Cell], excluded: Mapp
         connection.execute(PLANNED.insert(), rows)
         _plan_newest(connection, run)
     return bool(rows)
+
+
+def submit(connection: Connection, run: int, suite: str, fingerprint: str, again: Mapping[Cell, int]) -> None:
+    """Let a run wait for a service.
+
+    Args:
+        fingerprint: the state of the project that it tests.
+        again: the cells to repeat, with their attempts so far; its unfinished cells are run in any case.
+    """
+    repeated = json.dumps({cell.name: attempts for cell, attempts in again.items()})
+    row = {"run_id": run, "suite": suite, "fingerprint": fingerprint, "again": repeated}
+    connection.execute(SUBMISSION.insert(), {**row, "host": "", "running": "{}", "tries": 0, "reason": ""})
 
 
 def add_result(connection: Connection, run: int, found: CellResult) -> None:

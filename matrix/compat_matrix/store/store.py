@@ -21,7 +21,7 @@ from ..results import CellResult, Figure
 from ..words import plural
 from . import database, foreign, inserts, queries
 from .foreign import check_schema
-from .models import CELL, FAILED, FIGURE, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
+from .models import CELL, FAILED, FIGURE, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 from .records import Comparison, Measured, Newest, Past, Run, State, Summary
 
 #: The number of runs whose figures of a cell are read.
@@ -116,7 +116,7 @@ class Store:
             run = Run(name, started, None, "running", label, command, host, revision, partial)
             key = inserts.new_run(connection, run, axes, [*dict.fromkeys(cells)], excluded)
             if submission is not None:
-                connection.execute(SUBMISSION.insert(), {"run_id": key, "again": "{}", **submission})
+                inserts.submit(connection, key, **submission, again={})
         return name
 
     def add(self, run: str, found: CellResult) -> None:

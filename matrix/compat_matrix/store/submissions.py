@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -41,19 +40,6 @@ class Waiting(NamedTuple):
     host: str
     seen: datetime | None
     reason: str
-
-
-def insert(connection: Connection, run: int, suite: str, fingerprint: str, again: Mapping[Cell, int]) -> None:
-    """Let a run wait for a service.
-
-    Args:
-        run: its key.
-        fingerprint: the state of the project that it tests.
-        again: the cells to repeat, with their attempts so far; its unfinished cells are run in any case.
-    """
-    repeated = json.dumps({cell.name: attempts for cell, attempts in again.items()})
-    values = {"run_id": run, "suite": suite, "fingerprint": fingerprint, "again": repeated}
-    connection.execute(SUBMISSION.insert().values(values))
 
 
 def remove(connection: Connection, run: int) -> None:

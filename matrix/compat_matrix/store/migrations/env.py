@@ -5,9 +5,8 @@ from __future__ import annotations
 from alembic import context
 
 from compat_matrix.store import database
-from compat_matrix.store.models import metadata
 
 connection = context.config.attributes["connection"]
-context.configure(connection=connection, target_metadata=metadata, version_table=database.VERSIONS)
+context.configure(connection=connection, version_table=database.VERSIONS)
 with context.begin_transaction():
     context.run_migrations()
