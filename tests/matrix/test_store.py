@@ -704,6 +704,9 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
         assert store.unfinished(run) == CELLS
         with pytest.raises(MatrixError, match="attempt to write a readonly database"):
             store.add(run, passed(CELLS[0]))
+    (tmp_path / "empty.db").touch()
+    with pytest.raises(MatrixError, match="attempt to write a readonly database"):
+        Store.open(f"sqlite:///file:{tmp_path / 'empty.db'}?mode=ro&uri=true")
 
 
 # Runs in a subprocess, because the limits can't be undone.

@@ -93,7 +93,8 @@ def _connected(connection: Any, _: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN"))
+    if statement := connection.get_execution_options().get("begin", "BEGIN"):
+        connection.exec_driver_sql(statement)
 
 
 def writing(engine: Engine) -> Engine:
@@ -111,8 +112,8 @@ def set_journal(engine: Engine, mode: str) -> None:
         mode: with ``WAL`` readers and a writer don't block each other; ``DELETE`` merges the write-ahead log into the file, which
             can then be copied, and read on read-only media.
     """
-    with engine.connect() as connection:  # can't be changed within a transaction
-        connection.connection.cursor().execute(f"PRAGMA journal_mode = {mode}")
+    with engine.execution_options(begin=None).connect() as connection:  # can't be changed within a transaction
+        connection.exec_driver_sql(f"PRAGMA journal_mode = {mode}")
 
 
 def migrate(engine: Engine, *, create: bool) -> None:
