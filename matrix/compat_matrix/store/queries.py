@@ -78,11 +78,13 @@ def summary(*more: Any, brief: bool = False, every: bool = False) -> Select[Any]
     return query.join(RESULT, own, isouter=not every).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
+_ORDER = (*COUNTS_FIRST, *NEWEST_FIRST)
+_NUMBER = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=_ORDER).label("number")
+
+
 def first(*more: Any, where: ColumnElement[bool]) -> Select[Any]:
     """As `summary`, for the result of each cell that counts first, in all runs for which `where` is true."""
-    order = (*COUNTS_FIRST, *NEWEST_FIRST)
-    number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=order).label("number")
-    rows = summary(number, *more).where(where).subquery()
+    rows = summary(_NUMBER, *more).where(where).subquery()
     return select(rows).where(rows.c.number == 1)
 
 
