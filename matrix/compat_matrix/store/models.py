@@ -94,7 +94,7 @@ def unpack(content: bytes) -> str:
     return zlib.decompress(content).decode("utf-8", "surrogatepass")
 
 
-#: The types of columns by those of SQLite; those of other columns are as they are there.
+#: The types of columns by those of SQLite. Other columns have the types that they have there.
 _TYPES: dict[str, type[TypeDecorator[Any]]] = {"DATETIME": Utc, "TEXT": Plain, "BLOB": Packed}
 
 
@@ -103,7 +103,8 @@ def _reflected() -> MetaData:
 
     @event.listens_for(found, "column_reflect")
     def typed(_: Inspector, __: Table, column: dict[str, Any]) -> None:
-        column["type"] = _TYPES.get(str(column["type"]), lambda: column["type"])()
+        if kind := _TYPES.get(str(column["type"])):
+            column["type"] = kind()
 
     with create_engine("sqlite://").connect() as connection:
         for path in sorted(Path(__file__).parent.glob("migrations/versions/*.sql")):
