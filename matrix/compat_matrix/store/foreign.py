@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from sqlalchemy import Connection, Engine, Row, create_engine, select, text, type_coerce
+from sqlalchemy.pool import NullPool
 from sqlalchemy.types import NullType
 
 from ..cells import Cell, parse
@@ -43,7 +44,7 @@ def check_schema(engine: Engine) -> None:
 
     if engine.dialect.name != "sqlite":
         return
-    with engine.connect() as connection, create_engine("sqlite://").begin() as memory:
+    with engine.connect() as connection, create_engine("sqlite://", poolclass=NullPool).begin() as memory:
         theirs = statements(connection)
         if other := next((one for one in theirs if one[0] not in ("table", "index")), None):
             raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has the {other[0]} {other[1]!r}")

@@ -22,6 +22,7 @@ from sqlalchemy import (
     create_engine,
     event,
 )
+from sqlalchemy.pool import NullPool
 
 #: The condition of the index of failed tests. SQLite uses the index only if a query has the same condition literally.
 FAILED = "outcome IN ('failed', 'error')"
@@ -106,7 +107,7 @@ def _reflected() -> MetaData:
         if kind := _TYPES.get(str(column["type"])):
             column["type"] = kind()
 
-    with create_engine("sqlite://").connect() as connection:
+    with create_engine("sqlite://", poolclass=NullPool).connect() as connection:
         for path in sorted(Path(__file__).parent.glob("migrations/versions/*.sql")):
             connection.connection.executescript(path.read_text(encoding="utf-8"))
         found.reflect(connection)
