@@ -454,8 +454,8 @@ def _failed_once(connection: Connection, pairs: Iterable[tuple[int, int]]) -> di
         ran = select(*queries.CELL_FIELDS, TEST.c.result_id, TEST.c.nodeid_id, NODEID.c.name).join_from(TEST, NODEID)
         ran = ran.join(RESULT, RESULT.c.id == TEST.c.result_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
         ran = ran.where(TEST.c.result_id.in_(once), TEST.c.outcome != "skipped")
-        for tests in queries.chunks(set[int]().union(*once.values())):
-            for row in connection.execute(ran.where(TEST.c.nodeid_id.in_(tests))):
+        for keys in queries.chunks(set[int]().union(*once.values())):
+            for row in connection.execute(ran.where(TEST.c.nodeid_id.in_(keys))):
                 if row.nodeid_id in once[row.result_id]:
                     found.setdefault(queries.cell_of(row), []).append(row.name)
     return {cell: sorted(tests) for cell, tests in found.items()}
