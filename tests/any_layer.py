@@ -29,6 +29,12 @@ def there(*classes: str) -> pytest.MarkDecorator:
 def pair(class_: Any, config: Any, name: str) -> tuple[Any, Any]:
     """The same model with eager attention and with a name."""
     eager = randomize(class_._from_config(copy.deepcopy(config), attn_implementation="eager")).eval()
+    with torch.no_grad():  # scores so large that rounding decides the softmax would tell nothing
+        for parameter_name, weight in eager.named_parameters():
+            if parameter_name.endswith("q_norm.weight"):  # queries and keys get the norm sqrt(dim)
+                weight.mul_(min(1, 4 / weight.numel() ** 0.5))
+            elif parameter_name.endswith("Attention.q.weight"):  # of T5, which doesn't scale its scores
+                weight.mul_(config.d_kv**-0.5)
     ours = class_._from_config(copy.deepcopy(config), attn_implementation=name).eval()
     ours.load_state_dict(eager.state_dict())
     return eager, ours

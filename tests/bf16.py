@@ -20,7 +20,7 @@ from torch import Tensor
 DTYPE = "dtype" if Version("4.56") <= TRANSFORMERS else "torch_dtype"
 
 #: The largest error of eager itself: above it, a bound of twice that error can't tell a correct result from a wrong one.
-_TELLING = 0.25
+TELLING = 0.25
 
 
 class Three:
@@ -122,6 +122,6 @@ def require_as_close(found: Tensor, yardstick: Tensor, truth: Tensor) -> None:
     """Assert that a result's error is at most twice the yardstick's."""
     assert found.shape == truth.shape
     own = distance(yardstick, truth)
-    assert own < _TELLING
+    assert own < TELLING
     error = distance(found, truth)
     assert error <= 2 * own, f"off by {error:.2e}, and eager in half precision by {own:.2e}"

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the values they are parsed to."""
+"""What the values of options mean: axes, cells, their jobs, the executor, and the run."""
 
 from __future__ import annotations
 
@@ -83,21 +83,6 @@ def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:
     return cells
 
 
-def check_bounded(options: argparse.Namespace, axes: Axes) -> None:
-    """Check that cells are selected, or all of them with ``--all``.
-
-    Raises:
-        MatrixError: neither or both.
-    """
-    selected = bool(options.cells or options.only or options.pairwise or options.shard)
-    if selected and options.all:
-        raise MatrixError("--all can't be combined with a selection of cells")
-    if not selected and not options.all:
-        raise MatrixError(
-            f"no cells are selected: --all selects every one that {axes.path.name} has ({len(axes.cells):,})"
-        )
-
-
 def pin_folder(options: argparse.Namespace, axes: Axes) -> Path:
     """The folder in ``--pins``, or ``pins`` beside the axes file."""
     return options.pins or axes.path.parent / "pins"
@@ -113,7 +98,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.
     """
     from . import pins
-    from .base_python import BasePython, torch_alone
+    from .base_python import BasePython
     from .environments import Environments, default_root
     from .wheelhouse import Wheelhouse
     from .work import Job
@@ -133,7 +118,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
     parts = pins.of_cells(axes, cells, folder, options.latest)
     if below is not None:
         parts |= below.without_installed(
-            parts, wheelhouse.torch_alone if wheelhouse else torch_alone(axes, cells, parts)
+            parts, wheelhouse.torch_alone if wheelhouse else pins.torch_alone(axes, cells, parts)
         )
     if wheelhouse is not None:
         parts |= wheelhouse.take(parts, cells)
@@ -147,10 +132,13 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         base, layer = parts[cell.base], parts[cell.layer]
         both = (base, layer) if isinstance(base, pins.Part) and isinstance(layer, pins.Part) else None
         reason = str(base if isinstance(base, MatrixError) else layer)
-        arguments = tuple(_pytest_arguments(options))
-        attempt = attempts.get(cell, 0) + 1
-        jobs.append(Job(cell, both or reason, tests, environments, attempt, arguments, axes.known_of(cell)))
-    environments.make_root()
+        attempt, retry = attempts.get(cell, 0) + 1, getattr(options, "retry_failed", False)
+        known = axes.known_of(cell)
+        jobs.append(Job(cell, both or reason, tests, environments, attempt, tuple(options.pytest), known, retry))
+    try:
+        environments.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
     return jobs
 
 
@@ -185,14 +173,7 @@ _HARMLESS = re.compile(r"(?<!\S)(?:(?:-n|--numprocesses|--dist|--durations|--tb|
 
 def partial(options: argparse.Namespace) -> bool:
     """Whether the options make cells run anything other than their whole default suite."""
-    return options.suite != "default" or bool(_HARMLESS.sub("", " ".join(_pytest_arguments(options))).strip())
-
-
-def _pytest_arguments(options: argparse.Namespace) -> list[str]:
-    try:
-        return shlex.split(options.pytest)
-    except ValueError as error:
-        raise MatrixError(f"--pytest {options.pytest!r}: {error}") from None
+    return options.suite != "default" or bool(_HARMLESS.sub("", " ".join(options.pytest)).strip())
 
 
 def revision(folder: Path) -> str:

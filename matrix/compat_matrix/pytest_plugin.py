@@ -7,14 +7,9 @@ no service and imports nothing else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from .cell.kernel_compat_figures import figure
-
-if TYPE_CHECKING:
-    from .matrix_client import ServiceReport
+from .cell.kernel_compat_cell import figure
 
 __all__ = ["ServiceWarning", "figure"]
 
@@ -42,11 +37,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     url = config.getoption("--kernel-compat-service")
     url = config.getini("kernel_compat_service") if url is None else url
-    if url and not hasattr(config, "workerinput"):
-        _ask(config, url)
-
-
-def _ask(config: pytest.Config, url: str) -> None:
+    if not url or hasattr(config, "workerinput"):
+        return
     from . import matrix_client
 
     try:
@@ -54,24 +46,19 @@ def _ask(config: pytest.Config, url: str) -> None:
     except matrix_client.ServiceError as error:
         if config.getoption("--kernel-compat-service-required"):
             raise pytest.UsageError(f"kernel-compat: {error}") from None
-        config.issue_config_time_warning(
-            ServiceWarning(f"nothing is known about this environment: {error}"), stacklevel=2
-        )
+        warning = ServiceWarning(f"nothing is known about this environment: {error}")
+        config.issue_config_time_warning(warning, stacklevel=2)
         return
-    lines = [line for answer in report.answers for line in matrix_client.describe(answer)]
+    said = [[*matrix_client.describe(answer)] for answer in report.answers]
     if not report.ok:
+        lines = [line for answer in said for line in answer]
         raise pytest.UsageError("\n".join([f"{report.url} knows that this environment is bad:", *lines]))
-    config.stash[_REPORT] = report
+    config.stash[_VERDICTS] = [f"kernel-compat: {verdict}" for verdict, *_ in said]
 
 
-_REPORT: pytest.StashKey[ServiceReport] = pytest.StashKey()
+_VERDICTS = pytest.StashKey[list[str]]()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """The service's verdicts."""
-    report = config.stash.get(_REPORT, None)
-    if report is None:
-        return []
-    from . import matrix_client
-
-    return [f"kernel-compat: {next(matrix_client.describe(answer))}" for answer in report.answers]
+    return config.stash.get(_VERDICTS, [])

@@ -5,18 +5,15 @@ Arguments after ``--`` go to pytest. tox creates no environment of its own for a
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tox.config.loader.memory import MemoryLoader
 from tox.config.sets import ConfigSet
-from tox.config.types import Command, EnvList
+from tox.config.types import Command
 from tox.execute.local_sub_process import LocalSubProcessExecutor
 from tox.plugin import impl
 from tox.report import HandledError
@@ -37,6 +34,11 @@ _RUNNER = "kernel-compat-matrix"
 class CellEnv(RunToxEnv):
     """A tox environment that runs a command and installs nothing."""
 
+    runs_on_platform = sys.platform
+    # Only environments with packages have these.
+    installer: Installer[ToxEnv] = NotImplemented
+    _package_tox_env_type = _external_pkg_tox_env_type = ""
+
     @staticmethod
     def id() -> str:
         """The name of this kind of environment."""
@@ -47,49 +49,17 @@ class CellEnv(RunToxEnv):
         """Runs commands as processes of this machine."""
         return LocalSubProcessExecutor(self.options.is_colored)
 
-    @property
-    def installer(self) -> Installer[ToxEnv]:
-        """Installs nothing."""
-        return _Nothing(self)
-
-    @property
-    def runs_on_platform(self) -> str:
-        """This platform."""
-        return sys.platform
-
     def _register_package_conf(self) -> bool:
         return False
 
     def _build_packages(self) -> list[Package]:
         return []
 
-    @property
-    def _package_tox_env_type(self) -> str:
-        return "virtualenv-pep-517"
-
-    @property
-    def _external_pkg_tox_env_type(self) -> str:
-        return "virtualenv-cmd-builder"
-
-
-class _Nothing(Installer[ToxEnv]):
-    def _register_config(self) -> None:
-        pass
-
-    def installed(self) -> list[str]:
-        return []
-
-    def install(self, arguments: Any, section: str, of_type: str) -> None:
-        pass
-
 
 @impl
 def tox_register_tox_env(register: ToxEnvRegister) -> None:
-    """Register the environments of cells; the default of other environments stays."""
-    default = register.default_env_runner
+    """Register the environments of cells."""
     register.add_run_env(CellEnv)
-    if default:
-        register.default_env_runner = default
 
 
 @impl
@@ -105,33 +75,18 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
     axes = axes_of()
     if axes is None:
         return
-    if getattr(state.conf.options, "list_envs", False):
-        # `tox -l` lists the default environments, not the whole matrix.
-        cells = EnvList([*_configured(core_conf, state), *(cell.name for cell in axes.cells)])
-        core_conf.loaders.insert(0, MemoryLoader(env_list=cells))
-    more = state.conf.pos_args(None)
+    more = shlex.join(state.conf.pos_args(None) or ())
     for cell in axes.cells:
         command = [sys.executable, "-m", "compat_matrix", "run", "--axes", str(axes.path), cell.name]
-        if more:
-            command.append(f"--pytest={shlex.join(more)}")
         loader = MemoryLoader(
             runner=_RUNNER,
             description="a cell of the matrix",
-            commands=[Command(command)],
+            commands=[Command([*command, f"--pytest={more}"])],
             change_dir=axes.folder,
             pass_env=["*"],
             allowlist_externals=[sys.executable],
         )
         state.conf.memory_seed_loaders[cell.name].append(loader)
-
-
-def _configured(core_conf: ConfigSet, state: State) -> list[str]:
-    """The environments in the project's own tox configuration."""
-    for loader in core_conf.loaders:
-        with suppress(KeyError):
-            found = loader.load_raw("env_list", state.conf, None)
-            return found if isinstance(found, list) else re.split(r"[\s,]+", str(found).strip())
-    return []
 
 
 @cache

@@ -10,13 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bf16 import llama
-from tiny import VOCAB
+from tiny import VOCAB, distance
 
 import kernel_compat
+from kernel_compat.kernels import reference
 
 pytestmark = pytest.mark.gpu
 
 Record = Callable[[str, float, str], None]
+
+#: The sequences of a packed row.
+LENGTHS = (1024, 512, 2048, 512)
 
 
 @pytest.fixture
@@ -87,3 +91,69 @@ def adapter_overhead(kernel: str, device: str) -> float:
 def test_the_adapter(kernel: str, record: Record) -> None:
     """Of a call with almost no work for the device: what is measured is the host."""
     record("overhead of the adapter", adapter_overhead(kernel, "cuda") * 1e6, "µs")
+
+
+def heads(batch: int, length: int) -> list[torch.Tensor]:
+    """Query, key and value in bfloat16, (batch, length, heads, head dimension), with two query heads for each of the others."""
+    torch.manual_seed(0)
+    shapes = [(batch, length, count, 128) for count in (16, 8, 8)]
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+
+def test_the_adapter_at_work(kernel: str, record: Record) -> None:
+    """The time of a call through transformers' interface over that of the kernel's own function."""
+    direct = kernel_compat.known_kernels()[kernel].load().flash_attn_func
+    adapter = kernel_compat.attention_function(kernel)
+    module = SimpleNamespace(is_causal=True, training=True, config=None)
+    inputs = heads(4, 2048)
+    weight = torch.randn_like(inputs[0])
+
+    def through_adapter() -> torch.Tensor:
+        out: torch.Tensor = adapter(module, *(x.transpose(1, 2) for x in inputs), None, scaling=128**-0.5)[0]
+        return out
+
+    def own() -> torch.Tensor:
+        out: torch.Tensor = direct(*inputs, causal=True)
+        return out
+
+    with torch.no_grad():
+        record("forward over the kernel's own", seconds(through_adapter, 20) / seconds(own, 20), "x")
+    if kernel_compat.known_kernels()[kernel].features.backward:
+        both = [seconds(lambda: torch.autograd.grad(call(), inputs, weight), 20) for call in (through_adapter, own)]  # noqa: B023
+        record("forward and backward over the kernel's own", both[0] / both[1], "x")
+
+
+def test_packed(name: str, record: Record) -> None:
+    """The time of a forward that finds the sequences by their positions, over one that is given their lengths."""
+    model = llama(name)
+    row = {
+        "input_ids": torch.randint(3, VOCAB, (1, sum(LENGTHS)), device="cuda"),
+        "position_ids": torch.cat([torch.arange(length, device="cuda") for length in LENGTHS])[None],
+    }
+    offsets = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+    given = {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": max(LENGTHS),
+        "max_length_k": max(LENGTHS),
+    }
+    with torch.no_grad():
+        found = seconds(lambda: model(**row, use_cache=False), 10)
+        told = seconds(lambda: model(**row, **given, use_cache=False), 10)
+    record("packed over given lengths", found / told, "x")
+
+
+def test_errors(kernel: str, record: Record) -> None:
+    """The error of the output and of the gradients, over that of exact ones rounded to bfloat16."""
+    functions, features = kernel_compat.known_kernels()[kernel].load(), kernel_compat.known_kernels()[kernel].features
+    inputs = [x.detach().requires_grad_(features.backward) for x in heads(1, 1024)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    weight = torch.randn_like(inputs[0])
+
+    def results(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = function(*given, causal=True)
+        return [out, *(torch.autograd.grad(out, given, weight.to(out.dtype)) if features.backward else ())]
+
+    ours, truth = results(functions.flash_attn_func, inputs), results(reference.flash_attn_func, exact)
+    errors = [distance(x.double(), y) / distance(y.bfloat16().double(), y) for x, y in zip(ours, truth, strict=True)]
+    record("error over rounding", max(errors), "x")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bf16 import TELLING
 from tiny import distance, gradients
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -68,6 +69,7 @@ def alone(model: Any, ids: Tensor) -> Tensor:
 def judge(found: Tensor, yardstick: Tensor, truth: Tensor) -> None:
     own, error = distance(yardstick.float(), truth), distance(found.float(), truth)
     print(f"off by {error:.1e}, eager in bfloat16 by {own:.1e}")
+    assert own < TELLING
     assert error <= 2 * own
 
 
@@ -78,8 +80,8 @@ def test_padded_and_packed(models: tuple[Any, Any, Any]) -> None:
         pytest.skip(str(error))
 
 
-def tokens(model: Any, batch: int) -> Tensor:
-    torch.manual_seed(0)
+def tokens(model: Any, batch: int, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
     vocabulary = model.get_input_embeddings().num_embeddings
     return torch.randint(3, min(vocabulary, 60), (batch, sum(LENGTHS)), device="cuda")
 
@@ -91,7 +93,11 @@ def packed_positions() -> Tensor:
 @pytest.mark.usefixtures("with_backward")
 def test_gradients_of_packed(models: tuple[Any, Any, Any]) -> None:
     truth, yardstick, ours = models
-    ids = tokens(truth, 1)
+    for seed in range(8):  # through norms of short vectors, as in linear attention, rounding errors may be all there is
+        ids = tokens(truth, 1, seed)
+        expected = [gradients(model, alone(model, ids).float()).float() for model in (yardstick, truth)]
+        if distance(*expected) < TELLING:
+            break
     try:
         logits = ours(input_ids=ids, position_ids=packed_positions(), use_cache=False).logits
         found = gradients(ours, logits.float())
@@ -101,7 +107,7 @@ def test_gradients_of_packed(models: tuple[Any, Any, Any]) -> None:
         if "Triton" not in str(error):  # fla refuses its own backward with Triton releases that compute it wrong
             raise
         pytest.skip(str(error))
-    judge(found, *(gradients(model, alone(model, ids).float()) for model in (yardstick, truth)))
+    judge(found, *expected)
 
 
 def compare(truth: Any, yardstick: Any, ours: Any) -> None:

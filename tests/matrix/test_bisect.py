@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from math import ceil, log2
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small import TAG, Small
 
-from compat_matrix.commands.bisect import Answer, search
+from compat_matrix.cells import Cell
+from compat_matrix.commands.bisect import Answer, line, search
 from compat_matrix.errors import MatrixError
 
 
@@ -30,26 +30,17 @@ def test_a_search_is_right_and_asks_log2_times(data: st.DataObject) -> None:
         return truth(value)
 
     found = search(values, ask, {value: truth(value) for value in values if values.index(value) in known - unknown})
-    good, bad = values.index(found.good), values.index(found.bad)
+    good, bad = values.index(found[0]), values.index(found[-1])
     assert good < first_bad <= bad
-    assert [values.index(value) for value in found.between] == [*range(good + 1, bad)]
+    assert found == values[good : bad + 1]
     assert set(range(good + 1, bad)) <= unknown
     assert len(asked) == len(set(asked))
     assert len(asked) <= 2 + ceil(log2(count)) + len(unknown)
 
 
-@pytest.mark.parametrize(
-    ("states", "says"),
-    [
-        (["bad", "bad"], "5.0 should be good, but it is bad: because"),
-        (["good", "good"], "5.1 should be bad, but it is good: because"),
-        (["good", "unknown"], "5.1 should be bad, but its state is unknown: because"),
-    ],
-)
-def test_ends_that_are_not_as_they_should_be_are_told(states: list[Any], says: str) -> None:
-    values = ["5.0", "5.1"]
-    with pytest.raises(MatrixError, match=says):
-        search(values, lambda value: Answer(states[values.index(value)], "because"), {})
+def test_an_axis_that_no_cell_has_is_told() -> None:
+    with pytest.raises(MatrixError, match="--axis is one of python, torch, not 'transformers'"):
+        line([Cell("3.12", torch="2.10"), Cell("3.12", torch="2.11")], "transformers", None, None)
 
 
 #: 5.5 breaks the test; 5.4 can't be installed, 5.6 skips the test, 5.7 doesn't have it.
@@ -218,6 +209,7 @@ def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
     ("arguments", "says"),
     [
         ("--test test_it.py::test_other", "5.10 should be bad, but it is good"),
+        ("--test test_it.py::test_it --good 5.3 --bad 5.4", "5.4 should be bad, but its state is unknown: "),
         (
             "--test test_it.py::test_nowhere --good 5.0 --bad 5.1",
             "5.0 should be good, but its state is unknown: it has no such test",
@@ -229,8 +221,8 @@ def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
         ("--test x --good 6.0", "transformers 6.0 isn't selected; the selected values are 5.0, 5.1"),
         ("--test x --axis torch", "several values of transformers are selected; choose one with --only: 5.0, 5.1, 5.2"),
         ("--test x --axis device", "--axis is one of python, transformers, torch, not 'device'"),
-        ("--test x --seam y", "not allowed with argument"),
-        ("", "one of the arguments --test --seam is required"),
+        ("--test x --seam y", "either --test or --seam is needed"),
+        ("", "either --test or --seam is needed"),
     ],
 )
 def test_bad_input_is_told(project: Small, arguments: str, says: str) -> None:

@@ -4,11 +4,13 @@ import json
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 from small import TAG, Small
 from sqlalchemy import text
 
+from compat_matrix.arguments import COMMANDS
 from compat_matrix.axes import OWN, load
 from compat_matrix.service.executing import Queue
 from compat_matrix.service.submission import Submission
@@ -71,10 +73,14 @@ because = "no kernel on a CPU"
         ("run --all --store nosuch://host/db", "the store nosuch://host/db: "),
         ("run --all --offline nowhere", "nowhere"),
         ("run --all --cache test_it.py", "test_it.py"),
-        ("run --all --pytest 'unbalanced", '--pytest "\'unbalanced": No closing quotation'),
+        ("run --all --pytest 'unbalanced", 'argument --pytest: arguments as in a shell, not "\'unbalanced"'),
         ("run -j 0", "a number from 1 on, not '0'"),
         ("run -j many", "a number from 1 on, not 'many'"),
         ("walk", "invalid choice: 'walk'"),
+        ("--fast list", "the following arguments are required: COMMAND"),
+        ("emit", "the following arguments are required: service"),
+        ("emit gitlab", "invalid choice: 'gitlab'"),
+        ("emit github --only torch==3", "no cell of axes.toml matches 'torch==3'"),
         ("", "the following arguments are required: COMMAND"),
         ("show", "the store matrix.sqlite"),
         ("explain nonsense", ""),
@@ -89,6 +95,27 @@ def test_bad_input_is_told_in_a_line_or_two(project: Small, arguments: str, says
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) < 12
     assert not (project.folder / "matrix.sqlite").exists()
+
+
+def test_help_and_bad_arguments_import_nothing_of_a_command() -> None:
+    own = [name for name, command in COMMANDS.items() if command.arguments is None]
+    assert own == ["atlas", "token"]
+    code = f"""
+import sys
+from compat_matrix.arguments import COMMANDS
+from compat_matrix.cli import main
+for words in ([name, word] for name in COMMANDS if name not in {own} for word in ("--help", "--nonsense")):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert ended.code == (0 if words[1] == "--help" else 2), words
+    else:
+        raise AssertionError(words)
+assert not {{"jinja2", "packaging", "pydantic", "requests", "rich", "sqlalchemy"}} & {{*sys.modules}}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[CELL ...] DIR" in done.stdout
 
 
 def test_a_project_that_is_none_is_told(project: Small) -> None:
@@ -131,6 +158,8 @@ def test_shards_of_a_list_are_the_list(project: Small) -> None:
     parts = [project.run("list", "--shard", f"{number}/4").stdout.split() for number in range(1, 5)]
     assert sorted(name for part in parts for name in part) == sorted(every)
     assert len(every) == 6
+    (project.folder / "matrix" / "axes.toml").rename(project.folder / "axes.toml")  # the other place of the file
+    assert project.run("list").stdout.split() == every
 
 
 def test_a_reader_that_goes_away_is_no_error(project: Small) -> None:
@@ -146,11 +175,6 @@ def test_a_reader_that_goes_away_is_no_error(project: Small) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "[\n", "")
 
 
-def test_the_axes_file_of_the_folder_is_taken(project: Small) -> None:
-    (project.folder / "matrix" / "axes.toml").rename(project.folder / "axes.toml")
-    assert len(project.run("list").stdout.split()) == 6
-
-
 def test_a_failed_test_makes_the_command_fail(project: Small) -> None:
     assert project.run("run", "--only", "device==cpu and transformers==5.0").returncode == 0
     project.write("test_it.py", "def test_a(): assert 0")
@@ -160,19 +184,13 @@ def test_a_failed_test_makes_the_command_fail(project: Small) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_knows_what_it_was_asked(project: Small) -> None:
-    project.run("run", "--only", "transformers==5.0 and device==cpu", "--label", "mine")
+def test_a_run_knows_what_it_was_asked_and_the_cells_that_can_not_be(project: Small) -> None:
+    project.run("run", "--only", "transformers==5.0 and (device==cpu)", "--label", "mine")
     with project.store as store:
         (run,) = store.runs()
-        assert run.label == "mine"
-        assert run.host == os.uname().nodename
+        assert (run.label, run.host) == ("mine", os.uname().nodename)
         assert "[[exclude]]" in store.axes(run.id)
-
-
-def test_a_cell_that_can_not_be_is_in_its_run(project: Small) -> None:
-    project.run("run", "--only", "transformers==5.0 and (device==cpu)")
-    with project.store as store:
-        states = {cell.name: found.state for cell, found in store.summary(store.resolve("latest")).items()}
+        states = {cell.name: found.state for cell, found in store.summary(run.id).items()}
     assert states == {f"{TAG}-tf5.0-torch2.11": "passed", f"{TAG}-tf5.0-torch2.11-fa4": "excluded"}
 
 

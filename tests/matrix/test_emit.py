@@ -10,19 +10,27 @@ from small import PYTHON, TAG, Small
 
 from compat_matrix.axes import OWN, load
 from compat_matrix.cells import Cell
-from compat_matrix.commands.emit import LIMIT, jobs
+from compat_matrix.commands.cells import LIMIT, jobs
+from compat_matrix.errors import MatrixError
 from kernel_compat.releases import TORCH, TRANSFORMERS, minors
 
 EVERY = load(OWN).cells
 
 
-@given(st.sets(st.sampled_from(EVERY), max_size=600), st.one_of(st.none(), st.integers(1, 400)))
-def test_every_cell_is_in_one_job_and_no_matrix_is_too_long(cells: set[Cell], shards: int | None) -> None:
-    found = jobs(sorted(cells), shards)
-    assert len(found) <= min(LIMIT, shards or LIMIT)
+@given(st.sets(st.sampled_from(EVERY), max_size=600))
+def test_every_cell_is_in_one_job_and_no_matrix_is_too_long(cells: set[Cell]) -> None:
+    found = jobs(sorted(cells))
+    assert len(found) <= LIMIT
     named = " ".join(str(job["arguments"]) for job in found).split()
     assert sorted(named) == sorted(cell.name for cell in cells)
     assert len({job["name"] for job in found}) == len(found)
+
+
+def test_more_environments_than_jobs_are_refused() -> None:
+    cells = [Cell("3.12", torch=f"2.{minor}") for minor in range(LIMIT + 1)]
+    assert len(jobs(cells[1:])) == LIMIT
+    with pytest.raises(MatrixError, match="the cells have 257 environments, and GitHub allows 256 jobs"):
+        jobs(cells)
 
 
 def test_the_whole_matrix_fits(small: Small) -> None:
@@ -66,25 +74,13 @@ def test_a_job_says_what_it_runs(project: Small) -> None:
 
 
 def test_the_jobs_together_run_every_cell(project: Small) -> None:
-    found = json.loads(project.run("emit", "github", "--shards", "2", "--only", "device==cpu").stdout)
+    found = json.loads(project.run("emit", "github", "--only", "device==cpu").stdout)
     assert found["cuda"] == {"include": []}
-    assert [job["name"] for job in found["cpu"]["include"]] == ["1/2 (2 cells)", "2/2 (2 cells)"]
+    assert [job["cells"] for job in found["cpu"]["include"]] == [1] * 4
     for number, job in enumerate(found["cpu"]["include"]):
         done = project.run("run", "--store", f"{number}.sqlite", *shlex.split(job["arguments"]))
         assert done.returncode == 0, done
-    assert project.run("merge", "0.sqlite", "1.sqlite").returncode == 0
+    assert project.run("merge", *(f"{number}.sqlite" for number in range(4))).returncode == 0
     with project.store as store:
         states = {cell.name: past.summary.state for cell, past in store.current().items() if cell.device == "cpu"}
     assert states == dict.fromkeys(project.run("list", "--only", "device==cpu").stdout.split(), "passed")
-
-
-def test_bad_input_is_told(project: Small) -> None:
-    for arguments, says in {
-        "emit": "the following arguments are required",
-        "emit gitlab": "invalid choice: 'gitlab'",
-        "emit github --shards 0": "a number from 1 on",
-        "emit github --only torch==3": "no cell of axes.toml matches",
-    }.items():
-        done = project.run(*arguments.split())
-        assert (done.returncode, done.stdout) == (2, "")
-        assert says in done.stderr

@@ -56,14 +56,6 @@ def test_a_suite_whose_environment_is_known_to_be_bad_does_not_begin(
     assert not collected(project)
 
 
-def test_the_ini_option_names_the_service_too(service: Service, project: pytest.Pytester) -> None:
-    service.answer = WRONG
-    project.makeini(f"[pytest]\nkernel_compat_service = {service.url}\n")
-    assert project.runpytest_inprocess(*PLUGIN).ret == pytest.ExitCode.USAGE_ERROR
-    assert project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service=").ret == pytest.ExitCode.OK
-    assert len(service.asked) == 1
-
-
 @pytest.mark.parametrize(("answer", "says"), [(PASSED, "passed"), (NEAREST, "unknown: another patch of it was tested")])
 def test_any_other_suite_runs_and_its_header_says_what_is_known(
     service: Service, project: pytest.Pytester, answer: object, says: str
@@ -114,7 +106,7 @@ def test_inactive_it_imports_nothing_and_active_neither_torch_nor_transformers(
     assert ("compat_matrix.matrix_client" in ours) == active
     assert not {"torch", "transformers", "numpy", "sqlalchemy", "pydantic", "starlette"} & modules
     if not active:
-        cell = {"compat_matrix.cell", "compat_matrix.cell.kernel_compat_figures"}
+        cell = {"compat_matrix.cell", "compat_matrix.cell.kernel_compat_cell"}
         assert ours == {"compat_matrix", "compat_matrix.pytest_plugin", *cell}
         assert "urllib.request" not in modules
 
@@ -127,8 +119,9 @@ def test_a_project_loads_it_by_a_line_of_its_own(service: Service, project: pyte
     if file == "conftest.py":
         project.makeconftest('pytest_plugins = ["compat_matrix.pytest_plugin"]')
     assert project.runpytest_inprocess().ret == pytest.ExitCode.USAGE_ERROR
-    assert len(service.asked) == 1
     assert not collected(project)
+    assert project.runpytest_inprocess("--kernel-compat-service=").ret == pytest.ExitCode.OK
+    assert len(service.asked) == 1
 
 
 def test_figures_are_recorded_outside_of_the_matrix_too(project: pytest.Pytester) -> None:

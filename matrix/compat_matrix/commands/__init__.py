@@ -1,1 +1,1 @@
-"""The commands other than views, a module each with `run`, and `ARGUMENTS` or `add_arguments`."""
+"""The commands other than views. `arguments.COMMANDS` names the function of each."""

@@ -8,29 +8,6 @@ import json
 from kernel_compat.cli import tables
 
 from .. import matrix_client
-from ..arguments import Arguments, flag, option
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"seconds up to 3600, not {text!r}")
-    return seconds
-
-
-ARGUMENTS: Arguments = {
-    "service": option("the address of the service", metavar="URL"),
-    "--timeout": option(
-        f"time limit of an answer (default: {matrix_client.TIMEOUT:.0f})",
-        type=_seconds,
-        default=matrix_client.TIMEOUT,
-        metavar="SECONDS",
-    ),
-    "--json": flag("print JSON on stdout, and nothing else"),
-}
 
 
 def run(arguments: argparse.Namespace) -> int:

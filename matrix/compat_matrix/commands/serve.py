@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ..arguments import AXES_FILE, ENVIRONMENTS, EXECUTOR, STORE, Arguments, days, flag, option
 from ..axes import Axes
 from ..cells import Cell
 from ..errors import MatrixError
@@ -33,22 +32,6 @@ _PRUNED = 3600.0
 #: Python's thread switch interval, in seconds. With the default of 5 ms, a thread that returns from the database would wait
 #: that long for threads that compute.
 _SWITCH = 0.0005
-
-
-ARGUMENTS: Arguments = {
-    **STORE,
-    **AXES_FILE,
-    "--host": option("the address to listen on (default: 127.0.0.1)", default="127.0.0.1"),
-    "--port": option("the port to listen on; 0 for any free one (default: 8000)", type=int, default=8000),
-    "--root-path": option("the path at which a proxy serves it, such as /matrix", default="", metavar="PATH"),
-    "--read": option("allow reading without a token, or only with one", choices=["open", "token"], default="open"),
-    "--ray": option("run cells on this Ray cluster instead of this machine", metavar="ADDRESS"),
-    "--no-run": flag("run no cells: show the store, and take uploaded runs"),
-    "--keep": option("delete runs this long after they have ended, such as 90d", type=days, metavar="DAYS"),
-    **EXECUTOR,
-    **ENVIRONMENTS,
-    "--execute": option(argparse.SUPPRESS, nargs=2),  # a run, in a process that the service starts
-}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,35 +6,18 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
 from rich.console import Console
 
-from ..arguments import AXES_FILE, ENVIRONMENTS, FILTER, JOBS, STORE, TESTS, Arguments, address, flag, option, positive
 from ..atlas.index import Index
 from ..axes import Axes, cover
 from ..cells import Cell
 from ..errors import MatrixError
 from ..expressions import Expression
-from ..options import TOKEN, axes_of, execute, executor_of, jobs_of, new_run, token_of
+from ..options import axes_of, execute, executor_of, jobs_of, new_run, token_of
 from ..service import watch
 from ..store import Store
 from ..store.documents import NEWS, keep
-
-ARGUMENTS: Arguments = {
-    **AXES_FILE,
-    **FILTER,
-    **STORE,
-    "--index": option("the package index (default: the one that pip or uv would use)", metavar="URL"),
-    "--dry-run": flag("list the releases and the cells; store nothing"),
-    "--submit": option("submit the cells to this service, which runs them", metavar="URL", type=address),
-    "--token-file": option(f"a file with the token (default: ${TOKEN})", type=Path, metavar="FILE"),
-    "--webhook": option("POST the report to this address, as JSON", metavar="URL", type=address),
-    "--every": option("repeat at this interval", type=positive, metavar="MINUTES"),
-    **TESTS,
-    **JOBS,
-    **ENVIRONMENTS,
-}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -114,7 +97,7 @@ def _run(
     touches: watch.Touches,
     console: Console,
 ) -> str:
-    arguments = options.pytest if suite == options.suite else ""
+    arguments = options.pytest if suite == options.suite else []
     # Not the command as typed: addresses may contain secrets, and this is public.
     words = ["watch", *(["--only", options.only] if options.only else [])]
     words += ["--suite", suite] if suite != "default" else []

@@ -312,7 +312,7 @@ def execute(options: argparse.Namespace, axes: Axes, store: Store, run: str, cla
 
 def for_suite(options: argparse.Namespace, suite: str) -> argparse.Namespace:
     """The options of a service for `jobs_of`."""
-    return argparse.Namespace(**{**vars(options), "suite": suite, "latest": False, "pytest": ""})
+    return argparse.Namespace(**{**vars(options), "suite": suite, "latest": False, "pytest": []})
 
 
 @contextmanager

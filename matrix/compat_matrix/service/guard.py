@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..store import Store
 from . import tokens
-from .refusals import of_api, path_of, refuse
+from .refusals import of_api, refuse
 from .settings import Settings
 
 #: Nothing is loaded from other hosts, and inline scripts and styles are disabled.
@@ -84,8 +84,7 @@ class Guard:
             HTTPException: it is refused.
         """
         headers = Headers(scope=scope)
-        # The form of the first page is sent by POST, as a lock file is too long for an address, and writes nothing.
-        reading = scope["method"] in _READING or path_of(scope) == "/check"
+        reading = scope["method"] in _READING
         form = not reading and not of_api(scope)
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy may disagree with this server on where the body ends.

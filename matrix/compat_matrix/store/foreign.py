@@ -15,8 +15,7 @@ from sqlalchemy.types import NullType
 
 from ..cells import Cell, parse
 from ..errors import MatrixError
-from ..figures import Recorded
-from ..results import CellResult
+from ..results import CellResult, Recorded
 from . import database, queries
 from .models import CELL, PLANNED, RESULT, RUN, TEXT
 from .records import Run

@@ -1,4 +1,1 @@
-"""Views of the store. Each module is a command: `ARGUMENTS` are its arguments, and `run` takes their values.
-
-`run` returns the exit code; ``arguments.store`` is the store's URL.
-"""
+"""Views of the store, most of which are commands: `run` takes the values of the arguments and returns the exit code."""
