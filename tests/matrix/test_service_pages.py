@@ -737,7 +737,7 @@ def test_the_status(demo: tuple[Get, service_demo.Demo, Store]) -> None:
 def test_the_status_while_environments_are_made(store: Store, get: Get) -> None:
     run = store.new_run(OLD[:2])
     with store.writing() as connection:
-        submissions.insert(connection, inserts.key(connection, run), "default", "", {})
+        inserts.submit(connection, inserts.key(connection, run), "default", "", {})
     assert "No cell runs." in _page(get("/status")).text
     with store.writing() as connection:
         connection.execute(SUBMISSION.update().values(host="here"))

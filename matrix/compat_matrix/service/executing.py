@@ -38,7 +38,7 @@ from ..fingerprint import of_axes
 from ..options import executor_of, jobs_of, revision
 from ..processes import fresh, share_priority
 from ..progress import Progress
-from ..store import Provenance, Store, inserts, submissions
+from ..store import Store, inserts, submissions
 from ..store.models import RUN, SUBMISSION
 from .background import beside
 from .submission import Submission, Submitted
@@ -102,18 +102,17 @@ class Queue:
         words = ["run", *wanted.cells, *([f"--only={wanted.only}"] if wanted.only else [])]
         words += ["--all"] if wanted.all else []
         words += [f"--suite={wanted.suite}"] if wanted.suite != "default" else []
-        given = Provenance(
+        name = self.store.new_run(
+            cells,
+            excluded=excluded,
             axes=axes.path.read_text(encoding="utf-8"),
             command=shlex.join(words),
             label=wanted.label,
             host=platform.node(),
             revision=revision(axes.folder),
             partial=wanted.suite != "default",
+            submission={"suite": wanted.suite, "fingerprint": of_axes(axes)},
         )
-        tested = of_axes(axes)
-        with self.store.writing() as connection:
-            key, name = inserts.begin(connection, cells, excluded, given)
-            submissions.insert(connection, key, wanted.suite, tested, {})
         return Submitted(run=name, cells=len(cells), excluded=len(excluded))
 
     def retry(self, run: str) -> Submitted:
@@ -142,7 +141,7 @@ class Queue:
             ended = and_(RUN.c.id == key, RUN.c.state != "running")
             taken = connection.execute(update(RUN).where(ended).values(state="running", finished=None)).rowcount
             if taken:
-                submissions.insert(connection, key, suite, tested, again)
+                inserts.submit(connection, key, suite, tested, again)
         if not taken:
             raise submissions.StateError(f"the run {run} hasn't ended: cancel it first")
         return Submitted(run=run, cells=len(cells), excluded=0)
@@ -231,7 +230,7 @@ class Queue:
                     log.warning("%s: %s", run, said)
                 return _POLL
             values: dict[str, Any] = {"claim": None, "seen": None, "host": "", "running": "{}"}
-            values |= {"tries": 0} if over else {"reason": inserts.plain(said)}
+            values |= {"tries": 0} if over else {"reason": said}
             own = SUBMISSION.c.run_id == row.run_id
             connection.execute(update(SUBMISSION).where(own).values(values))
             waits = {"state": "running", "finished": None}

@@ -305,7 +305,7 @@ def _earlier(store: Store, cells: Sequence[Cell]) -> list[Newest]:
         for names in stored.chunks(cell.name for cell in cells):
             keys = best.where(RESULT.c.cell_id.in_(select(CELL.c.id).where(CELL.c.name.in_(names))))
             newest = RESULT.c.id.in_(keys.group_by(RESULT.c.cell_id, *origin))
-            rows += connection.execute(stored.results(*origin, *stored.RUN_FIELDS).where(newest)).all()
+            rows += connection.execute(stored.summary(*origin, *stored.RUN_FIELDS, every=True).where(newest)).all()
         texts = stored.texts_of(connection, (key for row in rows for key in row[stored.SUMMARY : stored.SUMMARY + 2]))
     found = []
     for row in rows:
