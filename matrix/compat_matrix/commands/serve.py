@@ -14,16 +14,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..axes import OWN
 from ..errors import MatrixError
 from ..options import AXES, axes_in, axes_of
-from ..service.background import beside
+from ..service import executing, tokens
+from ..service.settings import Settings
 from ..store import Store, removal
-
-if TYPE_CHECKING:
-    from ..service.executing import Queue
 
 #: Seconds for open requests to end at shutdown.
 _GRACE = 10
@@ -42,8 +39,6 @@ def run(options: argparse.Namespace) -> int:
         from ..service.app import create_app
     except ModuleNotFoundError as error:
         raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
-    from ..service import executing, tokens
-    from ..service.settings import Settings
 
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", options.root_path):
         raise MatrixError(f"--root-path takes a path such as /matrix, not {options.root_path!r}")
@@ -76,11 +71,13 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stack.enter_context(suppress(KeyboardInterrupt))
-        queue: Queue = app.state.queue
+        queue: executing.Queue = app.state.queue
         if queue.axes is not None:
-            stack.enter_context(beside(lambda over: queue.execute_all(options, over), "runs"))
+            stack.enter_context(executing.beside(lambda over: queue.execute_all(options, over), "runs"))
         if options.keep is not None:
-            stack.enter_context(beside(lambda over: _prune(store, timedelta(days=options.keep), over), "prune"))
+            stack.enter_context(
+                executing.beside(lambda over: _prune(store, timedelta(days=options.keep), over), "prune")
+            )
         host, port = listening.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
         if axes is None:

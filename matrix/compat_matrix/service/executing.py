@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -40,7 +40,6 @@ from ..processes import fresh, share_priority
 from ..progress import Progress
 from ..store import Provenance, Store, inserts, submissions
 from ..store.models import RUN, SUBMISSION, Utc
-from .background import beside
 from .submission import Submission, Submitted
 
 #: Seconds between two looks for a run to execute.
@@ -65,6 +64,19 @@ NICE = 10
 _PATIENCE = 600.0
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
+    """Run a function in a thread, and wait for its end when the block is left. It is called with an event that is set then."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class Queue:
@@ -329,5 +341,5 @@ def _beating(store: Store, own: ColumnElement[bool], progress: Progress) -> Iter
                     return
             over.wait(_BEAT)
 
-    with beside(beat, "beat", daemon=True):
+    with beside(beat, "beat"):
         yield
