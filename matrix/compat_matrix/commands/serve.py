@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         stack.enter_context(suppress(KeyboardInterrupt))
         queue: executing.Queue = app.state.queue
         if queue.axes is not None:
-            stack.enter_context(executing.beside(lambda over: queue.execute_all(options, over), "runs"))
+            stack.enter_context(executing.beside(queue.execute_all, "runs"))
         if options.keep is not None:
             stack.enter_context(
                 executing.beside(lambda over: _prune(store, timedelta(days=options.keep), over), "prune")

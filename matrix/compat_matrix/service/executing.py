@@ -134,7 +134,6 @@ class Queue:
             MatrixError: it doesn't exist, or a cell can't be run here.
         """
         axes, found = self._axes(), self.store.run(run)
-        suite = found.suite
         if found.revision != (here := revision(axes.folder)):
             raise submissions.StateError(f"the run {run} tested {found.revision or 'no commit'}, and here is {here}")
         if other := next((one for one in ("--pytest", "--latest") if one in found.command), None):
@@ -143,14 +142,14 @@ class Queue:
         cells, _ = runner.left(self.store, run, axes, again)
         if not cells:
             raise submissions.StateError(f"the run {run} has no cell that failed or is unfinished")
-        self._check(axes, cells, suite)
+        self._check(axes, cells, found.suite)
         tested = of_axes(axes)
         with self.store.writing() as connection:
             key = inserts.key(connection, run)
             begin = update(RUN).where(RUN.c.id == key, RUN.c.state != "running").values(state="running", finished=None)
             taken = connection.execute(begin).rowcount
             if taken:
-                submissions.insert(connection, key, suite, tested, again)
+                submissions.insert(connection, key, found.suite, tested, again)
         if not taken:
             raise submissions.StateError(f"the run {run} hasn't ended: cancel it first")
         return Submitted(run=run, cells=len(cells), excluded=0)
@@ -173,14 +172,15 @@ class Queue:
 
     # Execution.
 
-    def execute_all(self, options: argparse.Namespace, over: threading.Event) -> None:
+    def execute_all(self, over: threading.Event) -> None:
         """Execute the runs that wait, one after the other, until `over` is set."""
+        assert self._options is not None
         pause = _POLL
         while not over.wait(pause):
             pause = _POLL
             try:
                 if (run := self.take()) is not None:
-                    code, said = _executed([*options.words, "--execute", run, self.id], over)
+                    code, said = _executed([*self._options.words, "--execute", run, self.id], over)
                     pause = self._settle(run, code, said, over.is_set())
             except MatrixError as error:  # the database is unavailable, and may come back
                 log.warning("%s", error)
