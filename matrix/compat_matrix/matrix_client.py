@@ -1,4 +1,4 @@
-"""The client of a matrix service: ask for the verdict on an environment. Needs the standard library and kernel-compat only.
+"""The client of a matrix service: ask for the verdict on an environment, and submit runs. Needs the standard library and kernel-compat only.
 
 Environment variables:
     KERNEL_COMPAT_SERVICE_TOKEN: the token, for a service that requires one for reading.
@@ -12,14 +12,17 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 from kernel_compat.environment import Environment
 
 from .errors import MatrixError
+
+if TYPE_CHECKING:
+    from .cells import Cell
 
 __all__ = ["KnownVerdict", "ServiceAnswer", "ServiceError", "ServiceReport", "ask"]
 
@@ -30,6 +33,8 @@ BAD: tuple[KnownVerdict, ...] = ("wrong", "failed", "refused")
 
 #: Seconds for one whole answer.
 TIMEOUT = 10.0
+#: Seconds for a service to check the cells of a run.
+_SUBMITTING = 60.0
 _MAX_BYTES = 4 * 2**20
 
 #: The FlashAttention that each distribution provides.
@@ -99,6 +104,19 @@ def ask(url: str, environment: Environment | None = None, *, timeout: float = TI
     return ServiceReport(base, environment, tuple(_ask(base, question, timeout) for question in questions(environment)))
 
 
+def submit(url: str, token: str, cells: Sequence[Cell], suite: str, label: str) -> str:
+    """Submit cells to a service; returns the id of the run.
+
+    Raises:
+        ServiceError: it can't be reached, or it refuses the cells, for example because its axes file doesn't have them.
+    """
+    body = {"cells": [cell.name for cell in cells], "suite": suite, "label": label[:100]}
+    found = _request(_base(url), "runs", token, _SUBMITTING, body).get("run")
+    if not isinstance(found, str):
+        raise ServiceError(f"{_shown(url)} responds without a run: it isn't a matrix service, or is a newer one")
+    return found
+
+
 def questions(environment: Environment) -> list[dict[str, str]]:
     """The combinations of releases in an environment: one for each FlashAttention that a GPU could use.
 
@@ -129,21 +147,17 @@ def describe(answer: ServiceAnswer) -> Iterator[str]:
     reason = f": {line(answer.reason)}" if answer.reason else ""
     yield f"{asked}: {answer.verdict}{reason}"
     for one in answer.tested:
-        found = {name: line(one.get(name)) for name in ("cell", "verdict", "run", "started")}
-        differs = one.get("differs")
-        others = [
-            f"{line(other.get('axis'))} {line(other.get('tested'))}"
-            for other in (differs if isinstance(differs, list) else ())
-            if isinstance(other, dict)
-        ]
-        near = f", with {', '.join(others)}" if others else ""
-        yield f"  {found['verdict']}: {found['cell']}{near}, in run {found['run']} of {found['started'][:10] or 'unknown date'}"
+        verdict, cell, run, started = (line(one.get(name)) for name in ("verdict", "cell", "run", "started"))
+        others = ", ".join(
+            f"{line(other.get('axis'))} {line(other.get('tested'))}" for other in _objects(one, "differs")
+        )
+        near = f", with {others}" if others else ""
+        yield f"  {verdict}: {cell}{near}, in run {run} of {started[:10] or 'unknown date'}"
 
 
 def shims_of(answer: ServiceAnswer) -> Iterator[str]:
     """The shims in the first piece of evidence, as lines of text."""
-    found = answer.tested[0].get("shims") if answer.tested else ()
-    for shim in (one for one in (found if isinstance(found, list) else ()) if isinstance(one, dict)):
+    for shim in _objects(answer.tested[0], "shims") if answer.tested else ():
         if shim.get("state") != "not needed":
             name, state, reason = (line(shim.get(field)) for field in ("name", "state", "reason"))
             yield f"  shim {name} {state}: {reason}"
@@ -152,6 +166,12 @@ def shims_of(answer: ServiceAnswer) -> Iterator[str]:
 def line(text: object) -> str:
     """A value that the service sent as one printable line of at most 500 characters."""
     return "".join(character if character.isprintable() else " " for character in str(text or ""))[:500]
+
+
+def _objects(found: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
+    """The objects in a list that the service sent; anything else is left out."""
+    given = found.get(name)
+    return tuple(one for one in (given if isinstance(given, list) else ()) if isinstance(one, dict))
 
 
 def _base(url: str) -> str:
@@ -166,45 +186,41 @@ def _base(url: str) -> str:
 
 
 def _ask(base: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer:
-    url = f"{base}/api/v1/compat?{urlencode(question)}"
+    token = os.environ.get("KERNEL_COMPAT_SERVICE_TOKEN")
+    found = _request(base, f"compat?{urlencode(question)}", token, timeout)
+    verdict: Any = found.get("verdict")
+    if verdict not in get_args(KnownVerdict):
+        raise ServiceError(f"{_shown(base)} responds without a verdict: it isn't a matrix service, or is a newer one")
+    match, reason = str(found.get("match")), str(found.get("reason") or "")
+    return ServiceAnswer(question, verdict, match, reason, _objects(found, "tested"))
+
+
+def _request(base: str, path: str, token: str | None, timeout: float, body: object = None) -> Mapping[str, Any]:
+    """The JSON object with which a service responds to a GET, or to a POST of a body. The time limit is for the whole response."""
+    headers = {"Accept": "application/json", "User-Agent": "kernel-compat", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    end, content = time.monotonic() + timeout, b""
     try:
-        request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "kernel-compat"})
-        if token := os.environ.get("KERNEL_COMPAT_SERVICE_TOKEN"):
+        request = urllib.request.Request(f"{base}/api/v1/{path}", data, headers)
+        if token:
             request.add_unredirected_header("Authorization", f"Bearer {token}")
-        found = json.loads(_read(request, timeout))
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            while piece := response.read1(65536):
+                content += piece
+                if len(content) > _MAX_BYTES:
+                    raise OSError(f"its response is longer than {_MAX_BYTES} bytes")
+                if time.monotonic() > end:
+                    raise TimeoutError
+        found = json.loads(content)
     except urllib.error.HTTPError as error:
         raise ServiceError(f"{_shown(base)} responds with {error.code}{_detail(error)}") from None
     except (OSError, http.client.HTTPException) as error:
-        raise ServiceError(f"{_shown(base)} can't be reached: {_why(error)}") from None
+        reason = getattr(error, "reason", error)
+        why = "it didn't respond in time" if isinstance(reason, TimeoutError) else str(reason) or type(reason).__name__
+        raise ServiceError(f"{_shown(base)} can't be reached: {why}") from None
     except ValueError:
         raise ServiceError(f"{_shown(base)} doesn't respond with JSON: it isn't a matrix service") from None
-    verdict: Any = found.get("verdict") if isinstance(found, dict) else None
-    if verdict not in get_args(KnownVerdict):
-        raise ServiceError(f"{_shown(base)} responds without a verdict: it isn't a matrix service, or is a newer one")
-    tested = found.get("tested")
-    evidence = tuple(one for one in (tested if isinstance(tested, list) else ()) if isinstance(one, dict))
-    return ServiceAnswer(question, verdict, str(found.get("match")), str(found.get("reason") or ""), evidence)
-
-
-def _read(request: urllib.request.Request, timeout: float) -> bytes:
-    """The body of the response. The time limit holds for all of it, however slowly the server sends."""
-    end = time.monotonic() + timeout
-    with urllib.request.urlopen(request, timeout=timeout) as response:
-        body = b""
-        while piece := response.read1(65536):
-            body += piece
-            if len(body) > _MAX_BYTES:
-                raise OSError(f"its response is longer than {_MAX_BYTES} bytes")
-            if time.monotonic() > end:
-                raise TimeoutError
-        return body
-
-
-def _why(error: Exception) -> str:
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, TimeoutError):
-        return "it didn't respond in time"
-    return str(reason) or type(reason).__name__
+    return found if isinstance(found, dict) else {}
 
 
 def _detail(error: urllib.error.HTTPError) -> str:

@@ -60,8 +60,7 @@ class RayExecutor:
         self._refs: dict[Cell, Any] = {}
         self._fingerprint: dict[Path, str] = {}
         address = os.environ.get("RAY_ADDRESS", "")
-        check_private(address)
-        host, port = _host(address)
+        host, port = check_private(address)
         if host and port is not None:  # Ray itself would wait, and then end this process
             with _joining(address):
                 socket.create_connection((host, port), timeout=10).close()
@@ -153,22 +152,25 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
     return work.run(job, devices, lambda: begun.put_nowait(job.cell.name), hosts=_hosts if fork else None)
 
 
-def check_private(address: str) -> None:
-    """Check that a cluster isn't one that everybody on its network can use.
+def check_private(address: str) -> tuple[str, int | None]:
+    """The host and the port of a cluster that not everybody on its network can use; no host for one that was started on this machine.
 
     Raises:
         MatrixError: it isn't at a loopback address, and Ray's token authentication is off; or its host isn't known.
     """
-    host, _ = _host(address)
-    if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
-        return
+    place = address.rpartition("://")[2]
     with _joining(address):
+        parts = urlsplit(f"//{place}")
+        host, port = "" if place in ("", "auto", "local") else parts.hostname or "", parts.port
+        if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+            return host, port
         found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
     if not all(ipaddress.ip_address(one).is_loopback for one in found):
         raise MatrixError(
             f"the Ray cluster at {address} isn't on this machine, and whoever reaches it can run commands on it: "
             "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on its nodes and here"
         )
+    return host, port
 
 
 @contextmanager
@@ -177,14 +179,6 @@ def _joining(address: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, OverflowError) as error:
         raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
-
-
-def _host(address: str) -> tuple[str, int | None]:
-    """The host and the port in an address of Ray; no host for a cluster that was started on this machine."""
-    place = address.rpartition("://")[2]
-    with _joining(address):
-        parts = urlsplit(f"//{place}")
-        return ("" if place in ("", "auto", "local") else parts.hostname or ""), parts.port
 
 
 def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:

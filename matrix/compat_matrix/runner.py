@@ -97,7 +97,7 @@ def execute(
 
     Args:
         patience: the seconds for which storing a result is tried again, for a database that is restarted.
-        finish: set the state of the run to ``finished`` at the end; else the caller does so.
+        finish: set the state of the run at the end; else the caller does so.
 
     Raises:
         MatrixError: a result can't be stored; earlier results stay stored.
@@ -121,7 +121,8 @@ def execute(
         for future in pending if isinstance(error, KeyboardInterrupt) else ():
             if future.done() and not future.cancelled() and future.exception() is None:
                 store.add(run, future.result())
-        store.finish(run, "interrupted")
+        if finish:
+            store.finish(run, "interrupted")
         raise
     if finish:
         store.finish(run, "finished")

@@ -10,8 +10,8 @@ from packaging.version import Version
 
 from compat_matrix.axes import OWN, Axes, load
 from compat_matrix.cells import Cell
+from compat_matrix.commands import watch
 from compat_matrix.errors import MatrixError
-from compat_matrix.service import watch
 from kernel_compat import releases
 
 GOOD = """\
@@ -288,7 +288,7 @@ def test_the_committed_file_is_right() -> None:
         assert all(axes.tests_of(cell, suite) for cell in here)
     # Each model type of a new release is proven in one cell.
     new = {"transformers": [Version("5.99.0")]}
-    extended, touches = watch.touched(axes, new, print)
+    extended, touches = watch.affected(axes, new, print)
     suites = watch.suites(extended, [cell for cell in extended.cells if touches(cell)], new)
     assert {suite: [cell.name for cell in cells] for suite, cells in suites.items()} == {
         "prove": [f"py313-tf5.99.0-torch{axes.axes[0].torch[-1]}"]
@@ -398,7 +398,7 @@ def test_a_new_release_of_an_own_axis_is_a_value_of_it(tmp_path: Path) -> None:
     axes = load(written(tmp_path, OWN_AXES.replace('command = ["pytest"]', 'command = ["pytest"]\nwatch = "peft"')))
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n')
     new = {"peft": [Version("0.19.0")], "cuda": [Version("13.0")], "torch": [Version("2.99")]}
-    extended, touches = watch.touched(axes, new, print)
+    extended, touches = watch.affected(axes, new, print)
     cells = [cell for cell in extended.cells if touches(cell)]
     assert [cell.name for cell in cells] == [f"py311-tf{tf}-backend=gloo-peft=0.19.0" for tf in ("5.4", "5.23")]
     assert watch.suites(extended, cells, new) == {"default": cells[-1:]}

@@ -18,10 +18,12 @@ from fastapi.testclient import TestClient
 from network import ended, until
 from small import PYTHON, Small
 
+from compat_matrix import matrix_client
 from compat_matrix.atlas import command
 from compat_matrix.cells import Cell
+from compat_matrix.commands import watch
 from compat_matrix.errors import MatrixError
-from compat_matrix.service import feed, tokens, watch
+from compat_matrix.service import feed, tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.settings import Settings
 from compat_matrix.store import Store
@@ -416,7 +418,7 @@ def test_cells_are_submitted_to_a_service(watched: Watched, listener: Listener) 
     secret = {"KERNEL_COMPAT_MATRIX_TOKEN": "secret"}
     refused = watched.watch("--submit", listener.url, **secret)
     assert refused.returncode == 2
-    assert "refuses the run: it responds with 422: there is no such cell" in refused.stderr
+    assert "responds with 422: there is no such cell" in refused.stderr
     listener.answers = [(201, b'{"run": "20261121-000000-abcd", "cells": 1, "excluded": 0}')]
     assert watched.watch("--submit", listener.url, **secret).returncode == 0
     path, body, headers = listener.told[-1]
@@ -440,10 +442,10 @@ def test_a_run_of_watch_is_submitted_to_the_real_service(watched: Watched) -> No
 
             service = Local(bridge)
             try:
-                run = watch.submit(service.url, secret, [Cell(PYTHON, "5.2.0", "2.11")], "default", "watch")
+                run = matrix_client.submit(service.url, secret, [Cell(PYTHON, "5.2.0", "2.11")], "default", "watch")
                 assert [cell.name for cell in store.summary(run)] == [name("5.2.0")]
-                with pytest.raises(MatrixError, match=r"refuses the run: it responds with 4\d\d: .*5.9.0"):
-                    watch.submit(service.url, secret, [Cell(PYTHON, "5.9.0", "2.11")], "default", "watch")
+                with pytest.raises(MatrixError, match=r"responds with 4\d\d: .*5.9.0"):
+                    matrix_client.submit(service.url, secret, [Cell(PYTHON, "5.9.0", "2.11")], "default", "watch")
             finally:
                 service.stop()
 

@@ -10,20 +10,17 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from ..axes import Axes
-from ..cells import Cell
+from ..axes import OWN
 from ..errors import MatrixError
-from ..options import AXES, axes_of, jobs_of
-from ..service.background import beside
+from ..options import AXES, axes_in, axes_of
+from ..service import executing, tokens
+from ..service.settings import Settings
 from ..store import Store, removal
-
-if TYPE_CHECKING:
-    from ..service.executing import Queue
 
 #: Seconds for open requests to end at shutdown.
 _GRACE = 10
@@ -42,12 +39,11 @@ def run(options: argparse.Namespace) -> int:
         from ..service.app import create_app
     except ModuleNotFoundError as error:
         raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
-    from ..service import executing, tokens
-    from ..service.settings import Settings
 
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", options.root_path):
         raise MatrixError(f"--root-path takes a path such as /matrix, not {options.root_path!r}")
-    axes = _axes(options)
+    there = options.axes or axes_in(Path()) or OWN.exists() or options.ray
+    axes = axes_of(options) if there else None
     if options.ray is not None:
         from ..ray_executor import check_private
 
@@ -58,13 +54,8 @@ def run(options: argparse.Namespace) -> int:
         with Store.open(options.store, create=False) as store:
             return executing.execute(options, axes, store, *options.execute)
     settings = Settings(read=options.read, runs=not options.no_run, root_path=options.root_path.rstrip("/"))
-
-    def check(cells: Sequence[Cell], suite: str) -> None:
-        assert axes is not None
-        jobs_of(executing.for_suite(options, suite), axes, cells, {})
-
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
-        app = create_app(store, axes, settings, check)
+        app = create_app(store, axes, settings, options)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
         config = uvicorn.Config(
             app,
@@ -80,12 +71,13 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stack.enter_context(suppress(KeyboardInterrupt))
-        queue: Queue = app.state.queue
+        queue: executing.Queue = app.state.queue
         if queue.axes is not None:
-            command = lambda run: [*options.words, "--execute", run, queue.id]  # noqa: E731
-            stack.enter_context(beside(lambda over: queue.execute_all(command, over), "runs"))
+            stack.enter_context(executing.beside(queue.execute_all, "runs"))
         if options.keep is not None:
-            stack.enter_context(beside(lambda over: _prune(store, timedelta(days=options.keep), over), "prune"))
+            stack.enter_context(
+                executing.beside(lambda over: _prune(store, timedelta(days=options.keep), over), "prune")
+            )
         host, port = listening.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
         if axes is None:
@@ -99,16 +91,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _axes(options: argparse.Namespace) -> Axes | None:
-    """The axes file; None if none is given and there is none."""
-    try:
-        return axes_of(options)
-    except MatrixError:
-        if options.axes is not None or options.ray is not None:
-            raise
-        return None
-
-
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket that listens at this address.
@@ -116,18 +98,16 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     Raises:
         MatrixError: the address can't be listened on.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        found = socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        # A name lookup's error numbers are not errno's.
-        number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
-        raise MatrixError(f"{host}:{port}: {reason}") from None
-    # Accepted connections inherit it. asyncio sets it only on sockets created with proto=TCP, which this one isn't; without it the
-    # second packet of a response waits 40 ms for the acknowledgement of the first.
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with found:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it. asyncio sets it only on sockets created with proto=TCP, which this one isn't; without it the
+        # second packet of a response waits 40 ms for the acknowledgement of the first.
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            found.bind((host, port))
+            found.listen(2048)
+        except (OSError, OverflowError) as error:
+            raise MatrixError(f"{host}:{port}: {getattr(error, 'strerror', None) or error}") from None
         yield found
 
 

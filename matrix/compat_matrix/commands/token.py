@@ -50,10 +50,8 @@ def run(options: argparse.Namespace) -> int:
         elif options.verb == "revoke":
             tokens.revoke(store, options.name)
             print(f"{options.name} is revoked")
-        elif found := tokens.every(store):
-            _list(found)
         else:
-            print("no tokens")
+            _list(tokens.every(store))
     return 0
 
 

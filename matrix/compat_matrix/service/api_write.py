@@ -25,7 +25,7 @@ from ..store.models import RUN
 from ..views.facts import Error
 from ..views.runs import copied
 from .executing import NICE, Queue
-from .guard import STORE, is_store
+from .guard import STORE, media_type
 from .submission import Merged, Submission, Submitted
 
 T = TypeVar("T")
@@ -77,10 +77,11 @@ def known(store: Store, run: str) -> str:
 )
 async def submit(request: Request) -> Submitted | Merged:
     """Create a run of cells of the served axes, or copy the runs of a store that was written by `run --export`."""
-    if is_store(request.headers):
+    kind = media_type(request.headers)
+    if kind == STORE:
         return await _merge(request)
     body = await request.body()
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if kind != "application/json":
         raise HTTPException(422, f"the request needs the header Content-Type: application/json, or {STORE}")
     try:
         wanted = Submission.model_validate_json(body)

@@ -68,8 +68,9 @@ class Guard:
         if scope["method"] == "HEAD":  # the server omits the body
             scope["method"] = "GET"
         try:
-            scope["state"]["token"] = await self._checked(scope)
-            await self._app(scope, self._limited(scope, receive), guarded_send)
+            most = self._settings.upload_bytes if media_type(Headers(scope=scope)) == STORE else REQUEST_BYTES
+            await self._check(scope, most)
+            await self._app(scope, _limited(receive, most), guarded_send)
         except ClientDisconnect:
             return
         except Exception as error:
@@ -77,8 +78,8 @@ class Guard:
                 raise
             await refuse(Request(scope), error)(scope, receive, guarded_send)
 
-    async def _checked(self, scope: Scope) -> tokens.Token | None:
-        """The token of a request.
+    async def _check(self, scope: Scope, most: int) -> None:
+        """Check the head of a request whose body has at most a number of bytes.
 
         Raises:
             HTTPException: it is refused.
@@ -115,9 +116,8 @@ class Guard:
         length = headers.get("content-length") or "0"
         if not length.isdecimal():
             raise HTTPException(400, "Content-Length isn't a number")
-        if int(length) > (most := self._most(scope)):
+        if int(length) > most:
             raise HTTPException(413, f"more than {most} bytes")
-        return token
 
     def _count(self, per_minute: int, what: str, who: str) -> None:
         """Count a request of somebody; too many of them are refused."""
@@ -126,22 +126,20 @@ class Guard:
             wait = max(1, round(self._limiter.get_window_stats(limit, what, who).reset_time - time.time()))
             raise HTTPException(429, f"too many {what}: wait {wait} s", {"retry-after": str(wait)})
 
-    def _most(self, scope: Scope) -> int:
-        return self._settings.upload_bytes if is_store(Headers(scope=scope)) else REQUEST_BYTES
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """The body of a request up to a number of bytes, counted as it arrives, whatever Content-Length says."""
-        most = left = self._most(scope)
+def _limited(receive: Receive, most: int) -> Receive:
+    """The body of a request up to a number of bytes, counted as it arrives, whatever Content-Length says."""
+    left = most
 
-        async def limited() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise HTTPException(413, f"more than {most} bytes")
-            return message
+    async def limited() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise HTTPException(413, f"more than {most} bytes")
+        return message
 
-        return limited
+    return limited
 
 
 def _secret(headers: Headers, basic: bool) -> str | None:
@@ -172,6 +170,6 @@ def _same_origin(headers: Headers) -> bool:
     return bool(named) and named == headers.get("host")
 
 
-def is_store(headers: Headers) -> bool:
-    """Whether a request's body is a store."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower() == STORE
+def media_type(headers: Headers) -> str:
+    """The media type of a request's body, without parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()

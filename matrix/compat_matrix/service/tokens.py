@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Literal, NamedTuple
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ..errors import MatrixError
@@ -42,7 +42,6 @@ class Token(NamedTuple):
 
 
 _COLUMNS = (TOKEN.c.name, TOKEN.c.scopes, TOKEN.c.created, TOKEN.c.expires, TOKEN.c.revoked, TOKEN.c.used)
-_FIND = select(*_COLUMNS).where(TOKEN.c.digest == bindparam("digest"))
 
 
 def add(store: Store, name: str, scopes: Iterable[str], days: float | None = None) -> str:
@@ -85,18 +84,18 @@ def revoke(store: Store, name: str) -> None:
         MatrixError: there is no token of that name.
     """
     with store.writing() as connection:
-        known = connection.scalar(select(TOKEN.c.id).where(TOKEN.c.name == name))
-        if known is None:
-            raise MatrixError(f"there is no token {name!r}")
-        own = (TOKEN.c.id == known) & TOKEN.c.revoked.is_(None)
-        connection.execute(update(TOKEN).where(own).values(revoked=datetime.now(timezone.utc)))
+        now = datetime.now(timezone.utc)
+        own = update(TOKEN).where(TOKEN.c.name == name).values(revoked=func.coalesce(TOKEN.c.revoked, now))
+        known = connection.execute(own).rowcount
+    if not known:
+        raise MatrixError(f"there is no token {name!r}")
 
 
 def find(store: Store, secret: str) -> Token | None:
     """The valid token with this text, or None. Digests are compared, so that the time taken reveals nothing."""
     now, digest = datetime.now(timezone.utc), _digest(secret)
     with store.reading() as connection:
-        row = connection.execute(_FIND, {"digest": digest}).one_or_none()
+        row = connection.execute(select(*_COLUMNS).where(TOKEN.c.digest == digest)).one_or_none()
     if row is None or not (token := _token(row)).valid(now):
         return None
     if token.used is None or now - token.used > _USED:
